@@ -41,8 +41,8 @@ class CrossEntropy(TokenLoss):
         rows_N2 = [label_N1]
         if self.label_smoothing:
             rows_N2.append(vocabulary.tokens_of(logits_NV).sum(1, keepdim=True))
-        linear_N2 = vocabulary.added(torch.cat(rows_N2, dim=1))
-        softmax_NV, normalizer_N1 = vocabulary.softmax_(logits_NV)
+        (softmax_NV,), normalizer_N1, linear_N2 = vocabulary.softmaxes_([logits_NV], torch.cat(rows_N2, dim=1))
+        assert linear_N2 is not None
         loss_N = normalizer_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
         if self.label_smoothing:
             loss_N -= self.label_smoothing / vocabulary.size * linear_N2[:, 1]

@@ -42,9 +42,8 @@ class Divergence(TokenLoss):
         assert chunk.teacher_NV is not None
         teacher_NV = vocabulary.drafted(chunk.teacher_NV)
         gap_NV = logits_NV.div_(self.temperature) - teacher_NV.div_(self.temperature)
-        q_NV, q_normalizer_N1 = vocabulary.softmax_(logits_NV)
-        p_NV, p_normalizer_N1 = vocabulary.softmax_(teacher_NV)
-        gap_NV += p_normalizer_N1 - q_normalizer_N1  # log q - log p
+        (q_NV, p_NV), normalizer_N2, _ = vocabulary.softmaxes_([logits_NV, teacher_NV])
+        gap_NV += normalizer_N2.diff(dim=1)  # log q - log p
         gap_NV.clamp_(max=LARGEST_GAP)
         floor_NV = q_NV * math.exp(-LARGEST_GAP)
         terms_NV = torch.expm1(gap_NV).sub_(gap_NV)  # p (log p - log q) - p + q, where no terms cancel

@@ -130,10 +130,18 @@ def _negative_log_(chunk: Chunk, temperature: float) -> tuple[Tensor, Tensor]:
     """log a, [N], and g, the gradient of -log a by the depth's logits; both logits are overwritten."""
     vocabulary = chunk.vocabulary
     assert chunk.teacher_NV is not None
-    log_q_NV = vocabulary.log_softmax_(chunk.logits_NV.div_(temperature))
-    log_p_NV = vocabulary.drafted(vocabulary.log_softmax_(chunk.teacher_NV.div_(temperature)))
+    logits = chunk.logits_NV.div_(temperature), chunk.teacher_NV.div_(temperature)
+    log_q_NV, log_p_NW = vocabulary.log_softmaxes_(logits)
+    log_p_NV = vocabulary.drafted(log_p_NW)
     is_short_NV = log_q_NV < log_p_NV
-    part_NV, log_overlap_N1 = vocabulary.softmax_(torch.minimum(log_q_NV, log_p_NV, out=log_p_NV))
+    smaller_NV = torch.minimum(log_q_NV, log_p_NV, out=log_p_NV)
+    own_N1 = smaller_NV.amax(1, keepdim=True)
+    part_NV = smaller_NV.sub_(own_N1).exp_()
+    total_N1 = part_NV.sum(1, keepdim=True)
     short_NV = part_NV.mul_(is_short_NV)
-    gradient_NV = log_q_NV.exp_().mul_(vocabulary.sum(short_NV)).sub_(short_NV).div_(temperature)
-    return log_overlap_N1[:, 0], gradient_NV
+    totals_N2 = torch.cat((total_N1, short_NV.sum(1, keepdim=True)), 1)
+    largest_N2, totals_N2, _ = vocabulary.joined(own_N1.expand_as(totals_N2), totals_N2)
+    total_N1, all_short_N1 = totals_N2.split(1, 1)
+    short_NV.mul_((own_N1 - largest_N2[:, :1]).exp_().div_(total_N1))
+    gradient_NV = log_q_NV.exp_().mul_(all_short_N1 / total_N1).sub_(short_NV).div_(temperature)
+    return (total_N1.log() + largest_N2[:, :1])[:, 0], gradient_NV

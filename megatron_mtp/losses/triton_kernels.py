@@ -40,12 +40,13 @@ def cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     label = tl.load(labels + row)
+    is_own = (label >= 0) & (label < ENTRIES)
+    product = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32)  # no warp has written a gradient yet
     largest, total = _statistics(products, products, factor, TOKENS, False, BLOCK)
     surplus = 0.0
     if SMOOTHING != 0:
         surplus = _sum_below(products, largest, factor, TOKENS, BLOCK)
-    is_own = (label >= 0) & (label < ENTRIES)
-    below = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32) * factor - largest
+    below = product * factor - largest
     normalizer = tl.log(total) + largest
     loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normalizer * normalizer
     weight = tl.load(weights + row)
@@ -141,9 +142,10 @@ def overlap(
         log_q, log_p = q_below - tl.log(q_total), p_logits - p_largest - tl.log(p_total)
         smaller = tl.minimum(log_q, log_p)
         new = tl.maximum(largest, tl.max(smaller))
-        parts = tl.exp(smaller - new)
-        total = total * tl.exp(largest - new) + tl.sum(parts)
-        short = short * tl.exp(largest - new) + tl.sum(tl.where(log_q < log_p, parts, 0.0))
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        parts = tl.exp(smaller - finite)
+        total = total * tl.exp(largest - finite) + tl.sum(parts)
+        short = short * tl.exp(largest - finite) + tl.sum(tl.where(log_q < log_p, parts, 0.0))
         largest = new
         if DIVERGES:
             p_below = p_logits - drafted_largest
@@ -221,7 +223,8 @@ def _statistics(products, columns, factor, TOKENS: tl.constexpr, GATHERED: tl.co
     for start in range(0, TOKENS, BLOCK):
         logits = _logits(products, columns, start + tl.arange(0, BLOCK), factor, TOKENS, GATHERED)
         new = tl.maximum(largest, tl.max(logits))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # of blocks without any probability so far
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite))
         largest = new
     return largest, total
 

@@ -4,12 +4,13 @@ Letters in names: N positions, in one dimension or several, V this rank's slice 
 where there is a draft vocabulary), W this rank's slice of all tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
@@ -70,17 +71,15 @@ class Vocabulary:
     def _rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
-    def max(self, values_NV: Tensor) -> Tensor:
-        """[N, 1]"""
-        return self._reduced(values_NV.amax(dim=-1, keepdim=True), ReduceOp.MAX)
-
     def sum(self, values_NV: Tensor) -> Tensor:
         """[N, 1]"""
         return self.added(values_NV.sum(dim=-1, keepdim=True))
 
     def added(self, parts: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        return self._reduced(parts, ReduceOp.SUM)
+        if self.ranks > 1:
+            torch.distributed.all_reduce(parts, group=self.group)
+        return parts
 
     def own(self, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Columns of the tokens in this rank's slice, [N, 1] (0 if another rank has it), and whether it has them."""
@@ -91,15 +90,58 @@ class Vocabulary:
 
     def softmax_(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities, in the memory of the logits, and the logarithm of their normalizer, [N, 1]."""
-        largest_N1 = self.max(logits_NV)
-        weights_NV = logits_NV.sub_(largest_N1).exp_()
-        total_N1 = self.sum(weights_NV)
-        return weights_NV.div_(total_N1), total_N1.log() + largest_N1
+        (probabilities_NV,), normalizer_N1, _ = self.softmaxes_([logits_NV])
+        return probabilities_NV, normalizer_N1
 
-    def log_softmax_(self, logits_NV: Tensor) -> Tensor:
-        """Logarithms of the probabilities, in the memory of the logits."""
-        logits_NV -= self.max(logits_NV)
-        return logits_NV.sub_(self.sum(logits_NV.exp()).log_())
+    def softmaxes_(
+        self, logits: Sequence[Tensor], parts_NJ: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Several softmaxes, of slices of any width, and sums over ranks, by one exchange between these.
+
+        Args:
+            logits: K of [N, V], which are overwritten.
+            parts_NJ: this rank's parts of further sums.
+
+        Returns:
+            The probabilities, in the memory of the logits; the logarithms of their normalizers [N, K]; the sums [N, J].
+        """
+        own_NK = torch.cat([each_NV.amax(-1, keepdim=True) for each_NV in logits], -1)
+        weights = [each_NV.sub_(own_NK[..., k : k + 1]).exp_() for k, each_NV in enumerate(logits)]
+        total_NK = torch.cat([each_NV.sum(-1, keepdim=True) for each_NV in weights], -1)
+        largest_NK, total_NK, sums_NJ = self.joined(own_NK, total_NK, parts_NJ)
+        share_NK = (own_NK - largest_NK).exp_().div_(total_NK)
+        probabilities = [each_NV.mul_(share_NK[..., k : k + 1]) for k, each_NV in enumerate(weights)]
+        return probabilities, total_NK.log() + largest_NK, sums_NJ
+
+    def log_softmaxes_(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """Logarithms of the probabilities of several, in the memory of the logits, by one exchange between ranks."""
+        own_NK = torch.cat([each_NV.amax(-1, keepdim=True) for each_NV in logits], -1)
+        below = [each_NV.sub_(own_NK[..., k : k + 1]) for k, each_NV in enumerate(logits)]
+        total_NK = torch.cat([each_NV.exp().sum(-1, keepdim=True) for each_NV in below], -1)
+        largest_NK, total_NK, _ = self.joined(own_NK, total_NK)
+        gap_NK = total_NK.log_().add_(largest_NK - own_NK)
+        return [each_NV.sub_(gap_NK[..., k : k + 1]) for k, each_NV in enumerate(below)]
+
+    def joined(
+        self, largest_NK: Tensor, total_NK: Tensor, parts_NJ: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The whole rows' statistics of those of the slices, by one exchange between ranks.
+
+        Args:
+            largest_NK: this rank's largest logits, or others that are not far below.
+            total_NK: sums of the exponentials of what this rank's logits have above these.
+            parts_NJ: this rank's parts of further sums.
+        """
+        if self.ranks == 1:
+            return largest_NK, total_NK, parts_NJ
+        own = [largest_NK, total_NK, *([] if parts_NJ is None else [parts_NJ])]
+        packed_NX = torch.cat(own, -1)
+        all_RNX = packed_NX.new_empty(self.ranks, *packed_NX.shape)
+        torch.distributed.all_gather_into_tensor(all_RNX.flatten(0, 1), packed_NX, group=self.group)
+        largest_RNK, total_RNK, *parts = all_RNX.split([each.size(-1) for each in own], -1)
+        whole_NK = largest_RNK.amax(0)
+        total_RNK = total_RNK * (largest_RNK - whole_NK).exp_()
+        return whole_NK, total_RNK.sum(0), parts[0].sum(0) if parts else None
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """The token of the largest logit over all slices, [N]; the lowest token among equals."""
@@ -119,11 +161,6 @@ class Vocabulary:
         if self.draft_vocabulary is None or values_NW.size(1) == self.slice_size:
             return values_NW
         return values_NW.index_select(1, self.draft_vocabulary.rows_K)
-
-    def _reduced(self, values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
-        if self.ranks > 1:
-            torch.distributed.all_reduce(values, op=op, group=self.group)
-        return values
 
 
 def vocabulary_of(head: "Head", drafts: bool = False) -> Vocabulary:

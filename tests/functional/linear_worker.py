@@ -6,6 +6,9 @@ torchrun --nproc-per-node 2 linear_worker.py CASES
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +18,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.token_loss import Chunk
+from megatron_mtp.losses.vocabulary import Vocabulary
 
 CASES = [Case.drawn(seed) for seed in range(int(sys.argv[1]))]
 
@@ -26,6 +32,8 @@ def main() -> None:
     assert group is not None
     for name, given in SETTINGS.items():
         settings, found = MTPConfig(**given), torch.zeros(())
+        if group.rank() == 0:
+            print(f"exchanges of {name}: {exchanges(settings)}", flush=True)
         for case, drafted_K in cases(group.size()):
             plain = case.plain(settings, drafted_K)
             plain[-1] = plain[-1].chunk(group.size())[group.rank()]
@@ -34,6 +42,19 @@ def main() -> None:
         if group.rank() == 0:
             print(f"worst of {name}: {found.item():.3e}", flush=True)
     torch.distributed.destroy_process_group()
+
+
+def exchanges(settings: MTPConfig) -> int:
+    """The number of times that ranks wait for each other in one chunk, counted without them."""
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    vocabulary = Vocabulary(8, group)
+    with (
+        mock.patch("torch.distributed.all_gather_into_tensor") as gather,
+        mock.patch("torch.distributed.all_reduce") as add,
+    ):
+        chunk = Chunk(torch.randn(3, 8), torch.tensor([1, 9, 4]), torch.randn(3, 8), vocabulary)
+        depth_loss(settings)(chunk)
+    return gather.call_count + add.call_count
 
 
 def cases(ranks: int) -> Iterator[tuple[Case, Tensor | None]]:

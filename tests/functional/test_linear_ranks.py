@@ -17,3 +17,6 @@ def test_two_slices_give_the_values_and_gradients_of_the_definition(cases: int, 
     found = {name: float(figure) for name, figure in re.findall(r"worst of (.*): (\S+)", printed)}
     assert len(found) == LOSSES
     assert max(found.values()) <= TOLERANCE, found
+    exchanges = dict(re.findall(r"exchanges of (.*): (\d+)", printed))
+    wanted = {"ce with both": "1", "kd": "2", "tv": "2", "e2e_tv": "2", "lk": "4"}
+    assert {name: exchanges[name] for name in wanted} == wanted

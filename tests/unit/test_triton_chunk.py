@@ -26,7 +26,7 @@ from megatron_mtp.losses import triton_kernels
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return found_by("triton_cases.py", "losses", "rounded", "masked", "used")
+    return found_by("triton_cases.py", "losses", "rounded", "masked", "used", "empty")
 
 
 def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:
@@ -48,6 +48,10 @@ def test_products_in_half_precision_get_a_gradient_that_is_rounded_once(interpre
 
 def test_masked_positions_have_no_gradient_whatever_their_logits(interpreted: dict[str, Any]) -> None:
     assert interpreted["masked"] == [0, 0]
+
+
+def test_a_block_without_any_probability_counts_nothing(interpreted: dict[str, Any]) -> None:
+    assert max(interpreted["empty"].values()) <= 1e-5, interpreted["empty"]
 
 
 @pytest.mark.matrix

@@ -35,6 +35,7 @@ def main(wanted: list[str]) -> None:
         "losses": lambda: {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
         "rounded": lambda: {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
         "masked": masked,
+        "empty": lambda: {name: empty_block(name) for name in ("ce", "tv", "nla")},
         "faults": lambda: {fault: faulty(*given) for fault, given in FAULTS.items()},
         "used": lambda: sorted(used),
     }
@@ -89,8 +90,22 @@ def masked() -> tuple[float, float]:
     return given.products_NV[3].abs().max().item(), unscaled.products_NV.abs().max().item()
 
 
+def empty_block(name: str) -> float:
+    """The worst difference where the first tokens, more than a block, have no probability."""
+    loss, given = depth_loss(MTPConfig(**SETTINGS[name])), products(torch.float32)
+    given.products_NV[:, :40] = float("-inf")
+    labels_N = torch.tensor([45, 49, 47, 40, 43])
+    teacher_NV = products(torch.float32).products_NV.flip(0).contiguous()
+    teacher_NV[:, :40] = float("-inf")
+    given = replace(given, labels_N=labels_N, mask_N=torch.ones(5), teacher_TW=teacher_NV, taught_N=torch.arange(5))
+    chunk = Chunk(given.products_NV.clone(), labels_N, teacher_NV.clone(), given.vocabulary)
+    exact_N, exact_NV = loss(chunk)
+    losses_N = triton_chunk.losses_(loss, given)
+    return worst([losses_N, given.products_NV], [exact_N, exact_NV * given.scale_D])
+
+
 FAULTS = {
-    "sum": ("ce", "total * tl.exp(largest - new)", "total"),
+    "sum": ("ce", "total * tl.exp(largest - finite) + tl.sum(tl", "total + tl.sum(tl"),
     "padding": ("ce", "tl.where(places < TOKENS, gradient, 0.0)", "gradient + 0.001"),
     "label": ("ce", "tl.where(places == label, 1 - SMOOTHING, 0.0)", "0.0"),
     "label that is not drafted": ("ce", "weight = tl.where(label < 0, 0.0, weight)", "weight = weight"),
@@ -101,8 +116,8 @@ FAULTS = {
     "series": ("kd", "1.0 + x / divisor * series", "1.0 + x / divisor"),
     "drafted columns": ("tv", "tl.load(columns + places,", "tl.load(columns + places * 0,"),
     "overlap": ("tv", "q * short -", "q -"),
-    "sum of the overlap": ("nla", "total = total * tl.exp(largest - new) + tl.sum(parts)", "total += tl.sum(parts)"),
-    "sum of the short": ("nla", "short = short * tl.exp(largest - new) + tl", "short += tl"),
+    "sum of the overlap": ("nla", "total = total * tl.exp(largest - finite) + tl.sum(parts)", "total += tl.sum(parts)"),
+    "sum of the short": ("nla", "short = short * tl.exp(largest - finite) + tl", "short += tl"),
     "another row of the trunk": ("kd", "teachers += tl.load(taught + row) *", "teachers += 0 *"),
     "slope": ("tv", "gradient = slope * (q", "gradient = (q"),
     "logarithm": ("nla", "tl.store(found, tl.log(total) + largest)", "tl.store(found, tl.log(total))"),

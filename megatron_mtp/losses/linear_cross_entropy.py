@@ -23,8 +23,9 @@ Letters in names: N rows (positions times depths; positions of one depth in what
 rank's slice of the vocabulary, D depths, T states of the trunk. Positions may have several dimensions, as [B, S].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -195,9 +196,9 @@ class _Head:
         sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
         logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
-        for chunk in chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths):
+        cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
+        for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
             logits_NV = logits.of(states_NH[chunk], chunk)
-            soft = None if taught is None else taught.labels(chunk)
             sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D)
             if states_grad_NH is not None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
@@ -294,19 +295,27 @@ class _SoftLabels:
 
 
 class _Taught:
-    """The soft labels of every chunk."""
+    """The soft labels of all chunks."""
 
     def __init__(self, teacher: Teacher, targets: Targets) -> None:
         assert targets.taught_DN is not None
         assert teacher.weight_VH is not None
         self.entries = len(teacher.weight_VH)
         self._states_TH, self._products = teacher.states_TH, _Products(teacher.weight_VH)
-        self._taught_N = _in_turn(targets.taught_DN).cpu()  # once, since a GPU would be waited for in every chunk
+        self._taught_N = _in_turn(targets.taught_DN).cpu()
 
-    def labels(self, chunk: slice) -> _SoftLabels:
-        """The soft labels of the chunk's rows."""
-        state_T, row_N = (each.to(self._states_TH.device) for each in self._taught_N[chunk].unique(return_inverse=True))
-        return _SoftLabels(self._products.of(self._states_TH[state_T], chunk), row_N)
+    def labels(self, cut: list[slice]) -> Iterator[_SoftLabels]:
+        """The soft labels of the rows of one chunk after the other.
+
+        A GPU is waited for once: what is read of the states is found on the host for all chunks, and copied at once.
+        """
+        pairs = [self._taught_N[chunk].unique(return_inverse=True) for chunk in cut]
+        parts = [part for pair in pairs for part in pair]
+        numbers, device = torch.cat(parts), self._states_TH.device
+        numbers = (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+        of_chunks = iter(numbers.split([len(part) for part in parts]))
+        for chunk, state_T, row_N in zip(cut, of_chunks, of_chunks, strict=True):
+            yield _SoftLabels(self._products.of(self._states_TH[state_T], chunk), row_N)
 
 
 def _logits(product_NV: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -107,7 +107,11 @@ UNSUPPORTED = (
     Unsupported(
         "--defer-embedding-wgrad-compute", "what the depths add to the output layer's gradient cannot be put off"
     ),
-    Unsupported("--overlap-moe-expert-parallel-comm", "its schedule does not know these depths"),
+    Unsupported(
+        "--overlap-moe-expert-parallel-comm",
+        "its schedule takes layers apart, and this script's forward step and depths give it no plan of theirs",
+        depths_alone=False,
+    ),
     Unsupported("--heterogeneous-layers-config-path", _SIZES),
     Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
     Unsupported(

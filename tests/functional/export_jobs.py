@@ -13,7 +13,7 @@ from megatron.training.checkpointing import save_checkpoint
 from safetensors.torch import load_file
 
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.live import export_hf_weights
+from megatron_mtp.checkpoint.convert.live import export_hf_weights, load_hf_weights
 from megatron_mtp.checkpoint.convert.plan import parts_of
 from megatron_mtp.checkpoint.convert.stream import Options
 
@@ -54,6 +54,10 @@ def export(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
     if args.num_experts is None:  # without arguments; the folder has a bias of routers that the model lacks
         alike = dict(export_hf_weights(model, like=target))
         differing += [name for name in written if not torch.equal(alike[name], written[name])]
+        other = {name: 2 * value for name, value in written.items()}
+        load_hf_weights(model[0], other.items(), like=target)
+        taken = dict(export_hf_weights(model, like=target))
+        differing += [name for name in written if not torch.equal(taken[name], other[name])]
     differing += [name for name in drafts if not torch.equal(drafts[name], written[name])]
     return {
         "differing": gather(differing),

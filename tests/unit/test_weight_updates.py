@@ -24,7 +24,7 @@ from megatron_mtp.decoding.scheduler import EngineSettings
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-KINDS = ["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"]
+KINDS = ["mimo", pytest.param("glm4_moe", marks=pytest.mark.matrix), "deepseek_v3", "qwen3_next"]
 """Dense, experts, latent attention with experts, and recurrent layers with experts."""
 DTYPES = {"qwen3_next": torch.float64}
 """Other than float32: states that are carried on row by row round otherwise than whole sequences."""

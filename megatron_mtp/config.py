@@ -11,6 +11,13 @@ from dataclasses import dataclass, field
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
+DRAFTERS = ("eagle3",)
+DRAFTER_SETTINGS = ("drafter", "drafter_layers", "drafter_ffn_hidden_size")
+"""What a model with a drafter is built from."""
+
+DRAFTER_STEPS, DRAFTER_DECAY = 7, 0.8
+"""Steps that a drafter is trained for, and the weight of each step's loss over that of the step before."""
+
 TEMPERATURES = (0.01, 100.0)
 """The lowest and the highest: below it a distribution is a single token in float32, above it all tokens are equal."""
 
@@ -184,6 +191,29 @@ class MTPConfig:
         "Draft vocabulary of your own: a text file with one token id on every line. Default: none.",
         metavar="FILE",
     )
+    drafter: str | None = _flag(
+        None,
+        "Train a drafter in the place of MTP layers, behind the frozen trunk of --load: 'eagle3' is one layer that "
+        "reads the trunk's states after three layers (arXiv:2503.01840). Default: MTP layers.",
+        metavar="{" + ",".join(DRAFTERS) + "}",
+    )
+    drafter_steps: int | None = _flag(
+        None,
+        f"Steps of the drafter in training, each on its own states of the step before. Default: {DRAFTER_STEPS}.",
+        type=int,
+        metavar="K",
+    )
+    drafter_layers: Sequence[int] | None = _flag(
+        None,
+        "Three layers of the trunk whose states the drafter reads, counted from 1. Default: the second, the middle one "
+        "and the fourth from the end (2, L / 2, L - 3 of L).",
+        type=int,
+        nargs="+",
+        metavar="N",
+    )
+    drafter_ffn_hidden_size: int | None = _flag(
+        None, "Hidden size of the drafter's MLP. Default: --ffn-hidden-size.", type=int, metavar="F"
+    )
     mtp_linear_ce_main: bool = _flag(
         False,
         "Compute the trunk's loss in chunks of tokens too, as the depths' losses always are, so that all its logits "
@@ -196,6 +226,7 @@ class MTPConfig:
         _one_of("--mtp-loss-schedule", self.mtp_loss_schedule, ("constant", *SCHEDULES))
         if self.mtp_init is not None:
             _one_of("--mtp-init", self.mtp_init, INITS)
+        self._check_drafter()
         if self.mtp_acceptance_interval < 0:
             raise ValueError(
                 f"--mtp-acceptance-interval is {self.mtp_acceptance_interval}; give 0 (never) or a number of steps."
@@ -222,7 +253,7 @@ class MTPConfig:
         """
         given = self.mtp_loss_weights
         if given is None:
-            return [1.0] * depths
+            return [1.0 if self.drafter is None else DRAFTER_DECAY**step for step in range(depths)]
         numbers = [number_of(part) for part in given.split(",")]
         if len(numbers) != depths or not are_weights(numbers):
             raise ValueError(
@@ -230,6 +261,16 @@ class MTPConfig:
                 f"{'--mtp-num-layers' if self.mtp_unroll is None else '--mtp-unroll'}), with commas, not all 0."
             )
         return numbers
+
+    def _check_drafter(self) -> None:
+        if self.drafter is not None:
+            _one_of("--drafter", self.drafter, DRAFTERS)
+        for name in ("drafter_steps", "drafter_layers", "drafter_ffn_hidden_size"):
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            if value is not None and self.drafter is None:
+                raise ValueError(f"{flag} was given without --drafter; give --drafter {DRAFTERS[0]}, or drop it.")
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{flag} is {value}; give 1 or more.")
 
     def _check_loss(self) -> None:
         if (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None):

@@ -16,7 +16,13 @@ from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import check_kind
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, check_entries
+from megatron_mtp.checkpoint.mcore.reader import (
+    DistReader,
+    StoredDepths,
+    check_entries,
+    holds_drafter,
+    stored_draft_vocabulary,
+)
 from megatron_mtp.checkpoint.verify.reference import check_carried
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
@@ -124,6 +130,7 @@ def _megatron(folder: Path) -> dict[str, Any]:
         "iteration": common.get("iteration", 0),
         **_pattern(common["args"]),
         "depths": StoredDepths.of(reader.keys).layers,
+        **_drafter(reader, common["args"]),
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
         "parameters": sum(sizes.values()),
@@ -139,6 +146,16 @@ def _pattern(args: Namespace) -> dict[str, str]:
     """The layers of a hybrid; nothing for a GPT."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return {} if pattern is None else {"hybrid layer pattern": pattern}
+
+
+def _drafter(reader: DistReader, args: Namespace) -> dict[str, Any]:
+    """The drafter beside the trunk, if there is one."""
+    if not holds_drafter(reader.folder):
+        return {}
+    vocabulary = stored_draft_vocabulary(reader.folder, of_drafter=True)
+    drafted = "all tokens" if vocabulary is None else f"{vocabulary.numel()} tokens"
+    read = " ".join(map(str, args.drafter_layers))
+    return {"drafter": f"{args.drafter}, reads the trunk after {read} layers, drafts {drafted}"}
 
 
 def _names(dtypes: set[torch.dtype]) -> list[str]:

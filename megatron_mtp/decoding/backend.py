@@ -26,6 +26,7 @@ from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, s
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.recurrent_state import RecurrentScope
 from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.model.eagle3 import Eagle3Layer
 from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPTrunk
@@ -45,12 +46,14 @@ class Stack:
         short: the forward that `dense_layer` has for each; None where it has none.
         last: the norm after them; None without.
         mtp: the MTP layer; None for the trunk.
+        read: numbers of the trunk's layers whose states a drafter reads, from 1; none without one.
     """
 
     layers: Sequence[Any]
     short: Sequence[Forward | None]
     last: Any
     mtp: Any = None
+    read: Sequence[int] = ()
 
     @property
     def is_short(self) -> bool:
@@ -97,7 +100,7 @@ class Modules:
         last = model.decoder.final_norm if has_own_norm else model.decoder.final_layernorm
         mtp_layers: list[Any] = [*model.mtp.layers] if model.mtp_process else []
         self.stacks = [
-            self._stack([*model.decoder.layers], last),
+            replace(self._stack([*model.decoder.layers], last), read=model.drafter.layers if model.drafter else ()),
             *(self._stack(layers_of(one), one.final_layernorm, one) for one in mtp_layers),
         ]
         self.all_short = all(stack.is_short for stack in self.stacks)
@@ -117,6 +120,8 @@ class Modules:
 
     def run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         """States [S, B, H] of rows through a stack and the norm after it; their keys, values and states are kept.
+
+        Those of a trunk with a drafter are [S, B, 2 H], with the feature behind the state.
 
         Args:
             number: of the stack.
@@ -148,13 +153,20 @@ class Modules:
             hidden_SBH = self._embed(tokens_BR)
         else:
             hidden_SBH = given_SBH if merge is None else merge(self._embed(tokens_BR), given_SBH)
+        after: list[Tensor] = []
         for layer, short in zip(stack.layers, stack.short, strict=True):
             if short is not None:
                 hidden_SBH = short(hidden_SBH, angles)
             else:
                 made = layer(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
                 hidden_SBH = made[0] if isinstance(made, tuple) else made
-        return hidden_SBH if normalise is None else normalise(hidden_SBH)
+            if stack.read:
+                after.append(hidden_SBH)
+        state_SBH = hidden_SBH if normalise is None else normalise(hidden_SBH)
+        if not stack.read:
+            return state_SBH
+        feature_SBH = self.model.mtp.layer.feature(torch.cat([after[number - 1] for number in stack.read], dim=-1))
+        return torch.cat((state_SBH, feature_SBH), dim=-1)
 
     def _embed(self, tokens_BR: Tensor) -> Tensor:
         """[S, B, H]."""
@@ -200,6 +212,8 @@ def layers_of(mtp: Any) -> list[Any]:
 
 def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor, Tensor], Tensor] | None:
     """From embeddings and states [S, B, H] to the input of a sequential MTP layer's layers; None for other layers."""
+    if isinstance(mtp, Eagle3Layer):
+        return mtp.merge
     if not hasattr(mtp, "eh_proj"):
         return None
     multiply, enorm, hnorm = product(mtp.eh_proj.weight), short_norm(mtp.enorm), short_norm(mtp.hnorm)

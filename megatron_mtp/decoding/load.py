@@ -89,6 +89,8 @@ class Loaded:
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
         many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
         depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
+        if runner.kind == "eagle3":
+            depths = "an EAGLE-3 drafter"
         iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
         return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
 
@@ -136,7 +138,7 @@ def load_checkpoint(
     _check_pattern(args, f"{flag} {folder}")
     stored_dtype = reader.dtype(EMBEDDING)
     config = _config(args, stored_dtype, f"{flag} {folder}")
-    config.draft_vocabulary = stored_draft_vocabulary(iteration)
+    config.draft_vocabulary = stored_draft_vocabulary(iteration, config.mtp.drafter is not None)
     model = build(config)
     fill(model, reader)
     _keep_weights_in(model.cuda(), dtype or stored_dtype)

@@ -35,7 +35,7 @@ class Memory:
         self.cache = KVCache(runner.trunk_layers, pages)
         self._depths: list[KVCache] = []
         self._drafter: tuple[Runner, KVCache] | None = None
-        sizes = pages.blocks, 1, pages.size, runner.hidden_size
+        sizes = pages.blocks, 1, pages.size, runner.state_size
         self.states_N1SH = torch.zeros(sizes, dtype=runner.dtype, device=runner.device)
         self.free_entries = list(range(pages.kept_entries))
 
@@ -93,7 +93,7 @@ class Memory:
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
     """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
     layers = sum(one.attending for one in (runner.trunk_keeps, *runner.depths_keep))
-    total = (layers * _slot_numbers(runner) + runner.hidden_size) * runner.dtype.itemsize
+    total = (layers * _slot_numbers(runner) + runner.state_size) * runner.dtype.itemsize
     if drafter is not None:
         total += drafter.trunk_keeps.attending * _slot_numbers(drafter) * drafter.dtype.itemsize
     return total * BLOCK

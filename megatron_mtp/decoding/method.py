@@ -164,24 +164,28 @@ def _not_here(key: str) -> str:
 
 
 def _check_depths(runner: "Runner", method: str) -> None:
-    wanted, found = PROPOSERS[method].depths, "sequential" if runner.sequential else "parallel"
+    wanted, found = PROPOSERS[method].depths, runner.kind
     if wanted is None:
         return
     if not runner.depths:
         others = [name for name, one in PROPOSERS.items() if one.depths is None]
+        what, lacks, flag = "MTP modules", "no MTP weights; train some", "--mtp-num-layers"
+        if wanted == "eagle3":
+            what, lacks, flag = "an EAGLE-3 drafter", "none; train one", "--drafter eagle3"
         raise ValueError(
-            f"'{method}' drafts with MTP modules, and the checkpoint has no MTP weights; train some "
-            f"(megatron-mtp train --mtp-num-layers), or choose {_any_of(others)}."
+            f"'{method}' drafts with {what}, and the checkpoint has {lacks} (megatron-mtp train {flag}), or choose "
+            f"{_any_of(others)}."
         )
     if wanted != found:
         others = [name for name, one in PROPOSERS.items() if one.depths == found]
-        raise ValueError(f"'{method}' was asked of a checkpoint whose depths are {found}; choose {_any_of(others)}.")
+        has = "that has an EAGLE-3 drafter" if found == "eagle3" else f"whose depths are {found}"
+        raise ValueError(f"'{method}' was asked of a checkpoint {has}; choose {_any_of(others)}.")
 
 
 def _check_states(runner: "Runner", method: str) -> None:
     part = _without_branches(runner, PROPOSERS[method])
     if part is not None:
-        kinds = None, "sequential" if runner.sequential else "parallel" if runner.depths else None
+        kinds = None, runner.kind
         others = [
             name
             for name, one in PROPOSERS.items()

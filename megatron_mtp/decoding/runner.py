@@ -41,6 +41,7 @@ class Runner:
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
         sequential: whether each depth continues the one before; False for parallel heads, and without depths.
+        kind: what drafts, as methods name it (`Proposer.depths`); None without depths.
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
@@ -69,6 +70,9 @@ class Runner:
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.sequential: bool = model.mtp.sequential if self.depths else False
+        self.kind: str | None = ("sequential" if self.sequential else "parallel") if self.depths else None
+        if self.depths and model.drafter is not None:
+            self.kind = "eagle3"
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
@@ -109,17 +113,23 @@ class Runner:
         """Layers of the trunk."""
         return len(self.model.decoder.layers)
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state of the trunk, as sequences keep it: H, and as many of the feature that a drafter reads."""
+        return self.hidden_size * (1 if self.model.drafter is None else 2)
+
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """h_0 of the rows, after the final norm, [S, B, H]."""
+        """h_0 of the rows, after the final norm, [S, B, H]; with a drafter's feature behind it, [S, B, 2 H]."""
         return self.backend.run(0, tokens_BR, None, rows, cache)
 
     def depth(self, depth: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
-        return self.backend.run(1 + (depth - 1) % len(self.model.mtp.layers), tokens_BR, hidden_SBH, rows, cache)
+        given_SBH = hidden_SBH[..., -self.hidden_size :]
+        return self.backend.run(1 + (depth - 1) % len(self.model.mtp.layers), tokens_BR, given_SBH, rows, cache)
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""
-        return self._head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
+        return self._head(hidden_SBH[..., : self.hidden_size])[..., : self.vocab_size].transpose(0, 1)
 
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
         """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
@@ -157,7 +167,9 @@ class Runner:
 
     def _plain_head(self) -> Tensor | None:
         """The head's rows where logits are its product with a state, of the trunk and of the depths; else None."""
-        if not self._has_whole_head() or self.model.config.use_mup or self.model.draft_vocabulary is not None:
+        model = self.model
+        is_scaled, drafts_apart = model.config.use_mup, model.draft_vocabulary is not None or model.drafter is not None
+        if not self._has_whole_head() or is_scaled or drafts_apart:
             return None
         return self._head_weight().detach()[: self.vocab_size]
 
@@ -176,6 +188,8 @@ class Runner:
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
         """A depth's states to logits, and how many tokens it may draft; a whole head is cut to their rows."""
         model, draft_vocabulary = self.model, self.model.draft_vocabulary
+        if model.drafter is not None:
+            return self._make_drafter_head()
         if draft_vocabulary is None:
             return self._head, self.vocab_size
         left_out_V = draft_vocabulary.index_V == NOT_DRAFTED
@@ -191,6 +205,20 @@ class Runner:
             return logits_SBV.index_copy_(-1, rows_K, logits_SBK)
 
         return project, drafted
+
+    def _make_drafter_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
+        """The same of a drafter, whose head has a norm before it and may have rows of its own."""
+        layer, tokens_N = self.model.mtp.layer, self.model.mtp.draft_vocabulary
+        if tokens_N is None or layer.head is None:
+            return lambda state_SBH: self._head(layer.norm(state_SBH)), self.vocab_size
+        multiply, rows = self.backend.product(layer.head.detach()), self.model.vocab_size
+
+        def project(state_SBH: Tensor) -> Tensor:
+            logits_SBN = self.model._scale_logits(multiply(layer.norm(state_SBH)))
+            logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:-1], rows), -torch.inf)
+            return logits_SBV.index_copy_(-1, tokens_N, logits_SBN)
+
+        return project, min(tokens_N.numel(), self.vocab_size)
 
     def _head_weight(self) -> Tensor:
         model = self.model

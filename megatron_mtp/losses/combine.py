@@ -80,10 +80,12 @@ def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
 def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:
     """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
 
-    Of a loss that couples depths these are the terms of one mean, so that all of them add to lambda.
+    A drafter's loss is the sum over its steps, without the division by D. Of a loss that couples depths these are the
+    terms of one mean, so that all of them add to lambda.
     """
     weights = settings.loss_weights(depths)
-    return [factor / (sum(weights) if are_coupled else depths) * weight for weight in weights]
+    terms = sum(weights) if are_coupled else depths if settings.drafter is None else 1
+    return [factor / terms * weight for weight in weights]
 
 
 def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:

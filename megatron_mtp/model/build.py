@@ -31,13 +31,15 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, trained_depths
 from megatron_mtp.cpu import substitutions
+from megatron_mtp.model.eagle3 import Drafter, check_layers, default_layers, drafter_spec, layer_config
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.latent import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PortableAttention,
+    PortableNorm,
     with_modules,
     with_portable_modules,
     with_portable_projections,
@@ -89,6 +91,7 @@ def config_of(args: Namespace, **given: Any) -> "MTPModelConfig":
         mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
         mtp_unroll=getattr(args, "mtp_unroll", None),
         mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
+        **{name: value for name in DRAFTER_SETTINGS if (value := getattr(args, name, None)) is not None},
     )
     return config
 
@@ -204,6 +207,7 @@ def _stage_arguments(
         "mtp_init_seed": config.mtp_init_seed,
         "absent_mtp_layers": config.absent_mtp_layers,
         "train_only_mtp": config.mtp.mtp_train_only,
+        "drafter": _drafter(config),
         "draft_vocabulary": config.draft_vocabulary,
         "absent_draft_vocabulary": config.absent_draft_vocabulary,
         "true_vocab_size": config.true_vocab_size,
@@ -251,6 +255,19 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     return with_portable_modules(layer_spec, config.transformer)
 
 
+def _drafter(config: MTPModelConfig) -> Drafter | None:
+    """The drafter that takes the place of MTP layers; None without one.
+
+    Raises:
+        ValueError: the trunk does not have them.
+    """
+    if config.mtp.drafter is None:
+        return None
+    chosen = tuple(config.mtp.drafter_layers or default_layers(config.transformer.num_layers))
+    check_layers(chosen, config.transformer.num_layers)
+    return Drafter(chosen, config.mtp.drafter_ffn_hidden_size)
+
+
 def _padded_vocab_size(config: MTPModelConfig) -> int:
     assert config.vocab_size is not None
     if not config.should_pad_vocab:
@@ -267,6 +284,9 @@ def _mtp_submodules(
     transformer = config.transformer
     if transformer.mtp_num_layers is None:
         return None
+    if config.mtp.drafter is not None:
+        spec = drafter_spec(layer_config(transformer))
+        return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)
     use_te = transformer.transformer_impl == "transformer_engine"
     if isinstance(layer_spec, ModuleSpec):
         last_layer = layer_spec

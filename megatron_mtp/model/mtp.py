@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.shared_keys import SharingAttention, sharing
+from megatron_mtp.model.sharing import Head
 
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
@@ -324,13 +325,20 @@ class MultiTokenPredictionBlock(MegatronModule):
         physical = 1 if config.mtp_use_repeated_layer else self.depths
         with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
             self.layers = torch.nn.ModuleList(
-                MultiTokenPredictionLayer(config, submodules, number, pg_collection, vp_stage)
-                for number in range(1, physical + 1)
+                self.make_layer(submodules, number, pg_collection, vp_stage) for number in range(1, physical + 1)
             )
         self._sharing = [module for module in self.modules() if isinstance(module, SharingAttention)]
         if config.mtp_detach_heads:
             for parameter in self.parameters():
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
+
+    def make_layer(self, *args: Any) -> MegatronModule:
+        """A layer, from what its class takes after the configuration."""
+        return MultiTokenPredictionLayer(self.config, *args)
+
+    def head_of(self, head: Head) -> Head:
+        """The head that drafts, from the trunk's: the same."""
+        return head
 
     @property
     def mtp_use_repeated_layer(self) -> bool:
@@ -398,6 +406,6 @@ class MultiTokenPredictionBlock(MegatronModule):
         own = {} if self.draft_vocabulary is None else {"draft_vocabulary": self.draft_vocabulary}
         entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(own, prefix, sharded_offsets=sharded_offsets)
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, MultiTokenPredictionLayer)
+            assert isinstance(layer, MegatronModule)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
         return entries

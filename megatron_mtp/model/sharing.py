@@ -55,6 +55,7 @@ class Head:
         logit_scale: by which all logits are multiplied.
         draft_vocabulary: the tokens that the depths may draft; None for all.
         vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
+        own_rows: a drafter's own rows of the drafted tokens of this slice; None where it drafts with the trunk's.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -65,9 +66,15 @@ class Head:
     logit_scale: float = 1.0
     draft_vocabulary: DraftVocabulary | None = None
     vocab_size: int | None = None
+    own_rows: Tensor | None = None
 
     @property
     def draft_weight(self) -> Tensor:
         """The rows that the depths draft with, [V / TP, H] or fewer."""
+        return self.taught_weight if self.own_rows is None else self.own_rows
+
+    @property
+    def taught_weight(self) -> Tensor:
+        """The trunk's rows of the tokens that are drafted."""
         drafted = self.draft_vocabulary
         return self.weight if drafted is None else self.weight.index_select(0, drafted.rows_K)

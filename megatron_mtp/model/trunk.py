@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
+from megatron_mtp.model.eagle3 import Drafter, Eagle3Block
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mixing import Mixer
@@ -74,6 +75,7 @@ class MTPTrunk(LanguageModule):
         mtp_init_seed: int = 0,
         absent_mtp_layers: tuple[int, ...] = (),
         train_only_mtp: bool = False,
+        drafter: Drafter | None = None,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
         true_vocab_size: int | None = None,
@@ -95,8 +97,11 @@ class MTPTrunk(LanguageModule):
         if self.mtp_process:
             assert mtp_submodules is not None
             attach_embedding(self)
-            self.mtp = MultiTokenPredictionBlock(
-                self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
+            of_block = self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
+            self.mtp = (
+                MultiTokenPredictionBlock(*of_block)
+                if drafter is None
+                else Eagle3Block(*of_block, drafter.ffn_hidden_size)
             )
             self._set_quantization()
         if self.pre_process or self.post_process or self.mtp_process:
@@ -106,8 +111,21 @@ class MTPTrunk(LanguageModule):
             ranks = self.pg_collection.tp.size()
             slice_size = self.vocab_size // ranks
             self.draft_vocabulary = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
+        self.drafter = drafter
+        if drafter is not None:
+            self._read_layers(drafter.layers)
         if train_only_mtp:
             freeze_trunk(self)
+
+    def _read_layers(self, numbers: tuple[int, ...]) -> None:
+        """Keep what these layers return in a forward pass, which a drafter reads; number n is the n-th layer."""
+        self._states_after: dict[int, Tensor] = {}
+        for number in numbers:
+
+            def keep(_: Any, __: Any, made: Any, number: int = number) -> None:
+                self._states_after[number] = (made[0] if isinstance(made, tuple) else made).detach()
+
+            self.decoder.layers[number - 1].register_forward_hook(keep)
 
     def train(self, mode: bool = True) -> "MTPTrunk":
         """A frozen trunk stays in evaluation: no dropout, no statistics of routers."""
@@ -151,8 +169,12 @@ class MTPTrunk(LanguageModule):
             )
         if self.mtp_process and self._lacks_draft_vocabulary:
             state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
+        is_new_drafter = bool(self._absent) and self.drafter is not None
         self._absent, self._lacks_draft_vocabulary = (), False
-        return super().load_state_dict(state_dict, strict=strict, **kwargs)
+        loaded = super().load_state_dict(state_dict, strict=strict, **kwargs)
+        if is_new_drafter:
+            self.mtp.begin_head(self.head())
+        return loaded
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
         """Megatron's; what is absent from the checkpoint that is about to be loaded has a key that says so."""
@@ -192,6 +214,7 @@ class MTPTrunk(LanguageModule):
         head = self.head(trunk_outputs["runtime_gather_output"])
         if output_processor is not None:
             depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
+            depth_head = self.mtp.head_of(depth_head) if self.mtp_process else depth_head
             stage = StageOutput(hidden_states, depth_hidden, head, depth_head, output_processor_context)
             return output_processor(stage)
         logits_SBV = head.project(hidden_states)
@@ -210,7 +233,13 @@ class MTPTrunk(LanguageModule):
     def depth_states(
         self, hidden_SBH: Tensor, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
     ) -> list[Tensor]:
-        """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`."""
+        """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`.
+
+        Raises:
+            ValueError: a drafter reads layers that did not run in the same forward pass.
+        """
+        if self.drafter is not None:
+            hidden_SBH = self._read_states()
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         return self.mtp(
             hidden_SBH,
@@ -222,6 +251,16 @@ class MTPTrunk(LanguageModule):
             self._mixer(batch),
             self._later_angles(attention),
         )
+
+    def _read_states(self) -> Tensor:
+        """The states that a drafter reads, side by side; they are given once."""
+        if not self._states_after:
+            raise ValueError(
+                "this model's drafter reads states of the trunk's layers, which only its own forward pass gives; train "
+                "it by megatron-mtp train --drafter."
+            )
+        assert self.drafter is not None
+        return torch.cat([self._states_after.pop(number) for number in self.drafter.layers], dim=-1)
 
     def _later_angles(self, attention: AttentionInputs) -> Angles | None:
         """The rotary angles of passes that share keys; None where all passes stand at the same positions."""

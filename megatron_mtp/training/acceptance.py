@@ -77,16 +77,24 @@ def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head
     p_LBV, _ = vocabulary.softmax_(target_LBV)
     agree, overlap = [], []
     for state_CBH, where_C in zip(depths, where_DC, strict=True):
-        draft_CBV = vocabulary.mask_padding_(_logits(state_CBH, head))
-        if head.draft_vocabulary is not None:
-            draft_CBV.masked_fill_(~head.draft_vocabulary.drafted_W, -torch.inf)
+        draft_CBV = vocabulary.mask_padding_(_draft_logits(state_CBH, head))
         agree.append(vocabulary.argmax(draft_CBV) == targets_LB[where_C])
         q_CBV, _ = vocabulary.softmax_(draft_CBV)
         overlap.append(vocabulary.sum(torch.minimum(p_LBV[where_C], q_CBV, out=q_CBV)).squeeze(-1))
     return torch.stack(agree), torch.stack(overlap)
 
 
-def _logits(states_NBH: Tensor, head: Head) -> Tensor:
+def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> Tensor:
     """This rank's slice of the logits, in new memory and in float32."""
-    product_NBV = states_NBH.to(head.weight.dtype) @ head.weight.t()
+    weight_VH = head.weight if weight_VH is None else weight_VH
+    product_NBV = states_NBH.to(weight_VH.dtype) @ weight_VH.t()
     return product_NBV.mul_(head.logit_scale).float()
+
+
+def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
+    """The same of drafts; tokens that are not drafted have no probability."""
+    if head.draft_vocabulary is None:
+        return _logits(states_NBH, head)
+    drafted_NBK = _logits(states_NBH, head, head.draft_weight)
+    logits_NBV = drafted_NBK.new_full((*drafted_NBK.shape[:-1], len(head.weight)), -torch.inf)
+    return logits_NBV.index_copy_(-1, head.draft_vocabulary.rows_K, drafted_NBK)

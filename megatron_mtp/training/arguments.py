@@ -26,11 +26,13 @@ from megatron_mtp.patches.unpickling import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chats import make_chats, reads_chats
 from megatron_mtp.training.checks import (
+    check_alone,
     check_data,
     check_flags,
     check_hub,
     check_ranges,
     check_supported,
+    drafter_arguments,
     leave_out_evaluations,
     set_depths,
 )
@@ -106,12 +108,15 @@ def parse_run_args(
     vars(given).update(older)  # which Megatron does after it has checked the positions of depths
     check_ranges(given)
     check_hub(given)
+    check_alone(given)
     set_depths(given)
     given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     check_load(given, mends)
     stored = checkpoint_arguments(given) | older
+    if (drafter := given.drafter or stored.get("drafter")) is not None:
+        stored |= drafter_arguments(Namespace(**{**vars(given), **stored, "drafter": drafter}))
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser)
@@ -125,9 +130,11 @@ def parse_run_args(
         args.mtp_num_layers = None
     args.reads_chats = given.reads_chats
     args.create_attention_mask_in_dataloader &= not args.reads_chats  # packed rows have none
+    if args.drafter is not None:
+        vars(args).update(drafter_arguments(args))  # Megatron has put the checkpoint's in their place
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
-        if given.mtp_num_layers is not None:
+        if given.mtp_num_layers is not None and args.drafter is None:
             args.mtp_num_layers = given.mtp_num_layers  # Megatron prefers the checkpoint's, whatever the flag says
             set_depths(args)
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint

@@ -25,9 +25,10 @@ from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.config import DRAFTER_STEPS, MTPConfig, trained_depths
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
+from megatron_mtp.model.eagle3 import check_layers, default_layers
 from megatron_mtp.model.pattern import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.chats import counted_part, example, named_prefixes
@@ -379,6 +380,49 @@ def _check_folder(flag: str, named: str | None) -> None:
     if not there.is_dir():
         kind = "a link to nowhere" if there.is_symlink() else "a file"
         raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
+
+
+def check_alone(args: Namespace) -> None:
+    """Raises ValueError where --drafter was given with MTP layers, or where this run cannot have a drafter (ours)."""
+    if args.drafter is None:
+        return
+    for given, flag, why in (
+        (args.mtp_num_layers, "--mtp-num-layers", "a drafter takes the place of MTP layers"),
+        (args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
+        (args.mtp_init, "--mtp-init", "a new drafter is drawn"),
+        (args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
+        (args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
+        (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "it reads layers of all stages"),
+        (args.hybrid_layer_pattern, PATTERN, "it reads layers of a GPT"),
+        (args.multi_latent_attention, "--multi-latent-attention", "its heads are turned as the trunk's"),
+    ):
+        if given:
+            raise ValueError(f"--drafter {args.drafter} was given with {flag}, but {why}; drop one of the two.")
+    vars(args).update(drafter_arguments(args))
+
+
+def drafter_arguments(args: Namespace) -> dict[str, Any]:
+    """The arguments of the MTP layers that a run with a drafter has: one layer in K passes on a frozen trunk.
+
+    Raises:
+        ValueError: the trunk does not have the layers that are to be read.
+    """
+    chosen = args.drafter_layers
+    if args.num_layers is not None:
+        chosen = list(chosen or default_layers(args.num_layers))
+        check_layers(tuple(chosen), args.num_layers)
+    return {
+        "drafter_layers": chosen,
+        "mtp_num_layers": 1,
+        "mtp_use_repeated_layer": True,
+        "mtp_unroll": args.drafter_steps or DRAFTER_STEPS,
+        "mtp_repeated_layer_shares_kv": False,
+        "mtp_architecture": "sequential",
+        "mtp_init": None,
+        "mtp_train_only": True,
+        "mtp_loss": "kd" if args.mtp_loss == "ce" else args.mtp_loss,
+        "mtp_loss_scaling_factor": 1.0,
+    }
 
 
 def set_depths(args: Namespace) -> None:

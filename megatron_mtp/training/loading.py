@@ -20,6 +20,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
     absent_layers,
     check_query_norms,
+    holds_drafter,
     read_errors,
     sharding_type,
     stored_depths,
@@ -145,7 +146,9 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
     absent: tuple[int, ...] = ()
-    if args.mtp_num_layers is not None:
+    if args.drafter is not None:
+        absent = _absent_drafter(folder, stored, args)
+    elif args.mtp_num_layers is not None:
         absent = _changed_layers(args, settings, folder, common)
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
@@ -191,6 +194,32 @@ def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: 
         does = f"begins by --mtp-init {settings.mtp_init}, its optimizer's moments at zero" if absent else "is left out"
         say(f"> {folder} has {stored.layers} MTP layers, this run {layers}: layer {names} {does}; all else goes on")
     return absent
+
+
+def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> tuple[int, ...]:
+    """Number 0 where the checkpoint has no drafter; it then has a trunk alone that is read.
+
+    Raises:
+        ValueError: its drafter reads other layers, or its MLP has another size.
+    """
+    if not holds_drafter(folder):
+        args.finetune = True  # the stored optimizer knows nothing of the drafter
+        if args.rank == 0:
+            say(f"> a new drafter on the trunk of {folder}; starting as with --finetune")
+        return (0,)
+    for name in ("drafter_layers", "drafter_ffn_hidden_size"):
+        own, theirs = getattr(args, name), getattr(stored, name, None)
+        if own != theirs:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is {_words(own)}, and the drafter of {folder} (--load) has {_words(theirs)}; give that, or "
+                "--use-checkpoint-args."
+            )
+    return ()
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value or "that of the trunk")
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
@@ -299,7 +328,7 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     if args.mtp_num_layers is None:
         return None, False
     loaded = loaded_iteration(args)
-    stored = None if loaded is None else stored_draft_vocabulary(loaded[1])
+    stored = None if loaded is None else stored_draft_vocabulary(loaded[1], args.drafter is not None)
     if stored is not None and loaded is not None:
         checkpoint = f"{FLAGS[loaded[0]]} {getattr(args, loaded[0])}"
         _check_same(stored, settings, checkpoint)

@@ -76,7 +76,7 @@ class NextTokensObjective:
         acceptance = None
         if self.measures_acceptance:
             assert later is not None
-            acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.head, batch.loss_mask_DBS, later)
+            acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.depth_head, batch.loss_mask_DBS, later)
         return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
 
     def later_positions(self, positions_S: Tensor, depths: int) -> LaterPositions | None:
@@ -161,7 +161,9 @@ class NextTokensObjective:
         if later is None or not self.depth_loss.needs_teacher:
             return None
         states_TH = later.lookup(head.whole(trunk_SBH)).flatten(0, 1)
-        return Teacher(states_TH, head.weight if self.depth_loss.needs_whole_teacher else None)
+        if self.depth_loss.needs_whole_teacher:
+            return Teacher(states_TH, head.weight)
+        return Teacher(states_TH, None if head.own_rows is None else head.taught_weight)
 
 
 def _rows_of(positions_DS: Tensor, batch: int) -> Tensor:

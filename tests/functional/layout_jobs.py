@@ -9,10 +9,11 @@ test_interop.py compare them.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches
@@ -35,6 +36,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.training import evaluate, train_step
 
 from megatron_mtp.runtime import prepare
+from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.hooks import observed
@@ -157,14 +159,15 @@ def build(
     """Model chunks, optimizer and scheduler, as `pretrain()` makes them; `block` is 'ours' or 'megatron'."""
     given = MODELS[model_name]
     command_line = (
-        f"{COMMON} --mtp-num-layers {given.depths} {given.attention} {given.flags} "
+        f"{COMMON} {f'--mtp-num-layers {given.depths}' if given.depths else ''} {given.attention} {given.flags} "
         f"{layout.command_line(given.depths)} {flags}"
     )
     if given.frozen and "--load" in flags:
         command_line += " --mtp-train-only"
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
-    args, model_config = parse_checked_args()
+    with mock.patch.object(checks, "_has_checkpoint", return_value=True) if not given.depths else nullcontext():
+        args, model_config = parse_checked_args()  # a drafter is drawn with its trunk in `init`
     args.sft = given.packed  # the flag wants a tokenizer of conversations, and the batches are made here
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
     if block == "megatron":
@@ -316,7 +319,7 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
     own = [
         Piece(entry.key, tuple(entry.global_shape), entry.global_slice(), entry.data.detach().cpu().clone())
         for entry in nested_values(entries)
-        if isinstance(entry, ShardedTensor)
+        if isinstance(entry, ShardedTensor) and entry.data.is_floating_point()  # no list of drafted tokens
     ]
     pieces = [piece for pieces in gather(own) for piece in pieces]
     wholes = {piece.key: torch.full(piece.shape, float("nan"), dtype=piece.data.dtype) for piece in pieces}

@@ -5,12 +5,15 @@ Plain data, since both the tests and the jobs that they start (layout_jobs.py) r
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1"
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
+_DRAFTER = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
+_DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
 _PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
 _DISTILLED = (
     "--mtp-loss mix --mtp-loss-mix 0.2,0.4,0.4 --mtp-label-smoothing 0.1 --mtp-z-loss 1e-3 --mtp-linear-ce-main "
@@ -96,6 +99,14 @@ MODELS: dict[str, Model] = {
     "hybrid-frozen-d2": Model(2, f"--hybrid-layer-pattern MG*-/M-/M- {_MAMBA} {_DELTA} --mtp-loss kd", frozen=True),
     "grouped-d3": Model(3, "--mtp-lr 3e-2 --mtp-clip-grad 0.01 --clip-grad 0.02 --weight-decay 0"),
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
+    "drafter": Model(0, f"{_DRAFTER} {_DRAFTED}", frozen=True, passes=3),
+    "drafter-documents": Model(
+        0, f"{_DRAFTER} {_UNTIED} --reset-attention-mask --eod-mask-loss", "documents", frozen=True, passes=3
+    ),
+    "drafter-padded": Model(0, f"{_PACKED} {_DRAFTER} {_DRAFTED}", "padded", frozen=True, passes=3),
+    "drafter-moe": Model(
+        0, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_DRAFTER} --mtp-loss lk", frozen=True, passes=3
+    ),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
 
@@ -135,20 +146,20 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
-        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2",
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter",
     ),
     "tp2-sp": Layout(
         tp=2,
         flags="--sequence-parallel",
         models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
-        "hybrid-moe-d2",
+        "hybrid-moe-d2 drafter-documents drafter drafter-moe",
     ),
     "cp2": Layout(
         cp=2,
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
-        "hybrid-frozen-d2",
+        "hybrid-frozen-d2 drafter-padded drafter",
     ),
     "pp2": Layout(
         pp=2,
@@ -163,10 +174,10 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
-        "hybrid-one-group-d1 hybrid-padded-d1",
+        "hybrid-one-group-d1 hybrid-padded-d1 drafter",
         distributed_optimizer=True,
     ),
-    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2"),
+    "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),
     "tp2-pp2": Layout(tp=2, pp=2, models="tied-d3 untied-d1"),
     "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models="moe-d3 mixed-padded-d3"),
     "cp2-pp2": Layout(cp=2, pp=2, models="padded-d3 documents-d3"),
@@ -253,7 +264,7 @@ COVERED: dict[str, set[str]] = {
 """The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 padded-vocabulary-d2 chained-d3",
+    "tp2": "tied-d3 padded-vocabulary-d2 chained-d3 drafter",
     "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3",
     "cp2": "documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1",
     "pp2": "tied-d1 repeated-d3 ragged-d3",

@@ -30,6 +30,7 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 
 POSITIONS = 160
@@ -48,6 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "parallel": {"architecture": "parallel"},
+    "eagle3": {"num_layers": 4, "drafter_layers": (1, 2, 3)},
+    "eagle3-own-head": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafted": [*range(4), *range(4, VOCABULARY, 3)]},
 }
 
 
@@ -133,8 +136,8 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
 
     def capture(stage: StageOutput) -> Any:
-        project = stage.head.project
-        return project(stage.hidden_SBH)[:, 0], [project(state)[:, 0] for state in stage.depth_hidden]
+        logits_SV = stage.head.project(stage.hidden_SBH)[:, 0]
+        return logits_SV, [draft_logits(stage.depth_head, state)[:, 0] for state in stage.depth_hidden]
 
     tokens = torch.tensor([text], device="cuda")
     slots = len(text)
@@ -145,9 +148,27 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     return twin(tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=shifted)
 
 
+def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
+    """Logits [S, B, V] of a depth or a step, with rows of its own where the drafter has some."""
+    if head.own_rows is None or head.draft_vocabulary is None:
+        return head.project(state_SBH)
+    logits_SBN = state_SBH @ head.own_rows.t()
+    logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:2], VOCABULARY), -torch.inf)
+    return logits_SBV.index_copy_(-1, head.draft_vocabulary.rows_K, logits_SBN)
+
+
 def method_of(kind: str) -> str:
     """The method that drafts as a kind of `KINDS` was trained."""
-    return {"parallel": "parallel_heads", "shared": "mtp_eagle", "shared-moe": "mtp_eagle"}.get(kind, "mtp")
+    return METHODS.get(kind, "mtp")
+
+
+METHODS = {
+    "parallel": "parallel_heads",
+    "shared": "mtp_eagle",
+    "shared-moe": "mtp_eagle",
+    "eagle3": "eagle3",
+    "eagle3-own-head": "eagle3",
+}
 
 
 def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,11 +86,16 @@ def our_model(
     drafted: list[int] | None = None,
     tokens: int | None = None,
     shares_kv: bool = False,
+    drafter_layers: tuple[int, ...] | None = None,
     **changes: Any,
 ) -> MTPGPTModel:
+    settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
+    if drafter_layers is not None:
+        settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True}
+        changes |= {"mtp_use_repeated_layer": True}
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
-        mtp=MTPConfig(mtp_architecture=architecture, mtp_repeated_layer_shares_kv=shares_kv),
+        mtp=MTPConfig(**settings),
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         true_vocab_size=tokens,
         **_gpt_fields(tied, position),

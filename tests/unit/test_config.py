@@ -108,5 +108,5 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 def test_every_setting_is_a_flag_of_its_own_with_a_help_text_that_names_the_default() -> None:
     for field in fields(MTPConfig):
-        assert field.name.startswith("mtp_")
+        assert field.name.startswith(("mtp_", "drafter"))
         assert "Default: " in field.metadata["help"], field.name

@@ -66,6 +66,7 @@ TREES: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
 }
 METHODS = {**CHAINS, **TREES}
+DRAFTERS = {"eagle3": "eagle3", "eagle3-own-head": "eagle3"}
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -100,16 +101,16 @@ def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[.
             assert driven.stats.accepted_length > 1.4
 
 
-@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla")))
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla", "eagle3")))
 def test_identity_for_every_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)
     methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
-    methods = methods[1:] if target.shares_kv else methods
+    methods = ["eagle3", "eagle3_tree"] if target.kind == "eagle3" else methods[1:] if target.shares_kv else methods
     for method in methods:
-        settings = {"method": method, "num_speculative_tokens": 2 if method == "mtp_tree" else 3}
+        settings = {"method": method, "num_speculative_tokens": 2 if "tree" in method else 3}
         assert run(target, prompts, 40, settings)[0].token_ids == answers
-        if method != "mtp_tree":
+        if "tree" not in method:
             assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
@@ -135,7 +136,7 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
 
 
 @pytest.mark.parametrize(
-    "kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla"]
+    "kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla", *DRAFTERS]
 )
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
         torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle")])
+@pytest.mark.parametrize(("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle"), *DRAFTERS.items()])
 def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
             "at most 3 here, one with each of the checkpoint's depths; give at most 3, or choose mtp_eagle",
         ),
         ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
+        ({"method": "eagle3"}, "whose depths are sequential; choose mtp"),
         ({"method": "lookahead", "verifier": "spectr"}, "needs siblings that are samples of one q"),
         ({"method": "mtp_tree", "verifier": "block"}, "judges chains, and 'mtp_tree' drafts trees"),
         ({"method": "ngram"}, "does not say how many tokens to draft"),
@@ -297,8 +299,13 @@ def test_settings_that_the_model_does_not_allow(settings: dict[str, Any], said: 
 
 
 def test_a_model_without_depths_says_what_else_drafts() -> None:
+    target = Runner(model_of("gqa", None))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no MTP weights; train some"):
-        make_method(Runner(model_of("gqa", None)), SpeculativeConfig("mtp"), Sampling())  # type: ignore[arg-type]
+        make_method(target, SpeculativeConfig("mtp"), Sampling())
+    with pytest.raises(ValueError, match=r"an EAGLE-3 drafter, and the checkpoint has none; train one .*--drafter"):
+        make_method(target, SpeculativeConfig("eagle3"), Sampling())
+    with pytest.raises(ValueError, match="a checkpoint that has an EAGLE-3 drafter; choose eagle3 or eagle3_tree"):
+        make_method(runner_of("eagle3"), SpeculativeConfig("mtp_eagle"), Sampling())
 
 
 @pytest.mark.parametrize(
@@ -332,12 +339,14 @@ RECORDED: list[tuple[str, str, float]] = [
     *((method, "rejection", 1.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
     *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
     *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("mtp", "relaxed", 0.0)),
+    *(("eagle3", "greedy", 0.0), ("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
 RECORDED_FIRST = [
     *(("mtp", "block", 1.0), ("mtp", "relaxed", 0.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
     *(("mtp_tree", "spectr", 1.0), ("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0)),
+    *(("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
 ]
 """Every method and every verifier once."""
 
@@ -353,10 +362,12 @@ def test_every_step_that_may_be_recorded_is_checked() -> None:
 @pytest.mark.parametrize(("method", "verifier", "temperature"), tiered(RECORDED, RECORDED_FIRST))
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
-    own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}.get(method, {})
+    tree = {"tree": [3, 2, 1]}
+    own = {"mtp_tree": tree, "eagle3_tree": tree, "draft_model": {"model": "-"}}.get(method, {})
     thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
     config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own, **thinking})
-    target, drafter, prompts = runner_of(), runner_of("mha-tied-layernorm"), prompts_of(3)
+    kind = "eagle3-own-head" if method.startswith("eagle3") else "gqa"
+    target, drafter, prompts = runner_of(kind), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         sequences = sequences_of(target, prompts, 60)
         chosen = make_method(target, config, Sampling(temperature), drafter)
@@ -409,6 +420,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "mtp-without-q": {"method": "mtp", "num_speculative_tokens": 2, "use_draft_probs": False},
     "mtp-block": {"method": "mtp", "num_speculative_tokens": 2, "verifier": "block"},
     "eagle-rejection": {"method": "mtp_eagle", "num_speculative_tokens": 2},
+    "eagle3-rejection": {"method": "eagle3", "num_speculative_tokens": 2},
+    "eagle3-specinfer": {"method": "eagle3_tree", "tree": [2, 2], "verifier": "specinfer"},
     "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
     "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
     "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},
@@ -422,7 +435,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", tiered(SAMPLED, list(SAMPLED)[::2]))
 def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
     """CHI through the whole engine: four tokens of 4,000 seeds over a vocabulary of three, against the exact joint."""
-    assert p_value_of(SAMPLED[name]) > 0.001
+    pair = None
+    if str(SAMPLED[name]["method"]).startswith("eagle3"):
+        pair = model_of("eagle3-own-head", dtype=torch.float32), model_of("eagle3-own-head")
+    assert p_value_of(SAMPLED[name], pair=pair) > 0.001
 
 
 def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,8 @@ CASES: dict[str, Case] = {
     "mtp_tree": Case({"method": "mtp_tree", "tree": [3, 2, 1]}),
     "mtp_tree-dynamic": Case({"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4}),
     "mtp_beam": Case({"method": "mtp_beam", "num_speculative_tokens": 3}),
+    "eagle3": Case({"method": "eagle3", "num_speculative_tokens": 5}, "eagle3-own-head"),
+    "eagle3_tree": Case({"method": "eagle3_tree", "tree_nodes": 12, "num_speculative_tokens": 4}, "eagle3"),
     "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),
     "draft_model": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3}),
     "ngram": Case({"method": "ngram", "num_speculative_tokens": 4}),

@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.model.pattern import without_stages
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
@@ -224,7 +224,8 @@ def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
         says = f"The folder's names cannot be turned into Megatron's keys: {known}."
         advice = "export the checkpoint with the program that made it, and audit the two folders"
         return Pairing(findings=[Finding("not compared", says, advice)])
-    found = Pairing(only_b={key: entry for key, entry in saved.tensors.items() if key != DRAFT_VOCABULARY})
+    apart = DRAFT_VOCABULARY, DRAFTER
+    found = Pairing(only_b={key: entry for key, entry in saved.tensors.items() if not key.startswith(apart)})
     covered: set[str] = set()
     for rule in rules:
         _pair_rule(rule, folder, saved, found)

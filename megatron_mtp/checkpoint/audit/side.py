@@ -306,7 +306,7 @@ class MegatronSide:
     @property
     def said_depths(self) -> int | None:
         """The number of depths in the arguments; a repeated layer serves them all."""
-        found = self.argument("mtp_num_layers")
+        found = 0 if self.argument("drafter") else self.argument("mtp_num_layers")
         if not is_count(found):
             return None if self.args is None else 0
         return min(found, 1) if self.argument("mtp_use_repeated_layer") else found

@@ -22,7 +22,7 @@ from megatron_mtp.checkpoint.convert.stream import Options, check_free
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
 
 def plan_import(
@@ -57,7 +57,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
     """
     export = Export.of(source, target, form)
     tensors = export.tensors(options)
-    dropped = [DRAFT_VOCABULARY] if export.reader.holds(DRAFT_VOCABULARY) else []
+    dropped = [key for key in export.reader.keys if key == DRAFT_VOCABULARY or key.startswith(DRAFTER)]
     return {
         "family": export.family.title,
         "depths": export.depths,

@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.quantized import Settings
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 
@@ -169,12 +169,13 @@ INNER = "transformer_layer."
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     """Check that every tensor of a checkpoint has one rule, and the shape that the config implies.
 
-    The draft vocabulary is no exception to report: it is left out, since the depths of a folder draft all tokens.
+    The draft vocabulary is no exception to report: it is left out, since the depths of a folder draft all tokens. So is
+    a drafter, which has a folder of its own (`drafter-to-hf`).
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
-    left = set(reader.keys) - {DRAFT_VOCABULARY}
+    left = {key for key in reader.keys if key != DRAFT_VOCABULARY and not key.startswith(DRAFTER)}
     for piece in (piece for rule in rules for piece in rule.mcore):
         key = stored_key(piece, reader)
         left -= {piece.key, *piece.aliases}

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import default_workers
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.patches.checksums import DamagedError, check_entry, checked_once
 from megatron_mtp.patches.saving import FORMAT
 from megatron_mtp.patches.unpickling import CATALOGUE, foreign, read_catalogue
@@ -396,15 +396,20 @@ def absent_layers(
     return absent
 
 
-def stored_draft_vocabulary(folder: Path) -> Tensor | None:
-    """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft.
+def holds_drafter(folder: Path) -> bool:
+    """Whether the checkpoint in an iteration's folder has a drafter beside the trunk."""
+    return (folder / FORMAT).is_file() and DistReader(folder).holds(f"{DRAFTER}fc.weight")
+
+
+def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | None:
+    """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft, or its drafter.
 
     Returns None if they draft all tokens, or if the format has no list of tensors.
     """
     if not (folder / FORMAT).is_file():
         return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
-    reader = DistReader(folder)
-    return reader.read(DRAFT_VOCABULARY) if reader.holds(DRAFT_VOCABULARY) else None
+    reader, key = DistReader(folder), f"{DRAFTER}draft_vocabulary" if of_drafter else DRAFT_VOCABULARY
+    return reader.read(key) if reader.holds(key) else None
 
 
 READ_ERRORS = (

@@ -73,7 +73,9 @@ class How:
 
 
 def default_method(runner: Runner) -> SpeculativeConfig | None:
-    """Drafts of the depths as they were trained, where there are any; None for plain decoding."""
+    """Drafts of the depths or of a drafter as they were trained, where there are any; None for plain decoding."""
+    if runner.kind == "eagle3":
+        return SpeculativeConfig("eagle3")
     if not (runner.depths and runner.sequential):
         return None
     return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")

@@ -3,6 +3,7 @@
     base.py         Proposer
     mtp.py          the trained depths: sequential, one reused, on the trunk's states, parallel heads
     tree.py         trees and beams of the first depth's drafts
+    eagle3.py       chains and trees of a drafter that reads three of the trunk's layers
     ngram.py        what followed the same tokens before
     lookahead.py    n-grams from the trunk's own guesses
     draft_model.py  a smaller model
@@ -28,6 +29,8 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
             "mtp_trunk_states": "megatron_mtp.decoding.proposers.mtp:TrunkStates",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
+            "eagle3": "megatron_mtp.decoding.proposers.eagle3:Eagle3",
+            "eagle3_tree": "megatron_mtp.decoding.proposers.eagle3:Eagle3Tree",
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
     from megatron_mtp.decoding.sequences import Sequences
 
-Kind = Literal["sequential", "parallel"]
-"""Depths that continue one another, or heads that all read the trunk's state."""
+Kind = Literal["sequential", "parallel", "eagle3"]
+"""Depths that continue one another, heads that all read the trunk's state, or a drafter of its own."""
 
 
 class Proposer:

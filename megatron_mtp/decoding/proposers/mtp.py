@@ -164,7 +164,7 @@ class Eagle(OneCache):
     """
 
     line = "the first module reused on its own states, any K"
-    depths = "sequential"
+    depths: ClassVar[Kind | None] = "sequential"
     keeps_states = True
     recordable = True
 

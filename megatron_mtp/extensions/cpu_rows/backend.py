@@ -34,7 +34,7 @@ class CpuRows(Modules):
         self._drafts = None if head_VH is None else greedy_drafts(self.few_rows[1:], head_VH)
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
-        if self.embedding_VH is None or not stack.is_short:
+        if self.embedding_VH is None or not stack.is_short or self.model.drafter is not None:
             return None
         return few_rows(stack.layers, stack.last, self.embedding_VH, self.turns_L211C, stack.mtp)
 

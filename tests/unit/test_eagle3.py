@@ -1,0 +1,209 @@
+"""model/eagle3.py: steps, losses and gradients against the paper's definition in plain float64; what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron_single import VOCABULARY, make_batch, our_model
+from torch import Tensor
+from torch.nn.functional import embedding, kl_div, silu
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.combine import depth_weights
+from megatron_mtp.model.eagle3 import check_layers, default_layers
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.training.objective import NextTokensObjective
+
+STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
+DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
+KD = depth_loss(MTPConfig(mtp_loss="kd"))
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def drafter_model(drafted: list[int] | None = None, **changes: Any) -> MTPGPTModel:
+    """With the drafter in training; the trunk is frozen."""
+    layers = {"num_layers": LAYERS, "drafter_layers": READ}
+    return our_model(STEPS, drafted=drafted, **{**layers, **changes}).double()
+
+
+def states_after(model: MTPGPTModel, batch: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+    """The trunk's states after 0, 1, .. layers, and after its final norm, each [S, B, H]."""
+    hidden = [model.embedding(batch["tokens"], batch["position_ids"])]
+    angles = model.rotary_angles(hidden[0].size(0))[0]
+    for layer in model.decoder.layers:
+        hidden.append(layer(hidden[-1], attention_mask=batch["attention_mask"], rotary_pos_emb=angles)[0])
+    return hidden, model.decoder.final_layernorm(hidden[-1])
+
+
+def rms(value: Tensor, weight: Tensor) -> Tensor:
+    return value / (value.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turned(heads_GC: Tensor, position: int) -> Tensor:
+    """One position's heads with rotary angles (float32, as Megatron's): each channel of the front half is turned with
+    one of the back half."""
+    angles = position * (1 / 10000.0 ** (torch.arange(0, CHANNELS, 2) / CHANNELS))
+    front, back = heads_GC.chunk(2, dim=-1)
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat((front * cosine - back * sine, back * cosine + front * sine), dim=-1)
+
+
+class Reference:
+    """One text at a time, one position and step at a time, from the weights alone."""
+
+    def __init__(self, model: MTPGPTModel) -> None:
+        layer, self.table = model.mtp.layer, model.embedding.word_embeddings.weight
+        self.weights = dict(layer.named_parameters())
+        self.norms = layer.tf_layer.input_layernorm
+        self.layer = layer.tf_layer
+
+    def step(self, feature_H: Tensor, token: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Any:
+        """The state [H], and the step's keys and values; `seen` are those before it."""
+        attention, mlp = self.layer.self_attention, self.layer.mlp
+        embedded_H = embedding(token, self.table)
+        both = torch.cat((rms(embedded_H, self.norms.enorm.weight), rms(feature_H, self.norms.hnorm.weight)))
+        mixed = (attention.linear_qkv.weight @ both).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
+        query = turned(mixed[:, :-2].flatten(0, 1), position)
+        own = turned(mixed[:, -2], position), mixed[:, -1]
+        keys, values = (
+            torch.stack([each[part] for each in (*seen, own)]).repeat_interleave(HEADS // GROUPS, 1) for part in (0, 1)
+        )
+        weights = (torch.einsum("nc,tnc->nt", query, keys) / CHANNELS**0.5).softmax(-1)
+        attended = torch.einsum("nt,tnc->nc", weights, values).flatten()
+        state_H = feature_H + attention.linear_proj.weight @ attended
+        gate, up = (mlp.linear_fc1.weight @ rms(state_H, self.layer.pre_mlp_layernorm.weight)).chunk(2)
+        return state_H + mlp.linear_fc2.weight @ (silu(gate) * up), own
+
+    def steps(self, features_SH: Tensor, tokens_KS: Tensor) -> Tensor:
+        """States of step 1 .. K at every position, [K, S, H]: step k of position i stands at i + k - 1."""
+        first, states = [], []
+        for position, feature_H in enumerate(features_SH):
+            state_H, own = self.step(feature_H, tokens_KS[0, position], position, first)
+            first.append(own)
+            chain, of_position = list(first), [state_H]
+            for number in range(1, len(tokens_KS)):
+                state_H, own = self.step(state_H, tokens_KS[number, position], position + number, chain)
+                chain.append(own)
+                of_position.append(state_H)
+            states.append(torch.stack(of_position))
+        return torch.stack(states, dim=1)
+
+
+def reference_loss(model: MTPGPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """sum_k 0.8^(k - 1) times the mean KL divergence of step k from the trunk's distribution of the same token."""
+    with torch.no_grad():
+        after, last_SBH = states_after(model, batch)
+        trunk_SBV = last_SBH @ model.head().weight.t()
+    drafted = torch.arange(VOCABULARY) if model.mtp.draft_vocabulary is None else model.mtp.draft_vocabulary
+    head = model.mtp.layer.head if model.mtp.layer.head is not None else model.head().weight
+    features_SBH, depths = read(after) @ model.mtp.layer.fc.weight.t(), batch["depths"]
+    total = torch.zeros((), dtype=torch.double)
+    for row in range(len(batch["tokens"])):
+        states_KSH = Reference(model).steps(features_SBH[:, row], depths.tokens_DBS[:, row])
+        for number, states_SH in enumerate(states_KSH):
+            inside = len(states_SH) - number - 1
+            log_q = (rms(states_SH, model.mtp.layer.norm.weight) @ head.t()).log_softmax(-1)[:inside]
+            log_p = trunk_SBV[number + 1 :, row, drafted].log_softmax(-1)
+            mask_S = depths.loss_mask_DBS[number, row, :inside].double()
+            divergence_S = kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+            mean = (divergence_S * mask_S).sum() / depths.whole_tokens[1 + number]
+            total = total + 0.8**number * mean
+    return total
+
+
+def side_by_side(after: list[Tensor]) -> Tensor:
+    return torch.cat([after[number] for number in READ], dim=-1)
+
+
+def losses(
+    model: MTPGPTModel, read: Callable[[list[Tensor]], Tensor] = side_by_side
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Ours and the reference's loss, and the gradients of both by name."""
+    batch = make_batch(STEPS)
+    settings = MTPConfig(drafter="eagle3", mtp_loss="kd")
+    weights, group = depth_weights(settings, STEPS, 1.0), parallel_state.get_context_parallel_group()
+    output = model(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        labels=batch["labels"],
+        output_processor=NextTokensObjective(weights, group, KD, linear_main=True, trains_trunk=False),
+        output_processor_context=batch["depths"],
+    )
+    ours = (output.loss - output.main.total) / output.main.tokens
+    expected = reference_loss(model, batch, read)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    trained = [model.get_parameter(name) for name in names]
+    found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))
+    return ours, expected, found, wanted
+
+
+@pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["trunk's head", "own head"])
+def test_loss_and_gradients_are_those_of_the_definition(drafted: list[int] | None) -> None:
+    model = drafter_model(drafted)
+    ours, expected, found, wanted = losses(model)
+    torch.testing.assert_close(ours, expected, rtol=5e-8, atol=0)  # the steps' weights are float32
+    assert ("mtp.layers.0.head" in found) == (drafted is not None)
+    assert all(name.startswith("mtp.") for name in found)
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7 * gradient.abs().max().item())
+
+
+def earlier(states: list[Tensor]) -> Tensor:
+    return torch.cat([side_by_side(states)[:1], side_by_side(states)[:-1]])
+
+
+def other_layer(states: list[Tensor]) -> Tensor:
+    return torch.cat([states[number] for number in (1, 2, 5)], dim=-1)
+
+
+@pytest.mark.parametrize("wrong", [earlier, other_layer])
+def test_features_of_other_positions_or_layers_are_seen(wrong: Callable[[list[Tensor]], Tensor]) -> None:
+    ours, expected, _, _ = losses(drafter_model(DRAFTED), wrong)
+    assert abs(ours - expected) / expected > 1e-3
+
+
+def test_a_step_that_sees_its_own_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drafter_model(DRAFTED)
+    attention = model.mtp.layer.tf_layer.self_attention.core_attention
+    masked = attention.forward
+
+    def unmasked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **others: Any) -> Tensor:
+        return masked(query, key, value, torch.zeros_like(mask), **others)
+
+    monkeypatch.setattr(attention, "forward", unmasked)
+    ours, expected, _, _ = losses(model)
+    assert abs(ours - expected) / expected > 1e-3
+
+
+def test_a_new_drafter_begins_with_the_trunks_rows_and_the_trunk_stays_frozen() -> None:
+    model = drafter_model(DRAFTED)
+    model.mtp.begin_head(model.head())
+    assert torch.equal(model.mtp.layer.head, model.head().weight[DRAFTED])
+    assert {name.split(".")[0] for name, weight in model.named_parameters() if weight.requires_grad} == {"mtp"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "layers"), [((1, 2), 8), ((1, 2, 8), 8), ((0, 2, 4), 8), ((2, 2, 4), 8), ((4, 2, 6), 8), ((2, 2, 1), 4)]
+)
+def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: int) -> None:
+    given = " ".join(map(str, chosen))
+    with pytest.raises(
+        ValueError, match=f"--drafter-layers is {given}, and the trunk has {layers} layers; give 3 rising"
+    ):
+        check_layers(chosen, layers)
+
+
+def test_the_default_layers_are_those_of_engines() -> None:
+    assert default_layers(32) == (2, 16, 29)
+
+
+def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused() -> None:
+    assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
+    with pytest.raises(ValueError, match="--drafter-steps was given without --drafter; give --drafter eagle3"):
+        MTPConfig(drafter_steps=3)
+    with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of eagle3"):
+        MTPConfig(drafter="eagle2")

@@ -47,6 +47,9 @@ EXAMPLES = """examples:
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
   megatron-mtp convert verify exported runs/mine/checkpoint
 
+  # the trunk in FP8, the MTP layers in bfloat16; the acceptance on a text before and after
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported-fp8 --quantize fp8 --mtp-dtype bfloat16 --text a.txt
+
   # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; the proof; and back
   megatron-mtp convert gpt-to-hybrid runs/mine/checkpoint checkpoints/hybrid
   megatron-mtp convert verify runs/mine/checkpoint checkpoints/hybrid
@@ -57,6 +60,7 @@ An interrupted conversion leaves DST.partial; the same command with --resume con
 DIFFERENT, UNCOMPARED = 1, 3
 """Exit status of `verify`: a difference was found; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 SHARD = "5GB"
 PACKAGE = "megatron_mtp"
 MEASURED_TOKENS = 512
@@ -122,16 +126,33 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
     from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 
+    if args.text is not None and not args.text.exists():
+        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
     if args.dry_run:
         from megatron_mtp.checkpoint.convert.dry_run import plan_export
 
         return plan_export(args.source, args.target, options(args), form)
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
+    if args.text is not None:
+        done["acceptance"] = _acceptance_of_export(args)
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
         done["draft vocabulary"] = f"{drafted.numel()} tokens, left out: the MTP layers of the folder draft all tokens"
     return done
+
+
+def _acceptance_of_export(args: argparse.Namespace) -> dict[str, Any]:
+    """What `evaluate` finds on the text for the checkpoint, and for what its export is read to."""
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+    from megatron_mtp.checkpoint.inspecting import checked_arguments
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
+
+    length = min(MEASURED_TOKENS, DistReader(args.source).common()["args"].max_position_embeddings)
+    with TemporaryDirectory(prefix=f".{args.target.name}-again-", dir=args.target.parent) as folder:
+        again = Path(folder) / "again"
+        hf_to_mcore(args.target, again, options(args), checked_arguments)
+        return {"before": _acceptance(args.source, length, args), "after": _acceptance(again, length, args)}
 
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
@@ -278,6 +299,7 @@ def options(args: argparse.Namespace) -> Any:
     """
     import torch
 
+    from megatron_mtp.checkpoint.convert.quantizing import Quantize
     from megatron_mtp.checkpoint.convert.stream import Options
 
     if args.workers < 1:
@@ -289,6 +311,7 @@ def options(args: argparse.Namespace) -> Any:
         workers=args.workers,
         resume=args.resume,
         quiet=args.json or not sys.stderr.isatty(),
+        quantize=Quantize(getattr(args, "quantize", None), getattr(args, "mtp_dtype", None)),
     )
 
 
@@ -364,6 +387,9 @@ EXPORTS = {
     "--like": _value("take config and tokenizer from this Hugging Face folder", "FOLDER", type=named),
     "--family": _value(f"model_type of the folder: {FORMS} (default: as imported, or the one that fits)", "NAME"),
     "--tokenizer": _value("tokenizer to copy into the folder (default: the run's own)", "FOLDER", type=named),
+    "--quantize": _value("form of the trunk's projections (default: whole)", choices=QUANTIZED),
+    "--mtp-dtype": _value("form of those of the MTP layers (default: whole)", choices=("bfloat16", *QUANTIZED)),
+    "--text": _value("evaluate the acceptance on this text before and after", "PATH", type=named),
 }
 INSPECTS = {
     "--check": _switch("read the whole checkpoint and compare it with its checksums"),

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_argu
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES, OWN
 from megatron_mtp.checkpoint.families.family import Family
-from megatron_mtp.checkpoint.families.table import families_table, trained_table
+from megatron_mtp.checkpoint.families.table import families_table, forms_table, trained_table
 
 QUIET = Options(quiet=True, workers=1)
 
@@ -49,7 +49,7 @@ def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, de
     assert (back / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("table", [families_table, trained_table])
+@pytest.mark.parametrize("table", [families_table, trained_table, lambda families: forms_table()])
 def test_the_tables_of_the_page_are_those_of_the_families(table: Callable[[Iterable[Family]], str]) -> None:
     """`python -m megatron_mtp.checkpoint.families.table` prints what belongs there."""
     assert f"\n{table(OWN)}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")

@@ -245,7 +245,7 @@ def _quantized_in_the_config_alone(side: HFSide, settings: Settings, members: li
 
 def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
     """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
-    layers = {re.sub(r"(.*?\blayers\.\d+)\..*", r"\1", _module(name)) for name in members}
+    layers = {re.sub(r"(.*?layers\.\d+)\..*", r"\1", _module(name)) for name in members}
     free = all(not any(name.startswith(f"{layer}.") for name in side.quantized) for layer in layers)
     if free and settings.keys.get("quant_method") == COMPRESSED:
         return listed(f"re:{re.escape(layer)}\\..*" for layer in sorted(layers))

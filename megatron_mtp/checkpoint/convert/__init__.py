@@ -4,6 +4,7 @@ plan.py         names and shapes of both sides, checked before a tensor is read
 stream.py       options; tensors written by several workers beside the target, resumed and renamed
 import_hf.py    hf-to-mcore
 computation.py  whether arguments and a config.json describe the same computation
+quantizing.py   which weights an export quantizes (--quantize), and what its config says of them
 export_hf.py    mcore-to-hf; an export leaves out the rows that pad the vocabulary
 live.py         the same of a model in memory, without a checkpoint
 fitting.py      eh_proj of new depths, fitted to text

@@ -10,11 +10,13 @@ import json
 import shutil
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.computation import check_config
@@ -28,11 +30,14 @@ from megatron_mtp.checkpoint.convert.plan import (
     stored_layout,
     zero_features,
 )
+from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize
+from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
 from megatron_mtp.checkpoint.convert.stream import Budget, Converted, Options, PartialFolder, Report, run_parts
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
@@ -73,7 +78,7 @@ def kept_form(folder: Path) -> HFForm | None:
     keys, origin = read_json(kept / CONFIG), kept_origin(kept)
     HFConfig.from_keys(keys, str(kept / CONFIG))
     layout = origin.get("layout", {})
-    # An export is never quantized, whether the tensors were read as bfloat16 or the config alone said FP8.
+    # The tensors of the checkpoint are whole, whether they were decoded or the config alone said FP8.
     return HFForm(without_quantization(keys), tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
 
 
@@ -107,17 +112,17 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
         OSError: the target cannot be written.
     """
     export = Export.of(source, target, form)
-    reader, rules, keys = export.reader, export.rules, export.keys
+    reader, keys = export.reader, export.keys
     partial = PartialFolder(target, source, _fingerprint(reader, keys, options), options.resume)
-    tensors = export.tensors(options)
+    tensors, coded = export.tensors(options), export.coded(options)
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
     budget = Budget()
     work = [
-        (_bytes(part, reader), functools.partial(_write_part, reader, part, shards, budget))
-        for part in parts_of(rules).values()
+        (_bytes(part, reader), functools.partial(_write_part, reader, part, coded, shards, budget))
+        for part in parts_of(export.rules).values()
     ]
     run_parts(partial, work, options.workers, options.quiet, shards.holds)
-    _write_files(partial.path, form, with_dtype(keys, tensors))
+    _write_files(partial.path, form, export.config(options))
     carry_record(reader.folder.parent, partial.path)
     partial.finish()
     return Converted(export.family.title, export.depths, len(tensors), export.bytes())
@@ -132,6 +137,7 @@ class Export:
     depths: int
     keys: dict[str, Any]
     rules: list[Rule]
+    settings: HFConfig
 
     @classmethod
     def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
@@ -150,11 +156,60 @@ class Export:
         _check_depths(family, reader, layout)
         rules = family.all_rules(config, layout)
         check_mcore(rules, reader)
-        return cls(reader, family, layout.depths, keys, rules)
+        return cls(reader, family, layout.depths, keys, rules, config)
 
     def tensors(self, options: Options) -> "list[Written]":
-        """The tensors that will be in the folder."""
+        """The tensors that will be in the folder, the parts of quantized weights among them."""
+        coded, depths = self.coded(options), self.depth_names
+        found: list[Written] = []
+        for name, shape, dtype in self._whole(options):
+            encoding = coded[name].encoding if name in coded else None
+            parts = (encoding.parts(shape) if encoding is not None else None) or {}
+            found += [(name_of(name, part), size, kind) for part, (size, kind) in parts.items() if kind is not None]
+            if not parts:
+                plain = options.quantize.depths == PLAIN and name in depths
+                kind = replace(options, dtype=torch.bfloat16).cast(name, dtype) if plain else dtype
+                found.append((name, shape, kind))
+        return found
+
+    def _whole(self, options: Options) -> "list[Written]":
+        """The same without quantization."""
         return [entry for rule in self.rules for entry in written(rule, self.reader, options)]
+
+    @cached_property
+    def depth_names(self) -> frozenset[str]:
+        """The folder's names of the depths' tensors."""
+        stored = self.family.depths
+        found: set[str] = set()
+        for rule in self.rules:
+            ours = any(piece.key.startswith("mtp.") for piece in rule.mcore)
+            found |= {
+                one.name
+                for one in rule.hf
+                if ours or (stored is not None and stored.depth_of(self.settings, one.name) is not None)
+            }
+        return frozenset(found)
+
+    def coded(self, options: Options) -> dict[str, Form]:
+        """The forms of the weights that will be quantized, by name."""
+        found: dict[str, Form] = {}
+        for rule in self.rules if options.quantize != Quantize() else ():
+            for name, shape, _ in written(rule, self.reader, options):
+                form = options.quantize.form(rule, name, shape, name in self.depth_names)
+                found |= {} if form is None else {name: form}
+        return found
+
+    def config(self, options: Options) -> dict[str, Any]:
+        """The keys of `config.json`: the type of the tensors, and their quantization."""
+        coded, whole = self.coded(options), self._whole(options)
+        keys = with_dtype(self.keys, whole)
+        if not coded:
+            return keys
+        embedding = {
+            tensor.name for rule in self.rules for tensor in rule.hf if rule.mcore and rule.mcore[0].key == EMBEDDING
+        }
+        plain = [name for name, shape, _ in whole if len(shape) > 1 and name not in coded and name not in embedding]
+        return {**keys, "quantization_config": quantization_config(coded, plain, self.depth_names)}
 
     def bytes(self) -> int:
         """Size of the checkpoint's tensors."""
@@ -240,7 +295,7 @@ def written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
 
 
 def _write_part(
-    reader: DistReader, rules: list[Rule], shards: HFShards, budget: Budget, report: Report
+    reader: DistReader, rules: list[Rule], coded: dict[str, Form], shards: HFShards, budget: Budget, report: Report
 ) -> dict[str, int]:
     """Write the tensors of these rules; returns the checksum of each by its name."""
     checksums = {}
@@ -248,11 +303,22 @@ def _write_part(
         size = _bytes([rule], reader)
         with budget.taking(size):
             pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-            for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True):
-                checksums[tensor.name] = shards.write(tensor.name, value)
+            values = {tensor.name: value for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True)}
+            for name, value in _encoded(values, coded).items():
+                checksums[name] = shards.write(name, value)
         report(size)
     shards.sync(checksums)
     return checksums
+
+
+def _encoded(values: dict[str, Tensor], coded: dict[str, Form]) -> dict[str, Tensor]:
+    """The tensors of a rule by name, with the parts of quantized weights in the place of these."""
+    out = {name: value for name, value in values.items() if name not in coded}
+    names = [name for name in values if name in coded]
+    if names and (encoding := coded[names[0]].encoding) is not None:
+        for name, parts in zip(names, encoding.encode([values[name] for name in names]), strict=True):
+            out |= {name_of(name, part): tensor for part, tensor in parts.items()}
+    return out
 
 
 def _bytes(rules: list[Rule], reader: DistReader) -> int:
@@ -269,6 +335,7 @@ def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> 
         "config": keys,
         "dtype": str(options.dtype),
         "shard_bytes": options.shard_bytes,
+        "quantize": asdict(options.quantize),
     }
 
 

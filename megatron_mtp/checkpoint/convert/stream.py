@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
 from megatron_mtp.checkpoint.mcore.writer import Chunk, chunks_are_in, read_chunk, write_catalogue
@@ -43,6 +44,7 @@ class Options:
         workers: number of layers that are converted at a time.
         resume: whether to continue an interrupted conversion.
         quiet: whether to show no progress bar.
+        quantize: the forms of an export.
     """
 
     dtype: torch.dtype | None = None
@@ -50,6 +52,7 @@ class Options:
     workers: int = default_workers()
     resume: bool = False
     quiet: bool = False
+    quantize: Quantize = field(default_factory=Quantize)
 
     def cast(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type in which the tensor of this Hugging Face name and type is written."""

@@ -1,10 +1,12 @@
-"""The families as the tables of docs/conversion.md: `python -m megatron_mtp.checkpoint.families.table` prints them."""
+"""Tables of docs/conversion.md, families and forms: `python -m megatron_mtp.checkpoint.families.table` prints them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_mtp.checkpoint.families import FAMILIES, all_families
 from megatron_mtp.checkpoint.families.family import Family
+from megatron_mtp.checkpoint.hf.forms import FORMS
+from megatron_mtp.checkpoint.hf.quantized import COMPRESSED
 
 
 def families_table(families: Iterable[Family]) -> str:
@@ -63,6 +65,23 @@ def classes_table(classes: Mapping[str, Sequence[str]]) -> str:
     return _markdown(("standing", "meaning", "classes", "names"), rows)
 
 
+def forms_table() -> str:
+    """Markdown, a row per form of quantized weights: tensors, methods, what is done with it here, and the engines."""
+    rows = [
+        (
+            form.name,
+            ", ".join(f"`{part.replace('|', '` or `')}`" for part in (form.numbers, *form.scales)),
+            _code([*form.methods, *([COMPRESSED] if form.scheme else [])]),
+            "form, scales, lists" if form.decode else "names, lists",
+            "yes" if form.decode else "no",
+            f"`{form.encoding.flag}`" if form.encoding else "",
+            form.engines,
+        )
+        for form in FORMS
+    ]
+    return _markdown(("form", "tensors", "`quant_method`", "audit", "read", "`--quantize`", "loaded by"), rows)
+
+
 def _named(best: Mapping[str, str], kind: str) -> str:
     names = (name.removesuffix("ForCausalLM") for name, found in best.items() if found == kind)
     return "all others" if kind == "refused" else ", ".join(sorted(names, key=str.lower))
@@ -84,4 +103,4 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(trained_table(all_families()), families_table(all_families()), sep="\n\n")
+    print(trained_table(all_families()), families_table(all_families()), forms_table(), sep="\n\n")

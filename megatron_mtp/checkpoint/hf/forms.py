@@ -61,7 +61,24 @@ class Numbers:
     zero_plus_one: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """How an export writes a form.
+
+    Attributes:
+        flag: names the form in `--quantize`.
+        parts: shapes and types of the parts of a weight [O, I]; None for a shape that the form does not have.
+        encode: the parts of weights that engines multiply at once (query, key and value; gate and up).
+        says: what `quantization_config` says of it; of compressed-tensors, a group.
+    """
+
+    flag: str
+    parts: Callable[[Shape], dict[str, Part] | None]
+    encode: Callable[[Sequence[Tensor]], list[dict[str, Tensor]]]
+    says: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Form:
     """A form of quantized weights.
 
@@ -76,6 +93,7 @@ class Form:
         shape: the weight's shape, from the parts; it raises `MisfitError`.
         decode: makes the weight of its parts; None of a form that is only described.
         engines: who loads it, for the docs.
+        encoding: how an export writes it; None if it does not.
     """
 
     name: str
@@ -88,6 +106,7 @@ class Form:
     methods: tuple[str, ...] = ()
     scheme: tuple[str, int, tuple[str, ...]] | None = None
     engines: str = ""
+    encoding: Encoding | None = None
 
     def weight_of(self, name: str) -> str | None:
         """The weight whose numbers a tensor of this name would be; None if it can be none."""
@@ -402,6 +421,95 @@ def _unknown_shape(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
     return shape if dtype == torch.int8 else None
 
 
+# --- written by an export ---------------------------------------------------------------------------------------------
+
+
+def _parts_of_blocks(shape: Shape) -> dict[str, Part]:
+    return {"weight": (shape, E4M3), "weight_scale_inv": (_blocks_of(shape, (BLOCK, BLOCK)), torch.float32)}
+
+
+def to_blocks(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """FP8 with a scale for each block of 128 x 128, its largest number / 448, as DeepSeek-V3's release."""
+    return [_in_blocks(weight.float()) for weight in weights]
+
+
+def _in_blocks(weight: Tensor) -> dict[str, Tensor]:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = _scale(blocks.abs().amax((1, 3)), LARGEST_8)
+    coded = (blocks / scale[:, None, :, None]).clamp(-LARGEST_8, LARGEST_8)
+    return {"weight": coded.flatten(2).flatten(0, 1)[:rows, :columns].to(E4M3), "weight_scale_inv": scale}
+
+
+def _scale(largest: Tensor, of: float) -> Tensor:
+    """The scale that makes the largest number that of the form; 1 where all numbers are 0."""
+    return torch.where(largest > 0, largest / of, 1.0)
+
+
+def _parts_of_rows(shape: Shape) -> dict[str, Part]:
+    return {"weight": (shape, E4M3), "weight_scale": ((shape[0], 1), torch.float32)}
+
+
+def to_rows(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """FP8 with a scale for each row, its largest number / 448."""
+    out = []
+    for weight in (one.float() for one in weights):
+        scale = _scale(weight.abs().amax(1, keepdim=True), LARGEST_8)
+        coded = (weight / scale).clamp(-LARGEST_8, LARGEST_8).to(E4M3)
+        out.append({"weight": coded, "weight_scale": scale})
+    return out
+
+
+def _parts_of_nvfp4(shape: Shape) -> dict[str, Part] | None:
+    rows, columns = shape
+    if columns % GROUP_16:
+        return None
+    return {
+        "weight_packed": ((rows, columns // 2), torch.uint8),
+        "weight_scale": ((rows, columns // GROUP_16), E4M3),
+        "weight_global_scale": ((1,), torch.float32),
+    }
+
+
+def to_nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """E2M1 with a scale in E4M3 for 16 numbers, and one in float32 for all weights, since engines take one for all."""
+    largest = torch.stack([one.float().abs().max() for one in weights]).max()
+    whole = (1 / _scale(largest, LARGEST_8 * LARGEST_4)).reshape(1)
+    return [_in_nibbles(weight.float(), whole) for weight in weights]
+
+
+def _in_nibbles(weight: Tensor, whole: Tensor) -> dict[str, Tensor]:
+    """Numbers round to the nearest, and halfway ones to the even code."""
+    groups = weight.unflatten(1, (-1, GROUP_16))
+    least = torch.finfo(E4M3).smallest_normal / 8  # the smallest number of E4M3: a scale of 0 has no inverse
+    scale = (groups.abs().amax(2) / LARGEST_4 * whole).clamp(least, LARGEST_8).to(E4M3)
+    scaled = (groups / (scale.float() / whole).unsqueeze(2)).flatten(1)
+    size = scaled.abs()
+    steps = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+    codes = sum((size >= at if even else size > at).to(torch.uint8) for at, even in steps)
+    codes = codes + 8 * (scaled < 0).to(torch.uint8)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole}
+
+
+_ARGS = {"symmetric": True, "dynamic": False, "group_size": None, "block_structure": None, "actorder": None}
+BLOCKS_SAY = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+}  # fmt: skip
+ROWS_SAY = {
+    "format": "float-quantized",
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", **_ARGS},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", **_ARGS, "dynamic": True},
+    "output_activations": None,
+}
+NVFP4_SAYS = {
+    "format": "nvfp4-pack-quantized",
+    "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", **_ARGS, "group_size": GROUP_16},
+    "input_activations": None,  # in 16 bits: scales of 4-bit activations need calibration
+    "output_activations": None,
+}
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 ALL = "vLLM, SGLang, transformers"
@@ -412,10 +520,12 @@ FORMS = (
     Form(
         "FP8, blocks", "weight", FP8[:2], _EITHER, _shape_of_blocks, from_blocks,
         methods=("fp8",), scheme=("float", 8, ("block",)), engines=ALL,
+        encoding=Encoding("fp8", _parts_of_blocks, to_blocks, BLOCKS_SAY),
     ),
     Form(
         "FP8, rows", "weight", FP8[:2], _EITHER, _shape_of_rows, from_rows,
         methods=("fbgemm_fp8", "modelopt FP8"), scheme=("float", 8, ("channel",)), engines=ALL,
+        encoding=Encoding("fp8-channel", _parts_of_rows, to_rows, ROWS_SAY),
     ),
     Form(
         "FP8, tensor", "weight", FP8[:2], _EITHER, _shape_of_tensor, from_rows,
@@ -425,6 +535,7 @@ FORMS = (
         "NVFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale", "weight_global_scale"),
         functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4,
         scheme=("float", 4, ("tensor_group",)), engines=ALL,
+        encoding=Encoding("nvfp4", _parts_of_nvfp4, to_nvfp4, NVFP4_SAYS),
     ),
     Form(
         "NVFP4, modelopt", "weight", _BYTE, ("weight_scale", "weight_scale_2"),
@@ -465,3 +576,5 @@ FORMS = (
     ),
 )  # fmt: skip
 """All forms; of several that fit, the first."""
+WRITTEN = {form.encoding.flag: form for form in FORMS if form.encoding is not None}
+"""The forms that an export writes, by their names in `--quantize`."""

@@ -1,0 +1,109 @@
+"""Quantized exports: which weights get which form, and what `quantization_config` says of them.
+
+    --quantize fp8           trunk     layers' projections: attention, MLP, experts
+    --mtp-dtype bfloat16     depths    the same, chosen apart
+    never                    embedding, head, eh_proj, routers, norms, recurrent layers, stacked experts
+
+Engines read lists of unquantized modules differently: vLLM compares whole names, SGLang and transformers parts of them
+too, compressed-tensors whole names or `re:` patterns. So each module is named as a whole, and the experts of a layer by
+their common name.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mtp.checkpoint.families import CARRIED
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.hf.forms import WRITTEN, Form, Shape
+from megatron_mtp.checkpoint.hf.quantized import COMPRESSED
+
+PLAIN = "bfloat16"
+"""The value of `--mtp-dtype` for depths that are not quantized."""
+_LINEAR = re.compile(r"^(decoder|mtp)\..*\.linear_\w+\.weight$")
+"""Megatron's weights of a layer's projections."""
+_CARRIED_LINEAR = re.compile(r"(?!.*(vis(ion|ual)|audio|tower|projector)).*\blayers\.\d+\..*(?<!eh)_proj\.weight$")
+"""Those of layers that Megatron cannot run, by the folder's names."""
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
+_LAYER = re.compile(r"(.*?layers\.\d+)\..*")
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """The forms of an export.
+
+    Attributes:
+        trunk: of the trunk, a key of `WRITTEN`; None for none.
+        depths: of the depths, or `PLAIN` for bfloat16; None leaves them as they are.
+
+    Raises:
+        ValueError: one config cannot describe both forms.
+    """
+
+    trunk: str | None = None
+    depths: str | None = None
+
+    def __post_init__(self) -> None:
+        forms = {name for name in (self.trunk, self.depths) if name in WRITTEN}
+        if len(forms) > 1 and "fp8" in forms:
+            raise ValueError(
+                f"--quantize is {self.trunk} and --mtp-dtype {self.depths}, but quant_method 'fp8' describes one form; "
+                "give --quantize fp8-channel with --mtp-dtype nvfp4 or the other way, or --mtp-dtype bfloat16."
+            )
+
+    def form(self, rule: Rule, name: str, shape: Shape, in_depth: bool) -> Form | None:
+        """The form in which a rule's tensor is written; None if it is not quantized.
+
+        Args:
+            rule: its rule.
+            name: in the folder.
+            shape: in the folder.
+            in_depth: whether it is a depth's.
+        """
+        form = WRITTEN.get((self.depths if in_depth else self.trunk) or "")
+        if form is None or form.encoding is None or len(shape) != 2 or not rule.mcore:
+            return None
+        carried = rule.mcore[0].key.startswith(CARRIED)
+        linear = _CARRIED_LINEAR.match(name) if carried else all(_LINEAR.match(piece.key) for piece in rule.mcore)
+        return form if linear and form.encoding.parts(shape) is not None else None
+
+
+def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of a folder.
+
+    Args:
+        coded: the form of every quantized weight, by name.
+        plain: the matrices that are not quantized, without the embedding's.
+        depths: names of the depths' tensors.
+    """
+    forms = list(dict.fromkeys(coded.values()))
+    (first, *_) = says = [form.encoding.says for form in forms if form.encoding is not None]
+    mixed = {_experts_of(name) for name in coded}
+    modules = list(dict.fromkeys(_module(name) if _experts_of(name) in mixed else _experts_of(name) for name in plain))
+    if "quant_method" in first:
+        return {**first, "modules_to_not_convert": modules}
+    inside = set(depths)
+    groups = {}
+    for number, form in enumerate(forms):
+        own = [name for name, one in coded.items() if one == form]
+        alone = len(forms) > 1 and all(name in inside for name in own)
+        layers = dict.fromkeys(_LAYER.sub(r"\1", name) for name in own)
+        targets = [f"re:{re.escape(layer)}\\..*" for layer in layers] if alone else ["Linear"]
+        groups[f"group_{number}"] = {"targets": targets, **says[number]}
+    return {
+        "quant_method": COMPRESSED,
+        "format": first["format"] if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [f"re:{re.escape(one)}\\..*" if one.endswith(".experts") else one for one in modules],
+    }
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _experts_of(name: str) -> str:
+    """The common module of a layer's experts, for the weight of one; the module of other weights."""
+    return _EXPERT.sub(r"\1", _module(name))

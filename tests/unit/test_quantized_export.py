@@ -1,0 +1,209 @@
+"""Quantized exports: their bits, lists that every engine reads, and no finding of an audit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make, read
+from judged_models import QUIET
+from torch import Tensor
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.quantizing import Quantize
+from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.forms import WRITTEN, Numbers
+from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.cli.convert import QUANTIZED, main
+from megatron_mtp.data.tokenizer import train_bpe
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "moe_intermediate_size": 32}
+FAMILIES = {
+    "glm4_moe": SIZES, "deepseek_v3": {}, "qwen3_next": {}, "mimo": {"hidden_size": 64, "intermediate_size": 160},
+}  # fmt: skip
+
+DEPTHS = {"glm4_moe": "model.layers.3.", "deepseek_v3": "model.layers.3."}
+
+
+def exported(folder: Path, family: str, quantize: Quantize, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+    """A folder, and its quantized export."""
+    source = make(folder / "hf", family, 1, dtype, changes=FAMILIES[family])
+    hf_to_mcore(source, folder / "mcore", QUIET, megatron_arguments)
+    form = kept_form(folder / "mcore")
+    assert form is not None
+    mcore_to_hf(folder / "mcore", folder / "coded", Options(quiet=True, quantize=quantize), form)
+    return source, folder / "coded"
+
+
+def alarms(folder: Path) -> list[str]:
+    return [one["says"] for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trunk", [None, *QUANTIZED])
+@pytest.mark.parametrize("depths", ["bfloat16", "fp8", "nvfp4"])
+def test_an_export_has_no_finding_and_is_read_to_its_bits(
+    family: str, trunk: str | None, depths: str, tmp_path: Path
+) -> None:
+    if trunk is None and depths == "bfloat16":
+        pytest.skip("nothing is quantized")
+    if "fp8" in (trunk, depths) and {trunk, depths} & {"fp8-channel", "nvfp4"}:
+        with pytest.raises(ValueError, match="describes one form"):
+            Quantize(trunk, depths)
+        return
+    source, coded = exported(tmp_path, family, Quantize(trunk, depths))
+    assert alarms(coded) == []
+    whole, stored = read(source), read(coded)
+    folder = HFFolder(coded, Settings.of(coded, config_of(coded)).numbers)
+    assert folder.tensors.keys() == whole.keys()
+    depth = {name for name in whole if name.startswith(("mtp.", "model.mtp_layers.", DEPTHS.get(family, "no")))}
+    changed = {name for name, tensor in whole.items() if not torch.equal(folder.read(name), tensor)}
+    assert bool(changed & depth) == (depths != "bfloat16")
+    assert bool(changed - depth) == (trunk is not None)
+    assert all(name.endswith(".weight") and ("proj" in name) and "eh_proj" not in name for name in changed)
+    for name in changed:
+        assert (folder.read(name).float() - whole[name].float()).norm() < 0.2 * whole[name].float().norm()
+    assert config_of(coded)["dtype"] == "bfloat16"
+    wide = {name for name, tensor in stored.items() if tensor.dtype == torch.float32 and "scale" not in name}
+    assert wide <= {name for name, tensor in whole.items() if tensor.dtype == torch.float32}
+
+
+def test_the_list_names_whole_modules_and_the_experts_of_a_layer_once(tmp_path: Path) -> None:
+    """vLLM compares whole names, and a layer's experts by their common one."""
+    _, coded = exported(tmp_path, "glm4_moe", Quantize("fp8", "bfloat16"))
+    keys = config_of(coded)["quantization_config"]
+    assert keys["weight_block_size"] == [128, 128]
+    assert keys["modules_to_not_convert"] == [
+        "lm_head", "model.layers.3.shared_head.head", "model.layers.1.mlp.gate", "model.layers.2.mlp.gate",
+        "model.layers.3.eh_proj", *(f"model.layers.3.self_attn.{one}_proj" for one in "qkvo"),
+        "model.layers.3.mlp.gate",
+        *(f"model.layers.3.mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")),
+        "model.layers.3.mlp.experts",
+    ]  # fmt: skip
+
+
+def test_trunk_and_head_in_two_forms_are_two_groups(tmp_path: Path) -> None:
+    _, coded = exported(tmp_path, "glm4_moe", Quantize("fp8-channel", "nvfp4"))
+    keys = config_of(coded)["quantization_config"]
+    assert keys["format"] == "mixed-precision"
+    targets = {one["format"]: one["targets"] for one in keys["config_groups"].values()}
+    assert targets == {"float-quantized": ["Linear"], "nvfp4-pack-quantized": [r"re:model\.layers\.3\..*"]}
+
+
+def test_the_flag_offers_the_forms_of_the_table() -> None:
+    assert tuple(WRITTEN) == QUANTIZED
+
+
+@pytest.mark.parametrize("flag", QUANTIZED)
+def test_encoding_loses_no_more_than_the_form(flag: str) -> None:
+    """Half a step of E4M3, or of E2M1 at the largest number of a group; zeros stay zeros."""
+    torch.manual_seed(3)
+    weight = torch.randn(200, 144)
+    weight[:, 16:32] = 0
+    form = WRITTEN[flag]
+    assert form.encoding is not None
+    assert form.decode is not None
+    (parts,) = form.encoding.encode([weight])
+    given = form.encoding.parts((200, 144))
+    assert given == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
+    back = form.decode(parts, Numbers()).float()
+    assert not back[:, 16:32].any()
+    groups = weight.unflatten(1, (-1, 16)).abs().amax(2, keepdim=True)
+    allowed = 0.2 * groups.expand(-1, -1, 16).flatten(1) if flag == "nvfp4" else 0.07 * weight.abs() + 1e-4
+    assert ((back - weight).abs() <= allowed).all()
+
+
+def test_weights_that_engines_multiply_at_once_share_the_scale_of_all() -> None:
+    encoding = WRITTEN["nvfp4"].encoding
+    assert encoding is not None
+    small, large = encoding.encode([torch.randn(4, 16), 100 * torch.randn(4, 16)])
+    assert torch.equal(small["weight_global_scale"], large["weight_global_scale"])
+
+
+def library(format: str, flag: str, weight: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parts as compressed-tensors makes them with our scales."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    encoding = WRITTEN[flag].encoding
+    assert encoding is not None
+    how = QuantizationScheme(targets=["Linear"], weights=dict(encoding.says["weights"]))
+    given = {name: tensor for name, tensor in parts.items() if "scale" in name}
+    made: dict[str, Tensor] = compressors.BaseCompressor.get_value_from_registry(format).compress(
+        {"weight": weight, **{name: one.float() for name, one in given.items()}}, how
+    )
+    return made
+
+
+@pytest.mark.parametrize(("flag", "format"), [("fp8-channel", "float-quantized"), ("nvfp4", "nvfp4-pack-quantized")])
+def test_numbers_are_rounded_as_compressed_tensors_rounds_them(flag: str, format: str) -> None:
+    torch.manual_seed(4)
+    weight = torch.randn(37, 48).bfloat16().float()
+    encoding = WRITTEN[flag].encoding
+    assert encoding is not None
+    (parts,) = encoding.encode([weight])
+    theirs = library(format, flag, weight, parts)
+    numbers = next(iter(parts))
+    assert torch.equal(theirs[numbers].view(torch.uint8), parts[numbers].view(torch.uint8))
+
+
+def test_a_resumed_export_of_another_form_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
+    assert main(["hf-to-mcore", str(tmp_path / "hf"), str(tmp_path / "mcore")]) == 0
+    line = ["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "coded")]
+    assert main([*line, "--quantize", "fp8", "--mtp-dtype", "nvfp4"]) == 2
+    assert not (tmp_path / "coded").exists()
+    assert main([*line, "--quantize", "fp8", "--dry-run"]) == 0
+    assert main([*line, "--quantize", "fp8"]) == 0
+    assert alarms(tmp_path / "coded") == []
+
+
+@pytest.mark.parametrize("quantize", [Quantize("fp8"), Quantize("fp8", "fp8")])
+def test_transformers_loads_an_fp8_export_to_the_readers_bits(quantize: Quantize, tmp_path: Path) -> None:
+    """On a CPU transformers decodes FP8; it wants sizes that blocks of 128 divide."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
+    source = make(tmp_path / "hf", "llama", 0, torch.bfloat16, changes=sizes)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    form = kept_form(tmp_path / "mcore")
+    assert form is not None
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "coded", Options(quiet=True, quantize=quantize), form)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "coded", dtype=torch.bfloat16)
+    folder = HFFolder(tmp_path / "coded", Numbers())
+    loaded = model.state_dict()
+    assert [name for name in folder.tensors if not torch.equal(loaded[name], folder.read(name))] == []
+
+
+@pytest.mark.usefixtures("megatron", "forked_python")
+def test_acceptance_before_and_after_is_that_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same where nothing is quantized; another one where 4 bits take the trunk."""
+    folder = make(
+        tmp_path / "hf",
+        "mimo",
+        1,
+        torch.bfloat16,
+        changes={**FAMILIES["mimo"], "vocab_size": 260, "max_position_embeddings": 64},
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("some words to make a vocabulary of " * 60)
+    train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path / "bpe")
+    shutil.copytree(tmp_path / "bpe", folder, dirs_exist_ok=True)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 0
+    for flags in ([], ["--quantize", "nvfp4", "--mtp-dtype", "nvfp4"]):
+        capsys.readouterr()
+        out = tmp_path / f"out{len(flags)}"
+        line = ["mcore-to-hf", str(tmp_path / "mcore"), str(out), "--text", str(text), "--json", *flags]
+        assert main(line) == 0
+        told = json.loads(capsys.readouterr().out)["acceptance"]
+        assert told["before"].keys() == {"mtp_1 acceptance", "mtp_1 conditional acceptance", "expected accepted length"}
+        assert (told["before"] == told["after"]) == (not flags)

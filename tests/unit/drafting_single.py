@@ -157,6 +157,11 @@ def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
     return logits_SBV.index_copy_(-1, head.draft_vocabulary.rows_K, logits_SBN)
 
 
+def kind_for(method: str) -> str:
+    """The kind of `KINDS` that a method drafts with."""
+    return {"parallel_heads": "parallel", "eagle3": "eagle3", "eagle3_tree": "eagle3"}.get(method, "gqa")
+
+
 def method_of(kind: str) -> str:
     """The method that drafts as a kind of `KINDS` was trained."""
     return METHODS.get(kind, "mtp")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, run, runner_of, want_few_shapes
+from drafting_single import kind_for, model_of, prompts_of, run, runner_of, want_few_shapes
 from tiers import tiered
 from torch import Tensor
 
@@ -33,6 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": "-", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "lookahead": {"method": "lookahead"},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
+    "eagle3_tree": {"method": "eagle3_tree", "tree": [3, 2, 1]},
 }
 every_method = pytest.mark.parametrize("name", METHODS)
 
@@ -63,7 +65,7 @@ def test_no_method_is_left_out() -> None:
 
 def drafts_by_chance(name: str, dtype: torch.dtype, prompts: list[list[int]], watched: Watched) -> None:
     """The texts are those of plain decoding; shapes are noted while drafting."""
-    target = runner_of("parallel" if name == "parallel_heads" else "gqa", dtype=dtype)
+    target = runner_of(kind_for(name), dtype=dtype)
     drafter = Runner(model_of("mha-tied-layernorm", dtype=dtype))
     answers = run(target, prompts, NEW_TOKENS, None)[0].token_ids
     watched.shapes.clear()

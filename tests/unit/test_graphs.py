@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from drafting_single import (
+    kind_for,
     model_of,
     place_static_experts_everywhere,
     prefilled,
@@ -132,7 +133,7 @@ MATRIX = pytest.mark.matrix
 @pytest.mark.parametrize("count", [pytest.param(0, marks=MATRIX), pytest.param(1, marks=MATRIX), 3])
 @pytest.mark.parametrize("method", RECORDABLE)
 def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
-    target, prompts = runner_of("parallel" if method == "parallel_heads" else "gqa"), prompts_of(4)
+    target, prompts = runner_of(kind_for(method)), prompts_of(4)
     answers = generate(target, prompts, 25).token_ids
     request.getfixturevalue("on_tape")
     settings = settings_of(method, count)
@@ -234,7 +235,7 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
 
 
 def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
-    own = {"mtp_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}
+    own = {"mtp_tree": {"tree": [3, 2, 1]}, "eagle3_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}
     return {"method": method, "num_speculative_tokens": count, **own.get(method, {})}
 
 

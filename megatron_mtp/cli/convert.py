@@ -343,7 +343,7 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
         inner = (", ".join(f"{name} {figure:.4g}" for name, figure in row.items()) for row in value.values())
         value = [f"{name}: {row}" for name, row in zip(value, inner, strict=True)]
     return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)

@@ -65,7 +65,7 @@ REPORTS = (
         "an FP8 head without its scale accepts 0 of 24 drafts, without an error",
         "convert hf-to-mcore {unscaled} {new}",
         2,
-        "is FP8 without a 'model.layers.3.eh_proj.weight_scale_inv'",
+        "is FP8 without 'model.layers.3.eh_proj.weight_scale_inv' or 'model.layers.3.eh_proj.weight_scale'",
     ),
     Report(
         "adapters with modules_to_save",

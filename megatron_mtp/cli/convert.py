@@ -122,7 +122,7 @@ def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
-    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+    from megatron_mtp.checkpoint.convert.export_hf import DRAFTED, form_of, mcore_to_hf
     from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
     from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 
@@ -138,7 +138,10 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
         done["acceptance"] = _acceptance_of_export(args)
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
-        done["draft vocabulary"] = f"{drafted.numel()} tokens, left out: the MTP layers of the folder draft all tokens"
+        done["draft vocabulary"] = (
+            f"{drafted.numel()} tokens, in {DRAFTED}: the MTP layers of the folder draft all tokens; when it is read "
+            "again, draft-vocab takes the list (--mtp-draft-vocab-file)"
+        )
     return done
 
 

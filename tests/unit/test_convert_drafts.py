@@ -79,6 +79,20 @@ def test_a_list_takes_the_place_of_the_one_before(converted: Path, tmp_path: Pat
     assert DistReader(tmp_path / "2").keys.count(DRAFT_VOCABULARY) == 1
 
 
+def test_a_list_survives_an_export_whose_head_has_all_rows(converted: Path, tmp_path: Path) -> None:
+    """Engines do not open the list; read again, the checkpoint takes it as it was. A checkpoint without has no list."""
+    (tmp_path / "ids").write_text("9\n4\n")
+    assert run("draft-vocab", converted / "mcore", tmp_path / "fast", "--mtp-draft-vocab-file", tmp_path / "ids") == 0
+    assert run("mcore-to-hf", tmp_path / "fast", tmp_path / "hf") == 0
+    assert (tmp_path / "hf/draft_vocabulary.txt").read_text() == "4\n9\n"
+    assert run("hf-to-mcore", tmp_path / "hf", tmp_path / "again") == 0
+    ids = tmp_path / "hf/draft_vocabulary.txt"
+    assert run("draft-vocab", tmp_path / "again", tmp_path / "faster", "--mtp-draft-vocab-file", ids) == 0
+    assert drafted(tmp_path / "faster") == [4, 9]
+    assert run("mcore-to-hf", tmp_path / "again", tmp_path / "whole") == 0
+    assert not (tmp_path / "whole/draft_vocabulary.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "flags", "says"),
     [

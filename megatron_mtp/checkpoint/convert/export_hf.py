@@ -45,6 +45,10 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import NOT_KEPT
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+
+DRAFTED = "draft_vocabulary.txt"
+"""The tokens that the depths of the checkpoint draft, an id a line; those of a folder draft all."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     ]
     run_parts(partial, work, options.workers, options.quiet, shards.holds)
     _write_files(partial.path, form, export.config(options))
+    if reader.holds(DRAFT_VOCABULARY):
+        tokens = reader.read(DRAFT_VOCABULARY).tolist()
+        (partial.path / DRAFTED).write_text("".join(f"{token}\n" for token in tokens))
     carry_record(reader.folder.parent, partial.path)
     partial.finish()
     return Converted(export.family.title, export.depths, len(tensors), export.bytes())
@@ -342,7 +349,11 @@ def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> 
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
     if form.files is not None:
         for file in sorted(form.files.iterdir()):
-            if file.is_file() and file.name not in (ORIGIN, CONFIG, RECORD) and not file.name.endswith(NOT_KEPT):
+            if (
+                file.is_file()
+                and file.name not in (ORIGIN, CONFIG, RECORD, DRAFTED)
+                and not file.name.endswith(NOT_KEPT)
+            ):
                 shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)

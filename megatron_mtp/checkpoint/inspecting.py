@@ -9,6 +9,7 @@ import torch
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
+from megatron_mtp.checkpoint.convert.drafters import described, is_drafter
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, megatron_arguments, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
@@ -51,6 +52,8 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
 
 def _whole(folder: Path, check: bool) -> dict[str, Any]:
     """Facts about what converts."""
+    if is_drafter(folder) and not check:
+        return described(folder)
     check_kind(folder, known_types())
     if not (folder / CONFIG).is_file():
         return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})

@@ -258,6 +258,25 @@ def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     return done | {"draft vocabulary": said}
 
 
+def export_drafter(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert drafter-to-hf`."""
+    from megatron_mtp.checkpoint.convert.drafters import drafter_to_hf
+
+    return asdict(drafter_to_hf(args.source, args.target, options(args)))
+
+
+def attach_drafter(args: argparse.Namespace) -> dict[str, Any]:
+    """`convert attach-drafter`."""
+    from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
+    from megatron_mtp.checkpoint.convert.dry_run import plan_change
+    from megatron_mtp.checkpoint.convert.edit import write_change
+
+    change = plan_attaching_drafter(args.source, local_folder(args.drafter))
+    if args.dry_run:
+        return plan_change(change, args.source, args.target)
+    return asdict(write_change(change, args.source, args.target, options(args)))
+
+
 def change_form(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
     """`convert gpt-to-hybrid` and `hybrid-to-gpt`."""
     from megatron_mtp.checkpoint.convert.dry_run import plan_forms
@@ -469,6 +488,18 @@ COMMANDS = {
         "Copy a Megatron checkpoint, and let its MTP layers draft only some tokens, which is faster.",
         IN_OUT,
         WRITES | DRAFTS,
+    ),
+    "drafter-to-hf": Command(
+        export_drafter,
+        "Write the EAGLE-3 drafter of a Megatron checkpoint as a folder that vLLM and SGLang load beside the trunk's.",
+        IN_OUT,
+        {name: flag for name, flag in WRITES.items() if name != "--dry-run"} | DTYPE,
+    ),
+    "attach-drafter": Command(
+        attach_drafter,
+        "Copy a Megatron checkpoint without its MTP layers, and add the EAGLE-3 drafter of a folder.",
+        {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
+        WRITES,
     ),
     "gpt-to-hybrid": Command(
         partial(change_form, to_hybrid=True),

@@ -62,6 +62,20 @@ def check_layers(chosen: tuple[int, ...], layers: int) -> None:
         )
 
 
+def as_mtp_layers(steps: int) -> dict[str, Any]:
+    """Megatron's arguments of a model with a drafter: an MTP layer in so many passes, on a frozen trunk."""
+    return {
+        "mtp_num_layers": 1,
+        "mtp_use_repeated_layer": True,
+        "mtp_unroll": steps,
+        "mtp_repeated_layer_shares_kv": False,
+        "mtp_architecture": "sequential",
+        "mtp_init": None,
+        "mtp_train_only": True,
+        "mtp_loss_scaling_factor": 1.0,
+    }
+
+
 @dataclass(frozen=True)
 class Drafter:
     """What a model with a drafter is built with: the layers that it reads, and its MLP's size (None: the trunk's)."""

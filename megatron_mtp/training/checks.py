@@ -28,7 +28,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_mtp.config import DRAFTER_STEPS, MTPConfig, trained_depths
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.eagle3 import check_layers, default_layers
+from megatron_mtp.model.eagle3 import as_mtp_layers, check_layers, default_layers
 from megatron_mtp.model.pattern import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.chats import counted_part, example, named_prefixes
@@ -413,15 +413,8 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
         check_layers(tuple(chosen), args.num_layers)
     return {
         "drafter_layers": chosen,
-        "mtp_num_layers": 1,
-        "mtp_use_repeated_layer": True,
-        "mtp_unroll": args.drafter_steps or DRAFTER_STEPS,
-        "mtp_repeated_layer_shares_kv": False,
-        "mtp_architecture": "sequential",
-        "mtp_init": None,
-        "mtp_train_only": True,
         "mtp_loss": "kd" if args.mtp_loss == "ce" else args.mtp_loss,
-        "mtp_loss_scaling_factor": 1.0,
+        **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS),
     }
 
 

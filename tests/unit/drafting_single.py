@@ -153,7 +153,7 @@ def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
     if head.own_rows is None or head.draft_vocabulary is None:
         return head.project(state_SBH)
     logits_SBN = state_SBH @ head.own_rows.t()
-    logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:2], VOCABULARY), -torch.inf)
+    logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:2], len(head.weight)), -torch.inf)
     return logits_SBV.index_copy_(-1, head.draft_vocabulary.rows_K, logits_SBN)
 
 

@@ -21,6 +21,7 @@ from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
 from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
 from megatron_mtp.checkpoint.audit.settings import settings
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
+from megatron_mtp.checkpoint.convert.drafters import is_drafter
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
@@ -84,6 +85,10 @@ def open_side(path: Path) -> Side:
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise ValueError(f"{path} {what}; give the folder of a Hugging Face model or of a Megatron checkpoint.")
+    if is_drafter(path):
+        raise ValueError(
+            f"{path} is an EAGLE-3 drafter and no model by itself; check it by megatron-mtp convert inspect {path}."
+        )
     older = older_format(path)
     if older is not None:
         return older

@@ -10,6 +10,7 @@ live.py         the same of a model in memory, without a checkpoint
 fitting.py      eh_proj of new depths, fitted to text
 edit.py         attach-mtp, drop-mtp and draft-vocab
 graft.py        the MTP layers of a donor on another trunk
+drafters.py     drafter-to-hf and attach-drafter
 hybrid.py       gpt-to-hybrid and hybrid-to-gpt
 dry_run.py      what a conversion would do (--dry-run)
 """

@@ -42,7 +42,7 @@ from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.pattern import SHARDED_STACK, without_stages
 from megatron_mtp.model.random_weights import RandomWeights
@@ -160,7 +160,13 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     template = Template.of(reader)
     changes: dict[str, Any] = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
-    changes |= {"mtp_num_layers": depths, "mtp_use_repeated_layer": False, "mtp_architecture": "sequential", **ONE_PASS}
+    changes |= {
+        "drafter": None,
+        "mtp_num_layers": depths,
+        "mtp_use_repeated_layer": False,
+        "mtp_architecture": "sequential",
+        **ONE_PASS,
+    }
     args = changed_args(reader, **changes)
     fitted = None
     if init.data is not None:
@@ -200,8 +206,9 @@ def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
 
 
 def trunk_of(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
-    """All tensors except the depths' and the dropped carried ones."""
-    keys = (key for key in reader.keys if not key.startswith("mtp.") and key.removeprefix(CARRIED) not in dropped)
+    """All tensors except the depths', a drafter's and the dropped carried ones."""
+    drafts = "mtp.", DRAFTER
+    keys = (key for key in reader.keys if not key.startswith(drafts) and key.removeprefix(CARRIED) not in dropped)
     return [copied(reader, key) for key in keys]
 
 

@@ -105,6 +105,8 @@ def plan_migration(source: Path, to_hybrid: bool) -> Migration:
     common = reader.common()
     old = common["args"]
     check_trainable(old, str(source))
+    if getattr(old, "drafter", None) is not None:
+        raise ValueError(f"{source} has a drafter, which a hybrid cannot have; give a checkpoint of the trunk alone.")
     new = (hybrid_arguments if to_hybrid else gpt_arguments)(old, str(source))
     pattern = (new if to_hybrid else old).hybrid_layer_pattern
     _check_optimizer(common, pattern, str(source))

@@ -26,7 +26,7 @@ def load_model(folder: Path) -> MTPTrunk:
     reader = DistReader(folder)
     args = reader.common()["args"]
     check_trainable(args, str(folder))
-    model = model_of(args, stored_draft_vocabulary(reader.folder))
+    model = model_of(args, stored_draft_vocabulary(reader.folder, getattr(args, "drafter", None) is not None))
     fill(model, reader)
     return model
 

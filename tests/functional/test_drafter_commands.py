@@ -1,0 +1,234 @@
+"""Whole commands: an EAGLE-3 drafter is trained behind a trunk, resumed, exported, attached again, and drafts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.drafters import read_drafter
+from megatron_mtp.checkpoint.inspecting import inspect
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.cli.convert import main as convert
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.runtime import prepare
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from drafting_single import trained_forward
+
+prepare()
+
+STEPS, HALF, LAYERS = 4, 2, 8
+DRAFTED = Path(__file__).with_name("draft_tokens.txt")
+
+
+def command(*flags: str, processes: int = 1) -> launch.Command:
+    """A tiny trunk of eight layers, with grouped queries and a head of its own."""
+    at = launch.TINY_RUN.index("--mtp-num-layers")
+    return launch.Command(
+        "pretrain_gpt.py",
+        (
+            *launch.TINY_RUN[:at],
+            *launch.TINY_RUN[at + 2 :],
+            *f"--num-layers {LAYERS} --group-query-attention --num-query-groups 2".split(),
+            *f"--untie-embeddings-and-output-weights --train-iters {STEPS} --save-interval {HALF}".split(),
+            *"--attention-dropout 0 --hidden-dropout 0 --eval-interval 100 --eval-iters 0 --log-interval 1".split(),
+            *"--make-vocab-size-divisible-by 64".split(),
+            *flags,
+        ),
+        processes,
+    )
+
+
+DRAFTER = f"--drafter eagle3 --drafter-steps 3 --mtp-draft-vocab-file {DRAFTED}".split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `trunk` and `drafter`, which saved after two of four steps too."""
+    folder = tmp_path_factory.mktemp("drafter")
+    launch.run(command("--save", f"{folder}/trunk"), folder / "trunk.log")
+    flags = ["--load", f"{folder}/trunk", "--save", f"{folder}/drafter", "--mtp-acceptance-interval", "1"]
+    log = launch.run(command(*flags, *DRAFTER), folder / "drafter.log")
+    assert f"> a new drafter on the trunk of {folder}/trunk/iter_0000004; starting as with --finetune" in log
+    assert "mtp_3 loss" in log
+    return folder
+
+
+def tensors_of(checkpoint: Path, state: bool = False) -> dict[str, Tensor]:
+    reader = DistReader(checkpoint)
+    return {key: reader.read(key) for key in (*reader.keys, *(reader.state_keys if state else ()))}
+
+
+def test_the_trunk_keeps_its_bits_and_the_drafter_begins_with_its_rows(trained: Path) -> None:
+    trunk, whole = tensors_of(trained / "trunk"), tensors_of(trained / "drafter")
+    assert [key for key, tensor in trunk.items() if not torch.equal(whole[key], tensor)] == []
+    assert all(key.startswith("drafter.") for key in whole.keys() - trunk.keys())
+    first = trunk["output_layer.weight"][whole["drafter.draft_vocabulary"]]
+    assert 0 < (whole["drafter.head"] - first).abs().max() < 5e-3  # four steps of at most 1e-3
+
+
+def test_a_run_resumes_to_the_same_bits(trained: Path, tmp_path: Path) -> None:
+    flags = ["--load", f"{trained}/drafter", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
+    launch.run(command(*flags, *DRAFTER), tmp_path / "log")
+    ours, theirs = (tensors_of(folder, state=True) for folder in (tmp_path / "resumed", trained / "drafter"))
+    assert ours.keys() == theirs.keys()
+    assert any("exp_avg" in key for key in theirs)
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+
+
+def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path) -> None:
+    flags = ["--load", f"{trained}/drafter", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    launch.run(command(*flags, *layout, *DRAFTER, processes=2), tmp_path / "log")
+    ours, theirs = (tensors_of(folder) for folder in (tmp_path / "resumed", trained / "drafter"))
+    far = {key: (ours[key] - theirs[key]).abs().max().item() for key in theirs if key.startswith("drafter.")}
+    assert {key: value for key, value in far.items() if value > 1e-4} == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--drafter-layers", "1", "2", "8"], "--drafter-layers is 1 2 8, and the trunk has 8 layers; give 3 rising"),
+        (["--pipeline-model-parallel-size", "2"], "with --pipeline-model-parallel-size, but it reads layers of all"),
+        (["--mtp-num-layers", "1"], "given with --mtp-num-layers, but a drafter takes the place of MTP layers"),
+        (["--drafter-layers", "1", "2", "3"], "--drafter-layers is 1 2 3, and the drafter of .* has 2 4 5; give that"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_a_sentence(
+    trained: Path, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    words = command("--load", f"{trained}/drafter", *DRAFTER, *flags)
+    with pytest.raises(AssertionError, match=said):
+        launch.run(words, tmp_path / "log")
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    assert convert(["drafter-to-hf", str(trained / "drafter"), str(trained / "exported"), "--json"]) == 0
+    return trained / "exported"
+
+
+def test_the_folder_has_what_published_drafters_have(exported: Path) -> None:
+    keys, tensors = json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
+    assert keys["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert keys["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert keys["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    drafted = torch.tensor([int(line) for line in DRAFTED.read_text().split()])
+    assert torch.equal(tensors["d2t"] + torch.arange(len(drafted)), drafted)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], drafted)
+    assert tensors["midlayer.self_attn.k_proj.weight"].shape == (32, 128)
+    assert inspect(exported)["drafts"] == f"{len(drafted)} of 127 tokens"
+
+
+def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_path: Path) -> None:
+    assert convert(["attach-drafter", str(trained / "trunk"), str(exported), str(tmp_path / "attached")]) == 0
+    assert convert(["drafter-to-hf", str(tmp_path / "attached"), str(tmp_path / "again")]) == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
+    ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(trained / "drafter")
+    assert ours.keys() == theirs.keys()
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+
+
+def test_nothing_is_written_into_a_source(trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(trained.rglob("*"))
+    drafter, trunk = trained / "drafter", trained / "trunk"
+    assert convert(["drafter-to-hf", str(drafter), str(drafter / "new")]) == 2
+    assert convert(["drafter-to-hf", str(trunk), str(trained / "new")]) == 2
+    assert convert(["attach-drafter", str(trunk), str(exported), str(trunk / "new")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "which it is made from; name a place outside" in line] == [said[0], said[2]]
+    assert "has no drafter; train one with megatron-mtp train --drafter eagle3" in said[1]
+    assert sorted(trained.rglob("*")) == before
+
+
+def read_by_transformers(folder: Path, features_SX: Tensor, embedded_SH: Tensor) -> Tensor:
+    """Logits [S, N] of the first step, by transformers' Llama modules and the folder's names."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+    keys, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = LlamaConfig(**{name: value for name, value in keys.items() if name != "eagle_config"})
+    config._attn_implementation = "eager"
+    layer, rows = LlamaDecoderLayer(config, 0).eval(), len(features_SX)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(layer.self_attn, name)
+        setattr(layer.self_attn, name, torch.nn.Linear(2 * config.hidden_size, old.out_features, bias=False))
+    own = {name.removeprefix("midlayer."): value for name, value in tensors.items() if name.startswith("midlayer.")}
+    norms = [LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)]
+    norms[0].weight.data, norms[1].weight.data = own.pop("hidden_norm.weight"), tensors["norm.weight"]
+    layer.load_state_dict(own)
+    feature_SH = features_SX @ tensors["fc.weight"].t()
+    both = torch.cat([layer.input_layernorm(embedded_SH), norms[0](feature_SH)], dim=-1)[None]
+    angles = LlamaRotaryEmbedding(config)(both, torch.arange(rows)[None])
+    mask = torch.full((rows, rows), torch.finfo(torch.float32).min).triu(1)[None, None]
+    attended = layer.self_attn(hidden_states=both, position_embeddings=angles, attention_mask=mask)[0][0]
+    state_SH = feature_SH + attended
+    state_SH = state_SH + layer.mlp(layer.post_attention_layernorm(state_SH))
+    return norms[1](state_SH) @ tensors["lm_head.weight"].t()
+
+
+@torch.no_grad()
+def test_another_reader_of_the_folder_computes_the_same(trained: Path, exported: Path) -> None:
+    model, text = load_model(trained / "drafter"), [3, 17, 5, 90, 44, 2, 61, 8]
+    kept: dict[int, Tensor] = {}
+    for number, layer in enumerate(model.decoder.layers, start=1):
+        layer.register_forward_hook(lambda _, __, made, number=number: kept.update({number: made[0]}))
+    ours_SV = trained_forward(model, text)[1][0]
+    features_SX = torch.cat([kept[number][:, 0] for number in (2, 4, 5)], dim=-1)
+    following = torch.tensor([*text[1:], 0])
+    embedded_SH = model.embedding.word_embeddings.weight[following]
+    theirs_SN = read_by_transformers(exported, features_SX, embedded_SH)
+    tokens_N = model.mtp.draft_vocabulary
+    torch.testing.assert_close(ours_SV[:-1, tokens_N], theirs_SN[:-1], rtol=1e-4, atol=1e-4)
+
+
+def spoiled(folder: Path, made: Path, **changes: Any) -> Path:
+    made.mkdir()
+    keys = json.loads((folder / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(keys | changes))
+    (made / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 128}, "has hidden_size 128, and the trunk 64; give a drafter of this trunk"),
+        ({"vocab_size": 100}, "has vocab_size 100, and the trunk 127"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 30]}, "reads the layers 2 4 30, and the trunk has 8 layers"),
+        ({"draft_vocab_size": 10}, "and a drafter of this trunk has it as"),
+        ({"norm_output": True}, "has norm_output, a form of drafters that is not known here"),
+        ({"architectures": ["LlamaForCausalLM"]}, "give a LlamaForCausalLMEagle3"),
+    ],
+)
+def test_a_drafter_of_another_trunk_is_refused(
+    trained: Path, exported: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    args = DistReader(trained / "trunk").common()["args"]
+    with pytest.raises(ValueError, match=said):
+        read_drafter(spoiled(exported, tmp_path / "spoiled", **changes), args)
+
+
+def test_the_other_key_and_name_are_read(trained: Path, exported: Path, tmp_path: Path) -> None:
+    args = DistReader(trained / "trunk").common()["args"]
+    made = spoiled(exported, tmp_path / "other", eagle_aux_hidden_state_layer_ids=None)
+    assert read_drafter(made, args).layers == (2, 4, 5)
+
+
+def test_it_drafts_and_changes_no_token(trained: Path) -> None:
+    prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], load_runner(trained / "drafter")
+    plain = generate(runner, prompts, 20).token_ids
+    for method in ("eagle3", "eagle3_tree"):
+        drafted = generate(runner, prompts, 20, speculative={"method": method, "num_speculative_tokens": 2})
+        assert drafted.token_ids == plain
+        assert drafted.stats.drafted > 0

@@ -259,7 +259,10 @@ def main() -> None:
         results = json.loads(given.plot.read_text())
     else:
         start = make_start(given.out / "start")
-        results = {arm: {str(seed): run(arm, start, given.steps, seed) for seed in given.seeds} for arm in DRAFTS}
+        results = {arm: dict[str, Any]() for arm in DRAFTS}
+        for seed in given.seeds:  # arm by arm, so that what else the machine does meets all of them
+            for arm, seeds in results.items():
+                seeds[str(seed)] = run(arm, start, given.steps, seed)
         (given.out / "results.json").write_text(json.dumps(results))
     plot(results, given.out / "rl.png")
     print("\n".join(summary(results)))

@@ -39,6 +39,8 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     with explained(program):
         args, model_config = parse_checked_args()
         check_precision(args)
+        if not args.skip_train and args.train_iters is None and args.train_samples is None:
+            raise ValueError("neither --train-iters nor --train-samples was given; say how long the run is.")
         config = pretrain_cfg_container_from_args(args, model_config)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
     metrics = train(config, datasets_provider, reporter)

@@ -95,6 +95,11 @@ def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().count("error: --mtp-architecture is 'diagonal'") == 1
 
 
+def test_a_run_without_a_length_is_refused(tmp_path: Path) -> None:
+    assert launch.start(launch.pretrain(), tmp_path / "log").wait(launch.TIMEOUT) == 2
+    assert "error: neither --train-iters nor --train-samples was given" in (tmp_path / "log").read_text()
+
+
 def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
     """A loop of one's own lowers the loss, drafting says what it gained, a layer's products are in the profile."""
 

@@ -228,8 +228,13 @@ def plan_attaching_drafter(source: Path, drafter: Path, quiet: bool = True) -> C
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a folder has an EAGLE-3 drafter, by its config."""
-    return (path / CONFIG).is_file() and ARCHITECTURE in (read_json(path / CONFIG).get("architectures") or [])
+    """Return whether the config of a folder names an EAGLE-3 drafter; one that cannot be read names none."""
+    try:
+        keys = read_json(path / CONFIG)
+    except ValueError:
+        return False
+    named = keys.get("architectures") if isinstance(keys, dict) else None
+    return isinstance(named, list) and ARCHITECTURE in named
 
 
 def described(path: Path) -> dict[str, Any]:

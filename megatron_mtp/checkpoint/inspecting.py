@@ -21,7 +21,6 @@ from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
     StoredDepths,
     check_entries,
-    holds_drafter,
     stored_draft_vocabulary,
 )
 from megatron_mtp.checkpoint.verify.reference import check_carried
@@ -153,7 +152,7 @@ def _pattern(args: Namespace) -> dict[str, str]:
 
 def _drafter(reader: DistReader, args: Namespace) -> dict[str, Any]:
     """The drafter beside the trunk, if there is one."""
-    if not holds_drafter(reader.folder):
+    if not reader.has_drafter:
         return {}
     vocabulary = stored_draft_vocabulary(reader.folder, of_drafter=True)
     drafted = "all tokens" if vocabulary is None else f"{vocabulary.numel()} tokens"

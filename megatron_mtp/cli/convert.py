@@ -64,7 +64,7 @@ QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 SHARD = "5GB"
 PACKAGE = "megatron_mtp"
 MEASURED_TOKENS = 512
-"""Largest number of tokens of a sequence in which `graft --text` measures acceptance."""
+"""Largest number of tokens of a sequence in which --text measures acceptance."""
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
@@ -124,10 +124,9 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
     from megatron_mtp.checkpoint.convert.export_hf import DRAFTED, form_of, mcore_to_hf
     from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-    from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
+    from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 
-    if args.text is not None and not args.text.exists():
-        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
+    _check_text(args)
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
     if args.dry_run:
         from megatron_mtp.checkpoint.convert.dry_run import plan_export
@@ -135,7 +134,8 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
         return plan_export(args.source, args.target, options(args), form)
     done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
     if args.text is not None:
-        done["acceptance"] = _acceptance_of_export(args)
+        length = DistReader(args.source).common()["args"].max_position_embeddings
+        done["acceptance"] = _acceptances({"before": args.source, "after": args.target}, length, args)
     drafted = stored_draft_vocabulary(iteration_folder(args.source))
     if drafted is not None:
         done["draft vocabulary"] = (
@@ -143,19 +143,6 @@ def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
             "again, draft-vocab takes the list (--mtp-draft-vocab-file)"
         )
     return done
-
-
-def _acceptance_of_export(args: argparse.Namespace) -> dict[str, Any]:
-    """What `evaluate` finds on the text for the checkpoint, and for what its export is read to."""
-    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-    from megatron_mtp.checkpoint.inspecting import checked_arguments
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
-
-    length = min(MEASURED_TOKENS, DistReader(args.source).common()["args"].max_position_embeddings)
-    with TemporaryDirectory(prefix=f".{args.target.name}-again-", dir=args.target.parent) as folder:
-        again = Path(folder) / "again"
-        hf_to_mcore(args.target, again, options(args), checked_arguments)
-        return {"before": _acceptance(args.source, length, args), "after": _acceptance(again, length, args)}
 
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,8 +185,7 @@ def graft_depths(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_mtp.checkpoint.inspecting import checked_arguments
 
     donor, target = local_folder(args.donor), local_folder(args.source)
-    if args.text is not None and not args.text.exists():
-        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
+    _check_text(args)
     plan = Graft.of(donor, target, checked_arguments, args.trust_remote_code)
     told = {"fits": plan.fits, "not known": plan.unknown}
     if args.dry_run:
@@ -207,25 +193,30 @@ def graft_depths(args: argparse.Namespace) -> dict[str, Any]:
     done = asdict(graft(plan, args.target, options(args))) | told
     if args.text is None:
         return done
-    length = min(MEASURED_TOKENS, plan.target.args.max_position_embeddings)
-    return done | {"acceptance": _acceptance_of_both(donor, length, args)}
+    models = {"on the donor's trunk": donor, "on the new trunk": args.target}
+    return done | {"acceptance": _acceptances(models, plan.target.args.max_position_embeddings, args)}
 
 
-def _acceptance_of_both(donor: Path, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What `evaluate` finds on the text, in sequences of this length, for the donor and for the graft."""
+def _check_text(args: argparse.Namespace) -> None:
+    """Raises ValueError where --text is given and not there."""
+    if args.text is not None and not args.text.exists():
+        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
+
+
+def _acceptances(models: dict[str, Path], length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What `evaluate` finds on the text for models by name, folders or checkpoints, in sequences of this length."""
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.inspecting import checked_arguments
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 
-    with TemporaryDirectory(prefix=f".{args.target.name}-donor-", dir=args.target.parent) as folder:
-        saved = donor
-        if not is_checkpoint(donor):  # `evaluate` reads checkpoints
-            saved = Path(folder) / "donor"
-            hf_to_mcore(donor, saved, options(args), checked_arguments)
-        return {
-            "on the donor's trunk": _acceptance(saved, length, args),
-            "on the new trunk": _acceptance(args.target, length, args),
-        }
+    length, found = min(MEASURED_TOKENS, length), {}
+    with TemporaryDirectory(prefix=f".{args.target.name}-read-", dir=args.target.parent) as folder:
+        for number, (name, path) in enumerate(models.items()):
+            if not is_checkpoint(path):  # `evaluate` reads checkpoints
+                source, path = path, Path(folder) / str(number)
+                hf_to_mcore(source, path, options(args), checked_arguments)
+            found[name] = _acceptance(path, length, args)
+    return found
 
 
 def _acceptance(checkpoint: Path, length: int, args: argparse.Namespace) -> dict[str, float]:

@@ -120,7 +120,7 @@ def decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         ValueError: arguments are no JSON.
     """
-    decoded = copy.deepcopy(messages)
+    decoded = [copy.deepcopy(message) if message.get("tool_calls") else message for message in messages]
     for place, message in enumerate(decoded):
         for call in message.get("tool_calls") or ():
             function = call.get("function")

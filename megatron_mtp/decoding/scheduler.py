@@ -231,8 +231,7 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         """Take a sequence out of where it is."""
         if seq.number in self.waiting:
-            self.waiting.remove(seq.number)
-            heapq.heapify(self.waiting)
+            self._leave_queue(seq.number)
         elif seq in self.prefilled:
             self.prefilled.remove(seq)
         else:
@@ -291,13 +290,21 @@ class Scheduler:
         """Give the oldest request that waits a place, if there are one and blocks for it."""
         if not self.waiting or len(self.seqs) - len(self.waiting) >= self.settings.running:
             return None
-        ready = [number for number in self.waiting if self.seqs[number].has_begun] if self.closing else self.waiting
-        if not ready or not self._give_blocks(seq := self.seqs[min(ready)]):
+        number: int | None = self.waiting[0]
+        if self.closing:
+            number = min((one for one in self.waiting if self.seqs[one].has_begun), default=None)
+        if number is None or not self._give_blocks(seq := self.seqs[number]):
             return None
-        self.waiting.remove(seq.number)
-        heapq.heapify(self.waiting)
+        self._leave_queue(number)
         insort(self.prefilled, seq, key=lambda one: one.number)
         return seq
+
+    def _leave_queue(self, number: int) -> None:
+        if number == self.waiting[0]:
+            heapq.heappop(self.waiting)
+        else:
+            self.waiting.remove(number)
+            heapq.heapify(self.waiting)
 
     def _give_blocks(self, seq: Sequence) -> bool:
         """Blocks for a sequence that waits, those of a known beginning among them."""

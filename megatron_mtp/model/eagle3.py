@@ -14,6 +14,7 @@ those of MTP. Letters in names: S sequence, B batch, H hidden, N drafted tokens,
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, override
 
@@ -22,12 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,7 +32,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.mtp import (
+    AttentionInputs,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionLayerSubmodules,
+    whole_states,
+)
 from megatron_mtp.model.portable import PortableAttention, PortableNorm, with_modules, with_portable_modules
 from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.sharing import Head
@@ -53,9 +54,14 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return 2, layers // 2, layers - 3
 
 
+def can_read(chosen: Sequence[int], layers: int) -> bool:
+    """Return whether these are three layers in order of a trunk that has so many."""
+    return len(chosen) == FEATURES and [*chosen] == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
+
+
 def check_layers(chosen: tuple[int, ...], layers: int) -> None:
-    """Raises ValueError where a trunk of so many layers does not have these, or they are not three in order."""
-    if len(chosen) != FEATURES or list(chosen) != sorted(set(chosen)) or not (chosen[0] >= 1 and chosen[-1] < layers):
+    """Raises ValueError where `can_read` does not hold."""
+    if not can_read(chosen, layers):
         raise ValueError(
             f"--drafter-layers is {' '.join(map(str, chosen))}, and the trunk has {layers} layers; give {FEATURES} "
             f"rising numbers from 1 to {layers - 1}, each the number of layers before the state that is read."
@@ -203,10 +209,7 @@ class Eagle3Layer(MegatronModule):
     def feature(self, states_SBX: Tensor) -> Tensor:
         """The features [S, B, H] of the trunk's states after the chosen layers, side by side [S, B, 3 H]."""
         part, _ = self.fc(states_SBX)
-        feature_SBH = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
-        if self.config.sequence_parallel:
-            return scatter_to_sequence_parallel_region(feature_SBH, group=self.tp_group)
-        return feature_SBH
+        return whole_states(part, self.config, self.tp_group)
 
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
         """The input of `tf_layer`'s next call, whose input norms take the embeddings."""

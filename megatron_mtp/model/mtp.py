@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.shared_keys import SharingAttention, sharing
@@ -94,6 +95,14 @@ class AttentionInputs:
     def at_pass(self, index: int, angles: Angles | None) -> "AttentionInputs":
         """The same for a pass (0 for the first), which stands so many positions later where there are `angles`."""
         return self if angles is None or not index else replace(self, rotary_pos_emb=angles(index))
+
+
+def whole_states(part: Tensor, config: TransformerConfig, group: ProcessGroup) -> Tensor:
+    """States [S, B, H] of a column-parallel projection's output [S, B, H / ranks]; this rank's positions under SP."""
+    whole_SBH = tensor_parallel.gather_from_tensor_model_parallel_region(part, group=group)
+    if config.sequence_parallel:
+        return tensor_parallel.scatter_to_sequence_parallel_region(whole_SBH, group=group)
+    return whole_SBH
 
 
 class MultiTokenPredictionLayer(MegatronModule):
@@ -276,10 +285,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     def _merge(self, embedded_SBH: Tensor, hidden_SBH: Tensor) -> Tensor:
         both_SB2H = torch.cat((self.enorm(embedded_SBH), self.hnorm(hidden_SBH)), dim=-1)
         merged, _ = self.eh_proj(both_SB2H)
-        merged_SBH = tensor_parallel.gather_from_tensor_model_parallel_region(merged, group=self.tp_group)
-        if self.config.sequence_parallel:
-            return tensor_parallel.scatter_to_sequence_parallel_region(merged_SBH, group=self.tp_group)
-        return merged_SBH
+        return whole_states(merged, self.config, self.tp_group)
 
     def _rng_of_sequence_slice(self) -> Any:
         """Each sequence-parallel rank has other positions, and needs other random numbers for dropout."""

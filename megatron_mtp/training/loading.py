@@ -20,7 +20,6 @@ from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
     absent_layers,
     check_query_norms,
-    holds_drafter,
     read_errors,
     sharding_type,
     stored_depths,
@@ -138,16 +137,17 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     name, folder = found
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
+    has_drafter = False
     if (folder / FORMAT).exists():
         reader = DistReader(folder)
         check_query_norms(reader, source)
-        common = reader.state()
+        common, has_drafter = reader.state(), reader.has_drafter
     stored = common.get("args")
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
     absent: tuple[int, ...] = ()
     if args.drafter is not None:
-        absent = _absent_drafter(folder, stored, args)
+        absent = _absent_drafter(folder, stored if has_drafter else None, args)
     elif args.mtp_num_layers is not None:
         absent = _changed_layers(args, settings, folder, common)
     if stored is not None and not args.use_checkpoint_args:
@@ -199,10 +199,15 @@ def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: 
 def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> tuple[int, ...]:
     """Number 0 where the checkpoint has no drafter; it then has a trunk alone that is read.
 
+    Args:
+        folder: of the iteration.
+        stored: the arguments that its drafter was trained with; None where it has none.
+        args: the run's.
+
     Raises:
         ValueError: its drafter reads other layers, or its MLP has another size.
     """
-    if not holds_drafter(folder):
+    if stored is None:
         args.finetune = True  # the stored optimizer knows nothing of the drafter
         if args.rank == 0:
             say(f"> a new drafter on the trunk of {folder}; starting as with --finetune")

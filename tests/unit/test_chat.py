@@ -13,6 +13,7 @@ import torch
 from chat_cases import CALL, CASES, ONE, SHAPES, SYSTEM, THOUGHT, TOOLS, TWO, said, user
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
+from packed_runs import set_packed_run
 
 from megatron_mtp.data import corpus
 from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
@@ -20,7 +21,7 @@ from megatron_mtp.data.checks import check_split, read_index
 from megatron_mtp.data.documents import list_documents
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.decoding.own_texts.prompts import UserTurns
-from megatron_mtp.training import chats, datasets, forward_step
+from megatron_mtp.training import chats, forward_step
 from megatron_mtp.training.chats import PackedChats, counted_part, example, make_chats, reads_chats
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -275,23 +276,7 @@ def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monke
                 target = position + depth + 1
                 if target < len(ids) and target <= length:
                     expected[depth] += ids[target] >= 50
-    args = Namespace(
-        sft=False,
-        reads_chats=True,
-        dataloader_inter_document_masking=False,
-        create_attention_mask_in_dataloader=False,
-        micro_batch_size=2,
-        eval_micro_batch_size=2,
-        seq_length=length,
-        pipeline_model_parallel_size=1,
-        pipeline_model_parallel_layout=None,
-        mtp_num_layers=depths,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    for module in (datasets, forward_step):
-        monkeypatch.setattr(module, "get_args", lambda: args)
-    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)
+    set_packed_run(monkeypatch, 2, length, depths, of_chats=True)
     rows = packed(tmp_path / "drawn", documents, length)
     found = torch.zeros(depths + 1)
     for place in range(len(rows)):

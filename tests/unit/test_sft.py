@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.utils import Split
+from packed_runs import set_packed_run
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.training import datasets, forward_step
+from megatron_mtp.training import forward_step
 from megatron_mtp.training.datasets import ChatDataset, trained_part
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -56,23 +57,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, An
     rows = ChatDataset.__new__(ChatDataset)
     rows.dataset, rows.config = ChatDataset.build_low_level_dataset(str(tmp_path / "chats.jsonl"), config), config  # type: ignore[arg-type]
     rows.indices, rows.index_split, rows.num_samples = np.array([0]), Split.train, 1
-    args = Namespace(
-        sft=True,
-        reads_chats=False,
-        dataloader_inter_document_masking=False,
-        create_attention_mask_in_dataloader=False,
-        micro_batch_size=1,
-        eval_micro_batch_size=1,
-        seq_length=LENGTH,
-        pipeline_model_parallel_size=1,
-        pipeline_model_parallel_layout=None,
-        mtp_num_layers=2,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    for module in (datasets, forward_step):
-        monkeypatch.setattr(module, "get_args", lambda: args)
-    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)
+    set_packed_run(monkeypatch, 1, LENGTH, 2, of_chats=False)
     found, depths = forward_step.get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
     assert depths is not None
     return found, depths

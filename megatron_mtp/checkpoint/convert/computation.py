@@ -113,7 +113,7 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
         raise ValueError(f"the checkpoint was trained with {different[0]} in {source}; {remedy}")
 
 
-def differences(ours: Settings, theirs: Settings) -> list[str]:
+def differences(ours: Settings, theirs: Settings, but: str = "but it is") -> list[str]:
     """Settings that differ, each as `NAME OURS, but it is THEIRS`."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return [f"{name} {ours.get(name)!r:.60}, but it is {theirs.get(name)!r:.60}" for name in names]
+    return [f"{name} {ours.get(name)!r:.60}, {but} {theirs.get(name)!r:.60}" for name in names]

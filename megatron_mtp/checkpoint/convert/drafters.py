@@ -12,9 +12,8 @@ V vocabulary, H hidden.
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.checkpoint.mcore.reader import DistReader, holds_drafter
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
 from megatron_mtp.config import DRAFTER_STEPS
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.eagle3 import FEATURES, as_mtp_layers, default_layers
+from megatron_mtp.model.eagle3 import FEATURES, as_mtp_layers, can_read, default_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -97,14 +96,14 @@ def drafter_to_hf(source: Path, target: Path, options: Options) -> Converted:
         ValueError: the checkpoint has no drafter, engines have no form for it, or the target is taken.
     """
     reader = DistReader(source)
-    if not holds_drafter(reader.folder):
+    if not reader.has_drafter:
         raise ValueError(
             f"{source} has no drafter; train one with megatron-mtp train --drafter eagle3 --load {source}."
         )
     args = reader.common()["args"]
-    keys, tensors = _config_keys(args, reader), dict(_tensors(args, reader, options))
+    keys = _config_keys(args, reader)
     folder = PartialFolder(target, source, {"source": reader.fingerprint(), "config": keys}, options.resume)
-    made = {name: make() for name, make in tensors.items()}
+    made = dict(_tensors(args, reader, options))
     shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()]
     keys["torch_dtype"] = str(made["fc.weight"].dtype).removeprefix("torch.")
     shards = HFShards(folder.path, shapes, options.shard_bytes, folder.resumed)
@@ -147,28 +146,25 @@ def _config_keys(args: Namespace, reader: DistReader) -> dict[str, Any]:
     }
 
 
-def _tensors(args: Namespace, reader: DistReader, options: Options) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Names, and what makes each tensor; a drafter with the trunk's head gets a copy of it."""
+def _tensors(args: Namespace, reader: DistReader, options: Options) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors; a drafter with the trunk's head gets a copy of it."""
 
-    def cast(name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(options.cast(name, tensor.dtype))
-
-    def moved(rule: Rule, index: int) -> Tensor:
-        return cast(rule.hf[index].name, rule.to_hf([reader.read(piece.key) for piece in rule.mcore])[index])
+    def cast(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        return name, tensor.to(options.cast(name, tensor.dtype))
 
     for rule in rules_of(sizes_of(args), args.drafter_ffn_hidden_size or args.ffn_hidden_size):
-        for index, tensor in enumerate(rule.hf):
-            yield tensor.name, partial(moved, rule, index)
+        made = rule.to_hf([reader.read(piece.key) for piece in rule.mcore])
+        yield from (cast(one.name, tensor) for one, tensor in zip(rule.hf, made, strict=True))
     tokens: int = args.vocab_size
     if reader.holds(HEAD):
         drafted_N = reader.read(VOCABULARY)
-        yield "lm_head.weight", lambda: cast("lm_head.weight", reader.read(HEAD))
+        yield cast("lm_head.weight", reader.read(HEAD))
         if len(drafted_N) < tokens:
-            yield "d2t", lambda: drafted_N - torch.arange(len(drafted_N))
-            yield "t2d", lambda: torch.zeros(tokens, dtype=torch.bool).index_fill_(0, drafted_N, True)
+            yield "d2t", drafted_N - torch.arange(len(drafted_N))
+            yield "t2d", torch.zeros(tokens, dtype=torch.bool).index_fill_(0, drafted_N, True)
     else:
         owner = OUTPUT if reader.holds(OUTPUT) else EMBEDDING
-        yield "lm_head.weight", lambda: cast("lm_head.weight", reader.read(owner)[:tokens])
+        yield cast("lm_head.weight", reader.read(owner)[:tokens])
 
 
 # --- a checkpoint with a folder's drafter -----------------------------------------------------------------------------
@@ -322,12 +318,12 @@ def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
         raise ValueError(
             f"{path / CONFIG} has several layers or a rope_scaling, which drafters here do not have; give another."
         )
+    theirs = _sizes_in(keys)
     for name, own in sizes_of(args).items():
-        theirs = _sizes_in(keys)[name]
-        if theirs != own:
+        if theirs[name] != own:
             raise ValueError(
-                f"{path / CONFIG} has {name} {theirs}, and the trunk {own}; give a drafter of this trunk, whose layer "
-                "has the trunk's sizes and positions."
+                f"{path / CONFIG} has {name} {theirs[name]}, and the trunk {own}; give a drafter of this trunk, "
+                "whose layer has the trunk's sizes and positions."
             )
     if not isinstance(keys.get("intermediate_size"), int):
         raise ValueError(f"{path / CONFIG} lacks intermediate_size; fetch the folder again.")
@@ -352,7 +348,7 @@ def _layers_of(path: Path, keys: dict[str, Any], layers: int) -> tuple[int, ...]
     """Numbers of the layers that are read, from any of the two keys; without one, engines' default."""
     inner = (keys.get("eagle_config") or {}).get(LAYERS)
     found = keys.get(LAYERS) or ([number + 1 for number in inner] if inner else default_layers(layers))
-    if len(found) != FEATURES or not all(1 <= number < layers for number in found) or sorted(set(found)) != [*found]:
+    if not can_read(found, layers):
         raise ValueError(
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
             "drafter of this trunk."

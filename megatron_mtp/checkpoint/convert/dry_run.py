@@ -56,7 +56,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> d
         ValueError: as `mcore_to_hf`, before it writes.
     """
     export = Export.of(source, target, form)
-    tensors = export.tensors(options)
+    tensors = export.tensors(options, export.coded(options))
     dropped = [key for key in export.reader.keys if key == DRAFT_VOCABULARY or key.startswith(DRAFTER)]
     return {
         "family": export.family.title,

@@ -118,7 +118,8 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
     export = Export.of(source, target, form)
     reader, keys = export.reader, export.keys
     partial = PartialFolder(target, source, _fingerprint(reader, keys, options), options.resume)
-    tensors, coded = export.tensors(options), export.coded(options)
+    coded = export.coded(options)
+    tensors = export.tensors(options, coded)
     shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
     budget = Budget()
     work = [
@@ -126,7 +127,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
         for part in parts_of(export.rules).values()
     ]
     run_parts(partial, work, options.workers, options.quiet, shards.holds)
-    _write_files(partial.path, form, export.config(options))
+    _write_files(partial.path, form, export.config(options, coded))
     if reader.holds(DRAFT_VOCABULARY):
         tokens = reader.read(DRAFT_VOCABULARY).tolist()
         (partial.path / DRAFTED).write_text("".join(f"{token}\n" for token in tokens))
@@ -165,9 +166,9 @@ class Export:
         check_mcore(rules, reader)
         return cls(reader, family, layout.depths, keys, rules, config)
 
-    def tensors(self, options: Options) -> "list[Written]":
-        """The tensors that will be in the folder, the parts of quantized weights among them."""
-        coded, depths = self.coded(options), self.depth_names
+    def tensors(self, options: Options, coded: dict[str, Form]) -> "list[Written]":
+        """The tensors that will be in the folder, the parts of quantized weights (`coded`) among them."""
+        depths = self.depth_names
         found: list[Written] = []
         for name, shape, dtype in self._whole(options):
             encoding = coded[name].encoding if name in coded else None
@@ -206,9 +207,9 @@ class Export:
                 found |= {} if form is None else {name: form}
         return found
 
-    def config(self, options: Options) -> dict[str, Any]:
-        """The keys of `config.json`: the type of the tensors, and their quantization."""
-        coded, whole = self.coded(options), self._whole(options)
+    def config(self, options: Options, coded: dict[str, Form]) -> dict[str, Any]:
+        """The keys of `config.json`: the type of the tensors, and the quantization of those that are `coded`."""
+        whole = self._whole(options)
         keys = with_dtype(self.keys, whole)
         if not coded:
             return keys

@@ -382,8 +382,8 @@ def _check_computation(donor: GraftSide, target: GraftSide) -> None:
     )
     for side, settings in ((donor, one), (target, other)):
         settings["rows of the vocabulary"] = side.rows
-    if different := differences(one, other):
-        raise _refused(donor, target, f"the donor has {different[0].replace('but it is', 'and the trunk')}")
+    if different := differences(one, other, "and the trunk"):
+        raise _refused(donor, target, f"the donor has {different[0]}")
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:

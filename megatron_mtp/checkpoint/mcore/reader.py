@@ -107,6 +107,11 @@ class DistReader:
         """Whether the checkpoint has a tensor of this key."""
         return key in self._tensors or key in self._layers
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is a drafter beside the trunk."""
+        return self.holds(f"{DRAFTER}fc.weight")
+
     def shape(self, key: str) -> Shape:
         """Shape of a whole tensor."""
         if key in self._layers:
@@ -394,11 +399,6 @@ def absent_layers(
             f"--mtp-init random or --mtp-init last-layer how to initialise the missing ones{repeats}."
         )
     return absent
-
-
-def holds_drafter(folder: Path) -> bool:
-    """Whether the checkpoint in an iteration's folder has a drafter beside the trunk."""
-    return (folder / FORMAT).is_file() and DistReader(folder).holds(f"{DRAFTER}fc.weight")
 
 
 def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | None:

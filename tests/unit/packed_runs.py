@@ -1,0 +1,28 @@
+"""The arguments of a run on packed rows, put where the code that reads batches asks Megatron for them."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_mtp.training import datasets, forward_step
+
+
+def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int, of_chats: bool) -> None:
+    """One pipeline stage, with so many rows of this length in a microbatch: chats, or else conversations of --sft."""
+    args = Namespace(
+        sft=not of_chats,
+        reads_chats=of_chats,
+        dataloader_inter_document_masking=False,
+        create_attention_mask_in_dataloader=False,
+        micro_batch_size=rows,
+        eval_micro_batch_size=rows,
+        seq_length=length,
+        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        mtp_num_layers=depths,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    for module in (datasets, forward_step):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)

@@ -129,8 +129,7 @@ class Modules:
         """
         if (own := rows.without_padding()) is not None:
             given_SBH = None if given_SBH is None else own.packed_states(given_SBH)
-            through = cache.through(replace(cache.pages, text_X=own.text_X))
-            return own.unpacked_states(self._run(number, own.packed(tokens_BR), given_SBH, own, through))
+            return own.unpacked_states(self._run(number, own.packed(tokens_BR), given_SBH, own, cache))
         return self._run(number, tokens_BR, given_SBH, rows, cache)
 
     def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:

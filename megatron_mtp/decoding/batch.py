@@ -174,7 +174,7 @@ class PrefillBatch:
         first_B = self._tensor(ends) - most
         window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
         live_BR = self._not_yet_run(first_B, counts)
-        rows = Rows(first_B, most, window, sequences.capacity, live_BR, sequences.packs)
+        rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
         hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
         sequences.put_states(hidden_SBH, rows)
         for row, (seq, count) in enumerate(zip(self.seqs, counts, strict=True)):
@@ -322,7 +322,7 @@ class DecodeBatch:
 
     def place(self, seq: Sequence) -> None:
         """Tell the device of a sequence's new blocks."""
-        table_BL, blocks = self.sequences.pages.table_BL, seq.block_table.blocks
+        table_BL, blocks = self.sequences.tables.table_BL, seq.block_table.blocks
         table_BL[self._row_of()[seq.number], : len(blocks)] = torch.tensor(blocks, device=table_BL.device)
 
     def choose(self) -> int:

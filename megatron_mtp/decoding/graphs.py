@@ -17,7 +17,7 @@ A device that refuses to record a step takes this and all further ones in Python
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,18 +95,18 @@ class KeptTensors:
 
     def move(self, sequences: Sequences, kind: Hashable) -> Graphs:
         """Have a batch in the tensors of its kind and size; returns the steps that were recorded there."""
-        own, pages = {name: getattr(sequences, name) for name in DEVICE}, sequences.pages
+        own, tables = {name: getattr(sequences, name) for name in DEVICE}, sequences.tables
         key = kind, len(sequences.token_ids)
         if key not in self._kept:
-            self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, pages.table_BL.clone(), {}
+            self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, tables.table_BL.clone(), {}
         kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last
         for unused in list(self._kept)[:-MOST_BATCHES]:
             del self._kept[unused]
         for name, tensor in kept.items():
             tensor.copy_(own[name])
             setattr(sequences, name, tensor)
-        table_BL.copy_(pages.table_BL)
-        sequences.see(table_BL, pages.entries, pages.firsts)
+        table_BL.copy_(tables.table_BL)
+        sequences.tables = replace(tables, table_BL=table_BL)
         return graphs
 
 
@@ -136,7 +136,7 @@ class GraphedStep:
         if self.failed or not sequences.fixed:
             self.is_steady = True
             return self._step(count)
-        run = sequences.pages.run
+        run = sequences.tables.run
         key = count, sequences.growth, sequences.window(0), None if run is None else run.start
         self.is_steady = graphs.get(key) is not None
         if key not in graphs:

@@ -1,12 +1,4 @@
-"""Keys and values of the rows that a stack of layers has run, in blocks of memory that many sequences share.
-
-A sequence's slots 0, 1, 2, ... are divided into pages of `size` slots. A table names the block of every page, so that a
-sequence takes memory as it grows, and sequences that begin alike may read the same blocks. Pages without a block point
-to block 0, which belongs to no sequence then. The last slot of a table is the scratch slot, for rows that leave no
-trace.
-
-    size 4, table of one sequence  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, others nowhere
-                                                yet; the scratch slot 11 is in block 0
+"""Keys and values of the rows that a stack of layers has run, in blocks of memory that many sequences share (rows.py).
 
 A forward writes its rows' keys and values at their slots and attends to the slots that its mask allows. Rejected drafts
 need no work: slots beyond a sequence's length are overwritten by the next forward. Only a tree needs `keep`, which
@@ -16,101 +8,22 @@ moves the rows of the accepted path together:
     row       0    1    2    3
     path      0         2    3        ->        slots 5, 6, 7 are what slots 5, 7, 8 were
 
-Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C channels, L pages of a sequence, N
-blocks, S slots of a block, X rows of all sequences, W slots that are looked at.
+Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C channels, N blocks, S slots of a block,
+X rows of all sequences, W slots that are looked at.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.rows import BlockTables, Places, Rows
 
 CHUNK = 512
 """Rows of a prompt that go through a model at once."""
 
 BEYOND = 320
 """Slots and positions after the model's last one, which drafts may use; no token is emitted there."""
-
-BLOCK = 32
-"""Slots of a block: as many as a window grows by, and a multiple of what compiled code adds up at once."""
-
-
-Places = tuple[Tensor, Tensor]
-"""The block of each row's slot, [B, R] or [B, 1], and where in it the slot is, [B, R]."""
-
-
-@dataclass(frozen=True)
-class BlockTables:
-    """The pages of a batch.
-
-    Attributes:
-        table_BL: the block of every page; 0 where there is none.
-        blocks: N, block 0 included.
-        size: S.
-        entries: where the states of every sequence's recurrent layers are, which have no slots to be cropped to.
-        kept_entries: how many sequences have such states.
-        firsts: the first block of every sequence, as the host knows it.
-        text_X: the sequence of each row, where rows of all sequences stand one behind the other, [1, X] (rows.py).
-    """
-
-    table_BL: Tensor
-    blocks: int
-    size: int = BLOCK
-    entries: tuple[int, ...] = ()
-    kept_entries: int = 0
-    firsts: tuple[int, ...] = ()
-    text_X: Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a sequence; the next one is the scratch slot."""
-        return self.table_BL.size(1) * self.size - 1
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether a sequence has one block."""
-        return self.table_BL.size(1) == 1
-
-    @cached_property
-    def entry_B(self) -> Tensor:
-        """`entries` on the device."""
-        return torch.tensor(self.entries, device=self.table_BL.device)
-
-    @cached_property
-    def where(self) -> slice | Tensor:
-        """The same as an index; a slice where they follow one another, which copies nothing."""
-        return _run(self.entries) or self.entry_B
-
-    @cached_property
-    def run(self) -> slice | None:
-        """The sequences' blocks where each has one, behind that of the sequence before; else None."""
-        return _run(self.firsts) if self._is_whole else None
-
-    def places(self, slots_BR: Tensor) -> Places:
-        """Where some slots are."""
-        if self.text_X is not None:
-            return self.table_BL[self.text_X, slots_BR[0] // self.size].unsqueeze(0), slots_BR % self.size
-        if self._is_whole:
-            return self.table_BL, slots_BR
-        return self.table_BL.gather(1, slots_BR // self.size), slots_BR % self.size
-
-    def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
-        """Every sequence's first slots, [B, G, W, C]; a copy where they are in several blocks."""
-        if self.run is not None:
-            return memory_NGSC[self.run, :, :window]
-        memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
-        return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
-
-
-def _run(numbers: tuple[int, ...]) -> slice | None:
-    """Numbers that follow one another, as a slice."""
-    if not numbers or numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
-        return None
-    return slice(numbers[0], numbers[0] + len(numbers))
 
 
 def write_rows(memory_NGSC: Tensor, new_BGRC: Tensor, places: Places) -> None:
@@ -141,34 +54,20 @@ class States(Protocol):
 
 
 class KVCache:
-    """Keys and values of `layers` layers for a batch; a layer's memory is taken when its first keys come.
+    """Keys and values of `layers` layers; a layer's memory is taken when its first keys come.
 
     Args:
-        pages: where the sequences' slots are.
+        tables: any of the memory's, for its sizes.
+
+    Attributes:
+        recurrence: what recurrent layers remember; None before one has run.
     """
 
-    def __init__(self, layers: int, pages: BlockTables) -> None:
-        self.pages = pages
+    def __init__(self, layers: int, tables: BlockTables) -> None:
+        self.blocks, self.size, self.kept_entries = tables.blocks, tables.size, tables.kept_entries
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
-        self._whole: KVCache | None = None
-        self._recurrence: States | None = None
-        self._placed: tuple[Rows | None, Places | None] = None, None
-
-    def through(self, pages: BlockTables) -> "KVCache":
-        """The same memory, for the sequences of other pages."""
-        made = KVCache(len(self.keys), pages)
-        made.keys, made.values, made._whole = self.keys, self.values, self._whole or self
-        return made
-
-    @property
-    def recurrence(self) -> States | None:
-        """What recurrent layers remember; None before one has run."""
-        return (self._whole or self)._recurrence
-
-    @recurrence.setter
-    def recurrence(self, made: States | None) -> None:
-        (self._whole or self)._recurrence = made
+        self.recurrence: States | None = None
 
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
         """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C].
@@ -176,8 +75,6 @@ class KVCache:
         Args:
             value_BGRC: None where the keys are the values as well.
         """
-        if self._placed[0] is not rows:  # once for all layers
-            self._placed = rows, self.pages.places(rows.slots_BR)
         key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
@@ -191,9 +88,8 @@ class KVCache:
         assert values is not None
         return keys, values
 
-    def keep(self, source_BP: Tensor, target_BP: Tensor) -> None:
-        """Move the rows at slots `source_BP` to slots `target_BP`, in every layer that has run."""
-        source, target = self.pages.places(source_BP), self.pages.places(target_BP)
+    def keep(self, source: Places, target: Places) -> None:
+        """Move rows from one place to another, in every layer that has run."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
                 write_rows(cache, read_rows(cache, source), target)
@@ -205,15 +101,14 @@ class KVCache:
                 cache[blocks] = 0
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
-        cache, places = caches[layer], self._placed[1]
-        assert places is not None
+        cache = caches[layer]
         if cache is None:
             cache = caches[layer] = self._new(new_BGRC)
-        write_rows(cache, new_BGRC, places)
-        return self.pages.first_slots(cache, rows.window)
+        write_rows(cache, new_BGRC, rows.memory_places)
+        return rows.tables.first_slots(cache, rows.window)
 
     def _new(self, like_BGRC: Tensor) -> Tensor:
-        return like_BGRC.new_zeros(self.pages.blocks, like_BGRC.size(1), self.pages.size, like_BGRC.size(3))
+        return like_BGRC.new_zeros(self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3))
 
 
 class Scope:

@@ -5,12 +5,11 @@ Recurrent layers keep as much of a short sequence as of a long one: an entry for
     (recurrent_state.py).
 """
 
-import copy
-
 import torch
 
-from megatron_mtp.decoding.kv_cache import BLOCK, BlockTables, KVCache
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.recurrent_state import state_bytes
+from megatron_mtp.decoding.rows import BLOCK, BlockTables
 from megatron_mtp.decoding.runner import Runner
 
 MOST_GIB = 4.0
@@ -18,10 +17,11 @@ MOST_GIB = 4.0
 
 
 class Memory:
-    """Of an engine, whose batches see it `through` their pages.
+    """Of an engine.
 
     Args:
         runner: the target.
+        tables: any of the memory's, for its sizes.
 
     Attributes:
         cache: the trunk's keys and values.
@@ -29,39 +29,25 @@ class Memory:
         free_entries: of recurrent layers, which no sequence has.
     """
 
-    def __init__(self, runner: Runner, pages: BlockTables) -> None:
-        self.pages, self._depth_layers = pages, runner.depth_layers
-        self._whole: Memory | None = None
-        self.cache = KVCache(runner.trunk_layers, pages)
+    def __init__(self, runner: Runner, tables: BlockTables) -> None:
+        self._tables, self._depth_layers = tables, runner.depth_layers
+        self.cache = KVCache(runner.trunk_layers, tables)
         self._depths: list[KVCache] = []
         self._drafter: tuple[Runner, KVCache] | None = None
-        sizes = pages.blocks, 1, pages.size, runner.state_size
+        sizes = tables.blocks, 1, tables.size, runner.state_size
         self.states_N1SH = torch.zeros(sizes, dtype=runner.dtype, device=runner.device)
-        self.free_entries = list(range(pages.kept_entries))
-
-    def through(self, pages: BlockTables) -> "Memory":
-        """The same memory, as the sequences of other pages see it."""
-        made = copy.copy(self)
-        made.pages, made._whole = pages, self._whole or self
-        made.cache = self.cache.through(pages)
-        made._depths, made._drafter = [], None
-        return made
+        self.free_entries = list(range(tables.kept_entries))
 
     def depth_caches(self, depths: int) -> list[KVCache]:
         """Caches for a drafter's depths."""
-        for depth in range(len(self._depths), depths):
-            if self._whole is None:
-                self._depths.append(self._new(self._depth_layers))
-            else:
-                self._depths.append(self._whole.depth_caches(depths)[depth].through(self.pages))
+        for _ in range(len(self._depths), depths):
+            self._depths.append(KVCache(self._depth_layers, self._tables))
         return self._depths[:depths]
 
     def drafter_cache(self, drafter: Runner) -> KVCache:
         """A cache for a small model; of another model, a new one."""
         if self._drafter is None or self._drafter[0] is not drafter:
-            whole = self._whole
-            new = self._new(drafter.trunk_layers) if whole is None else whole.drafter_cache(drafter)
-            self._drafter = drafter, new if whole is None else new.through(self.pages)
+            self._drafter = drafter, KVCache(drafter.trunk_layers, self._tables)
         return self._drafter[1]
 
     def take_entry(self) -> int:
@@ -85,9 +71,6 @@ class Memory:
     @property
     def _caches(self) -> list[KVCache]:
         return [self.cache, *self._depths, *(() if self._drafter is None else self._drafter[1:])]
-
-    def _new(self, layers: int) -> KVCache:
-        return KVCache(layers, self.pages)
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:

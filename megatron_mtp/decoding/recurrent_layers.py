@@ -115,7 +115,7 @@ class CachedRecurrence(StandIn):
         made = []
         for piece in self.scope.pieces():
             if piece.dropped_B is not None:
-                memory.drop(piece.dropped_B, piece.pages)
+                memory.drop(piece.dropped_B, piece.tables)
             made.append(self.run(memory, piece, mixed_BSC[:, piece.rows], steps_BSC[:, piece.rows]))
         return (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
 

@@ -28,8 +28,8 @@ from typing import override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Places, Scope, read_rows, write_rows
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.kv_cache import KVCache, Scope, read_rows, write_rows
+from megatron_mtp.decoding.rows import BlockTables, Places, Rows
 
 ROLLED_BACK = 32
 """How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another
@@ -60,7 +60,7 @@ class Piece:
 
     Attributes:
         rows: which of the forward's.
-        pages: whose `entries` are the sequences'.
+        tables: whose `entries` are the sequences'.
         dropped_B: rows that the state takes in before these run; None if none.
         first_B: the slot of the first row; that of padding may be anywhere.
         lead_B: the slot of the first row that counts.
@@ -69,7 +69,7 @@ class Piece:
     """
 
     rows: slice
-    pages: BlockTables
+    tables: BlockTables
     dropped_B: Tensor | None
     first_B: Tensor
     lead_B: Tensor
@@ -108,7 +108,7 @@ class Recurrence:
         self.held = [0] * entries
         self.layers: dict[int, Memory] = {}
 
-    def pieces(self, rows: Rows, pages: BlockTables) -> list[Piece]:
+    def pieces(self, rows: Rows) -> list[Piece]:
         """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
 
         Raises:
@@ -116,24 +116,25 @@ class Recurrence:
         """
         chain = _chain(rows)
         count = chain.counts_BR.size(1)
-        return [self._piece(chain, slice(at, min(at + PIECE, count)), pages) for at in range(0, count, PIECE)]
+        return [self._piece(chain, slice(at, min(at + PIECE, count))) for at in range(0, count, PIECE)]
 
-    def make_room(self, rows: Rows, count: int, pages: BlockTables) -> None:
+    def make_room(self, rows: Rows, count: int) -> None:
         """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
 
         Raises:
             ValueError: the rows are no chain.
         """
         chain = _chain(rows)
-        if self._most_held(pages) + count > KEPT:
-            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR, pages), pages)
+        tables = chain.tables
+        if self._most_held(tables) + count > KEPT:
+            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR, tables), tables)
             for memory in self.layers.values():
-                memory.drop(dropped_B, pages)
+                memory.drop(dropped_B, tables)
 
-    def hold(self, count: int, pages: BlockTables) -> int:
+    def hold(self, count: int, tables: BlockTables) -> int:
         """So many rows are about to run; slots in use before them, at most."""
-        before = self._most_held(pages)
-        self._set_held(before + count, pages)
+        before = self._most_held(tables)
+        self._set_held(before + count, tables)
         return before
 
     def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "Memory":
@@ -148,39 +149,39 @@ class Recurrence:
         for memory in self.layers.values():
             memory.forget(entry)
 
-    def _piece(self, rows: Rows, part: slice, pages: BlockTables) -> Piece:
-        live_BR, place_BR = rows.counts_BR[:, part], rows.places_BR[:, part]
-        lead_B = self._lead(live_BR, place_BR, pages)
-        self.end_E[pages.where] = lead_B + live_BR.sum(dim=1)
+    def _piece(self, rows: Rows, part: slice) -> Piece:
+        tables, live_BR, place_BR = rows.tables, rows.counts_BR[:, part], rows.places_BR[:, part]
+        lead_B = self._lead(live_BR, place_BR, tables)
+        self.end_E[tables.where] = lead_B + live_BR.sum(dim=1)
         count = part.stop - part.start
-        dropped_B = self._dropped(lead_B, pages) if self._most_held(pages) + count > KEPT else None
-        before, start_B = self.hold(count, pages), self.start_E[pages.where]
-        return Piece(part, pages, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
+        dropped_B = self._dropped(lead_B, tables) if self._most_held(tables) + count > KEPT else None
+        before, start_B = self.hold(count, tables), self.start_E[tables.where]
+        return Piece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
-    def _lead(self, live_BR: Tensor, place_BR: Tensor, pages: BlockTables) -> Tensor:
+    def _lead(self, live_BR: Tensor, place_BR: Tensor, tables: BlockTables) -> Tensor:
         """The position of every sequence's first row that counts; where none does, of the one that would come next."""
         first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
-        return torch.where(live_BR.any(dim=1), first_B, self.end_E[pages.where])
+        return torch.where(live_BR.any(dim=1), first_B, self.end_E[tables.where])
 
-    def _dropped(self, lead_B: Tensor, pages: BlockTables) -> Tensor:
+    def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
         """How many rows the states take in before the one at `lead_B` runs; the slots begin behind them."""
-        start_B = self.start_E[pages.where]
+        start_B = self.start_E[tables.where]
         dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
-        self.start_E[pages.where] = start_B + dropped_B
-        self._set_held(ROLLED_BACK, pages)
+        self.start_E[tables.where] = start_B + dropped_B
+        self._set_held(ROLLED_BACK, tables)
         return dropped_B
 
-    def _most_held(self, pages: BlockTables) -> int:
-        return max(self.held[entry] for entry in pages.entries)
+    def _most_held(self, tables: BlockTables) -> int:
+        return max(self.held[entry] for entry in tables.entries)
 
-    def _set_held(self, count: int, pages: BlockTables) -> None:
-        for entry in pages.entries:
+    def _set_held(self, count: int, tables: BlockTables) -> None:
+        for entry in tables.entries:
             self.held[entry] = count
 
 
-def _places(slots_BR: Tensor, pages: BlockTables) -> Places:
+def _places(slots_BR: Tensor, tables: BlockTables) -> Places:
     """A sequence's entry is the one block of its slots."""
-    return pages.entry_B.unsqueeze(1), slots_BR
+    return tables.entry_B.unsqueeze(1), slots_BR
 
 
 def _chain(rows: Rows) -> Rows:
@@ -194,7 +195,7 @@ def _chain(rows: Rows) -> Rows:
 def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
     """That of a cache, which is made when a first recurrent layer runs."""
     if cache.recurrence is None:
-        cache.recurrence = Recurrence(cache.pages.kept_entries, device)
+        cache.recurrence = Recurrence(cache.kept_entries, device)
     assert isinstance(cache.recurrence, Recurrence)
     return cache.recurrence
 
@@ -237,32 +238,32 @@ class Memory:
         for part in self.parts:
             part[entry] = 0
 
-    def drop(self, dropped_B: Tensor, pages: BlockTables) -> None:
+    def drop(self, dropped_B: Tensor, tables: BlockTables) -> None:
         """Take rows from the first slots into the state, and move those behind them to the front."""
-        total_BH11 = self._sum_before(dropped_B, pages)
-        self.state_EHNP[pages.where] = self.state_after(dropped_B, pages)
+        total_BH11 = self._sum_before(dropped_B, tables)
+        self.state_EHNP[tables.where] = self.state_after(dropped_B, tables)
         for slots in (self.keys_EGTN, self.values_EHTP):
-            _move(slots, pages, dropped_B, ROLLED_BACK)
-        _move(self.sums_EHT1, pages, dropped_B, ROLLED_BACK, less=total_BH11)
-        _move(self.mixed_E1TC, pages, dropped_B, ROLLED_BACK + self.sizes.width - 1)
+            _move(slots, tables, dropped_B, ROLLED_BACK)
+        _move(self.sums_EHT1, tables, dropped_B, ROLLED_BACK, less=total_BH11)
+        _move(self.mixed_E1TC, tables, dropped_B, ROLLED_BACK + self.sizes.width - 1)
 
-    def state_after(self, count_B: Tensor, pages: BlockTables) -> Tensor:
+    def state_after(self, count_B: Tensor, tables: BlockTables) -> Tensor:
         """S after so many slots of every sequence, [B, H, N, P]."""
-        total_BH11 = self._sum_before(count_B, pages)
+        total_BH11 = self._sum_before(count_B, tables)
         later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
-        left_BHT1 = (total_BH11 - self.sums_EHT1[pages.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
-        key_BHTN, value_BHTP = self._for_heads(self.keys_EGTN[pages.where]), self.values_EHTP[pages.where]
+        left_BHT1 = (total_BH11 - self.sums_EHT1[tables.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
+        key_BHTN, value_BHTP = self._for_heads(self.keys_EGTN[tables.where]), self.values_EHTP[tables.where]
         added_BHNP = key_BHTN.mT @ (value_BHTP * left_BHT1.exp())
-        return self.state_EHNP[pages.where] * total_BH11.exp() + added_BHNP
+        return self.state_EHNP[tables.where] * total_BH11.exp() + added_BHNP
 
     def convolved(self, mixed_BRC: Tensor, piece: Piece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
         before = self.sizes.width - 1
         slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
         rows = mixed_BRC.size(1)
-        write_rows(self.mixed_E1TC, mixed_BRC.unsqueeze(1), _places(slots_BR, piece.pages))
+        write_rows(self.mixed_E1TC, mixed_BRC.unsqueeze(1), _places(slots_BR, piece.tables))
         place_BQ = piece.first_B.unsqueeze(1) + torch.arange(rows + before, device=mixed_BRC.device)
-        read_BQC = read_rows(self.mixed_E1TC, _places(place_BQ.clamp(0, KEPT + before), piece.pages))[:, 0]
+        read_BQC = read_rows(self.mixed_E1TC, _places(place_BQ.clamp(0, KEPT + before), piece.tables))[:, 0]
         made_BRC = read_BQC[:, before:] * weight_CW[:, -1]
         for back in range(1, self.sizes.width):
             made_BRC = made_BRC + read_BQC[:, before - back : before - back + rows] * weight_CW[:, -1 - back]
@@ -271,15 +272,15 @@ class Memory:
     def sums(self, decay_BHR: Tensor, piece: Piece) -> Tensor:
         """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
         own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
-        return self._sum_before(piece.lead_B, piece.pages) + own_BHR.unsqueeze(3)
+        return self._sum_before(piece.lead_B, piece.tables) + own_BHR.unsqueeze(3)
 
     def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: Piece) -> Tensor:
         """What queries see of the state and of earlier rows, [B, H, R, P]."""
-        seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.pages.where] * sums_BHR1.exp()
+        seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.tables.where] * sums_BHR1.exp()
         if piece.before == 0:
             return seen_BHRP
         key_BGWN, value_BHWP, sums_BHW1 = (
-            one[piece.pages.where, :, : piece.before] for one in (self.keys_EGTN, self.values_EHTP, self.sums_EHT1)
+            one[piece.tables.where, :, : piece.before] for one in (self.keys_EGTN, self.values_EHTP, self.sums_EHT1)
         )
         left_BHRW = (sums_BHR1 - sums_BHW1.mT).masked_fill(piece.forbidden_B11W, -torch.inf).exp()
         return seen_BHRP + (self._for_heads(query_BGRN @ key_BGWN.mT) * left_BHRW) @ value_BHWP
@@ -293,12 +294,12 @@ class Memory:
         """Keep the rows' inputs."""
         kept = (self.keys_EGTN, key_BGRN), (self.values_EHTP, value_BHRP), (self.sums_EHT1, sums_BHR1)
         for slots, new in kept:
-            write_rows(slots, new, _places(piece.slots_BR, piece.pages))
+            write_rows(slots, new, _places(piece.slots_BR, piece.tables))
 
-    def _sum_before(self, slot_B: Tensor, pages: BlockTables) -> Tensor:
+    def _sum_before(self, slot_B: Tensor, tables: BlockTables) -> Tensor:
         """g summed over all slots before one, [B, H, 1, 1]."""
         slot_B1 = slot_B.unsqueeze(1)
-        sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), pages))
+        sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), tables))
         return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
 
     def _for_heads(self, values_BGxx: Tensor) -> Tensor:
@@ -311,11 +312,11 @@ def state_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
     return sum(part.nbytes for part in Memory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
-def _move(slots_ExTx: Tensor, pages: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
+def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
     """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
-    moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), pages)) - less
-    write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, pages))
+    moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), tables)) - less
+    write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, tables))
 
 
 class RecurrentScope(Scope):
@@ -329,7 +330,7 @@ class RecurrentScope(Scope):
     def pieces(self) -> list[Piece]:
         """Of the forward that runs; the same for all layers."""
         if self._pieces is None:
-            self._pieces = self.recurrence.pieces(self.rows, self.cache.pages)
+            self._pieces = self.recurrence.pieces(self.rows)
         return self._pieces
 
     @property

@@ -1,4 +1,12 @@
-"""Where the rows of a forward stand: a chain of consecutive ones, a tree, or rows of several sequences without padding.
+"""Rows of a forward and where they stand: a chain, a tree, or rows of several sequences without padding.
+
+A sequence's slots 0, 1, 2, ... are divided into pages of `size` slots. A table names the block of every page, so that a
+sequence takes memory as it grows, and sequences that begin alike may read the same blocks. Pages without a block point
+to block 0, which belongs to no sequence then. The last slot of a table is the scratch slot, for rows that leave no
+trace.
+
+    size 4, table of one sequence  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, others nowhere
+                                                yet; the scratch slot 11 is in block 0
 
 A forward has as many rows of each sequence as the longest needs. Products do not depend on sequences, so where rows are
 many they run those that count as if these were one sequence's; attention and recurrent layers put them back into their
@@ -8,11 +16,11 @@ places:
                                B0 B1 B2
                                -  C0 C1
 
-Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, S rows
-as Megatron has them, H hidden, N heads, C channels.
+Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, L
+pages of a sequence, S rows as Megatron has them, H hidden, N heads (of a memory: blocks), G key heads, C channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +34,82 @@ WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
 FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 
+BLOCK = 32
+"""Slots of a block: as many as a window grows by, and a multiple of what compiled code adds up at once."""
+
+Places = tuple[Tensor, Tensor]
+"""The block of each row's slot, [B, R] or [B, 1], and where in it the slot is, [B, R]."""
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """The block tables of a batch.
+
+    Attributes:
+        table_BL: the block of every page; 0 where there is none.
+        blocks: of the memory, block 0 included.
+        size: slots of a block.
+        entries: where the states of every sequence's recurrent layers are, which have no slots to be cropped to.
+        kept_entries: how many sequences have such states.
+        firsts: the first block of every sequence, as the host knows it.
+        sequence_X: the sequence of each row, where rows of all sequences stand one behind the other, [1, X].
+    """
+
+    table_BL: Tensor
+    blocks: int
+    size: int = BLOCK
+    entries: tuple[int, ...] = ()
+    kept_entries: int = 0
+    firsts: tuple[int, ...] = ()
+    sequence_X: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a sequence; the next one is the scratch slot."""
+        return self.table_BL.size(1) * self.size - 1
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a sequence has one block."""
+        return self.table_BL.size(1) == 1
+
+    @cached_property
+    def entry_B(self) -> Tensor:
+        """`entries` on the device."""
+        return torch.tensor(self.entries, device=self.table_BL.device)
+
+    @cached_property
+    def where(self) -> slice | Tensor:
+        """The same as an index; a slice where they follow one another, which copies nothing."""
+        return _run(self.entries) or self.entry_B
+
+    @cached_property
+    def run(self) -> slice | None:
+        """The sequences' blocks where each has one, behind that of the sequence before; else None."""
+        return _run(self.firsts) if self._is_whole else None
+
+    def places(self, slots_BR: Tensor) -> Places:
+        """Where some slots are."""
+        if self.sequence_X is not None:
+            return self.table_BL[self.sequence_X, slots_BR[0] // self.size].unsqueeze(0), slots_BR % self.size
+        if self._is_whole:
+            return self.table_BL, slots_BR
+        return self.table_BL.gather(1, slots_BR // self.size), slots_BR % self.size
+
+    def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
+        """Every sequence's first slots, [B, G, W, C]; a copy where they are in several blocks."""
+        if self.run is not None:
+            return memory_NGSC[self.run, :, :window]
+        memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
+        return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
+
+
+def _run(numbers: tuple[int, ...]) -> slice | None:
+    """Numbers that follow one another, as a slice."""
+    if not numbers or numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
+        return None
+    return slice(numbers[0], numbers[0] + len(numbers))
+
 
 @dataclass(eq=False)
 class Rows:
@@ -35,7 +119,7 @@ class Rows:
         first_B: where the first row of every sequence stands; before 0, rows are padding.
         count: R.
         window: slots that the rows may attend to.
-        scratch: the slot for rows that leave no trace.
+        tables: where the sequences' slots are.
         live_BR: False for padding; None where there is none but that before slot 0.
         packs: whether padding is to be left out where rows are many.
         depth_BR: in a tree, of each row; depth 0 has the position `first_B`.
@@ -49,7 +133,7 @@ class Rows:
     first_B: Tensor
     count: int
     window: int
-    scratch: int
+    tables: BlockTables
     live_BR: Tensor | None = None
     packs: bool = False
     depth_BR: Tensor | None = None
@@ -94,7 +178,12 @@ class Rows:
             return self.packed(self.padded.slots_BR)
         if self.inside and self.live_BR is None:
             return self.places_BR
-        return torch.where(self.counts_BR, self.places_BR, self.scratch)
+        return torch.where(self.counts_BR, self.places_BR, self.tables.capacity)
+
+    @cached_property
+    def memory_places(self) -> Places:
+        """The same as blocks and slots in them."""
+        return self.tables.places(self.slots_BR)
 
     @cached_property
     def mask_B1RW(self) -> Tensor:
@@ -117,13 +206,8 @@ class Rows:
         place_X = self.counts_BR.flatten().nonzero()[:, 0]
         if place_X.numel() == self.counts_BR.numel():
             return None
-        return Rows(self.first_B, self.count, self.window, self.scratch, padded=self, place_X=place_X)
-
-    @property
-    def text_X(self) -> Tensor:
-        """The sequence of each row that counts."""
-        assert self.place_X is not None
-        return self.place_X // self.count
+        tables = replace(self.tables, sequence_X=place_X // self.count)
+        return Rows(self.first_B, self.count, self.window, tables, padded=self, place_X=place_X)
 
     def packed(self, values_BR: Tensor) -> Tensor:
         """[1, X, ...]."""

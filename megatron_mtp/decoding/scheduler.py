@@ -23,9 +23,10 @@ from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence, aut
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.graphs import KeptTensors
-from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables
+from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK
 from megatron_mtp.decoding.memory import Memory, entry_bytes
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
+from megatron_mtp.decoding.rows import BLOCK, BlockTables
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Progress, Sequences
 
@@ -256,7 +257,7 @@ class Scheduler:
     def _prefill_batch(self, parts: list[tuple[Sequence, int]]) -> PrefillBatch:
         seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
         tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
-        sequences = Sequences(self.runner, tokens, seeds, self.memory.through(self.block_tables_of(seqs)))
+        sequences = Sequences(self.runner, tokens, seeds, self.memory, self.block_tables_of(seqs))
         return PrefillBatch(self.runner, seqs, counts, sequences)
 
     def _next_parts(self, rows: int) -> list[tuple[Sequence, int]]:

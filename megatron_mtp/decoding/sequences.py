@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, read_rows, write_rows
+from megatron_mtp.decoding.kv_cache import KVCache, read_rows, write_rows
 from megatron_mtp.decoding.memory import Memory
-from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
+from megatron_mtp.decoding.rows import BlockTables, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
@@ -58,7 +58,8 @@ class Sequences:
         runner: the target.
         prompts: token ids of each, at least one.
         seeds: of each.
-        memory: of an engine, as these sequences see it.
+        memory: of the engine.
+        tables: where the sequences' slots are in it.
 
     Attributes:
         capacity: slots of a sequence.
@@ -76,11 +77,13 @@ class Sequences:
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
     """
 
-    def __init__(self, runner: Runner, prompts: list[list[int]], seeds: list[int], memory: Memory) -> None:
+    def __init__(
+        self, runner: Runner, prompts: list[list[int]], seeds: list[int], memory: Memory, tables: BlockTables
+    ) -> None:
         device, batch = runner.device, len(prompts)
         self.few_shapes = wants_few_shapes(device)
-        self.capacity = memory.pages.capacity
-        self._memory = memory
+        self.capacity = tables.capacity
+        self._memory, self.tables = memory, tables
         self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.token_ids = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
@@ -101,15 +104,6 @@ class Sequences:
         """The trunk's keys and values."""
         return self._memory.cache
 
-    @property
-    def pages(self) -> BlockTables:
-        """Where the sequences' slots are."""
-        return self._memory.pages
-
-    @property
-    def _states_N1SH(self) -> Tensor:
-        return self._memory.states_N1SH
-
     def depth_caches(self, depths: int) -> list[KVCache]:
         """Caches for a drafter's depths."""
         return self._memory.depth_caches(depths)
@@ -124,10 +118,10 @@ class Sequences:
             getattr(self, name).extend(getattr(other, name))
         for name in DEVICE:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
-        mine, theirs = self.pages, other.pages
-        self.see(
-            torch.cat([mine.table_BL, theirs.table_BL]), mine.entries + theirs.entries, mine.firsts + theirs.firsts
-        )
+        mine, theirs = self.tables, other.tables
+        entries, firsts = mine.entries + theirs.entries, mine.firsts + theirs.firsts
+        table_BL = torch.cat([mine.table_BL, theirs.table_BL])
+        self.tables = replace(mine, table_BL=table_BL, entries=entries, firsts=firsts)
 
     def keep_texts(self, rows: list[int]) -> None:
         """Only these sequences stay, in this order; the others must have ended, or go on elsewhere."""
@@ -136,9 +130,9 @@ class Sequences:
         index_B = torch.tensor(rows, dtype=torch.long, device=self.length_B.device)
         for name in DEVICE:
             setattr(self, name, getattr(self, name)[index_B])
-        pages = self.pages
-        entries, firsts = ([known[row] for row in rows] if known else [] for known in (pages.entries, pages.firsts))
-        self.see(pages.table_BL[index_B], tuple(entries), tuple(firsts))
+        old = self.tables
+        entries, firsts = (tuple(known[row] for row in rows) if known else () for known in (old.entries, old.firsts))
+        self.tables = replace(old, table_BL=old.table_BL[index_B], entries=entries, firsts=firsts)
 
     def only(self, rows: list[int]) -> "Sequences":
         """Some of the sequences as a batch of their own, for a forward that the others do not need."""
@@ -152,10 +146,6 @@ class Sequences:
         made.token_ids = [ids[:length] for ids in self.token_ids]
         made.length_B = torch.full_like(self.length_B, length)
         return made
-
-    def see(self, table_BL: Tensor, entries: tuple[int, ...], firsts: tuple[int, ...]) -> None:
-        """Have the sequences' slots in other blocks."""
-        self._memory = self._memory.through(replace(self.pages, table_BL=table_BL, entries=entries, firsts=firsts))
 
     @property
     def newest_B(self) -> Tensor:
@@ -200,7 +190,7 @@ class Sequences:
             inside: whether none of them stands before slot 0.
         """
         live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
-        return Rows(first_B, rows, self.window(beyond), self.capacity, live_BR, self.packs, inside=inside)
+        return Rows(first_B, rows, self.window(beyond), self.tables, live_BR, self.packs, inside=inside)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -209,7 +199,7 @@ class Sequences:
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
         """h_0 of `count` rows from `first_B` on, [S, B, H]."""
         place_BR = self._places(first_B, count).clamp(min=0)
-        return read_rows(self._states_N1SH, self.pages.places(place_BR))[:, 0].transpose(0, 1)
+        return read_rows(self._memory.states_N1SH, self.tables.places(place_BR))[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a sequence that has ended keeps its own."""
@@ -220,7 +210,7 @@ class Sequences:
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
         """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
-        write_rows(self._states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), self.pages.places(rows.slots_BR))
+        write_rows(self._memory.states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.memory_places)
 
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
@@ -233,7 +223,7 @@ class Sequences:
         """Rows of a tree whose slots begin at t_m's; each looks at all slots before these, and at its own ancestors."""
         window, live_BR = self.window(ancestors_BRA.size(2)), self.live_B.unsqueeze(1).expand_as(depth_BR)
         tree = depth_BR, ancestors_BRA, start
-        return Rows(self.newest_B, depth_BR.size(1), window, self.capacity, live_BR, False, *tree)
+        return Rows(self.newest_B, depth_BR.size(1), window, self.tables, live_BR, False, *tree)
 
     def keep(self, draft: Draft, verdict: Verdict) -> StepOutput:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""
@@ -288,6 +278,7 @@ class Sequences:
         live_B1 = self.live_B.unsqueeze(1)
         source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
         target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
-        self.cache.keep(source_BR, target_BR)
-        kept_B1RH = read_rows(self._states_N1SH, self.pages.places(source_BR))
-        write_rows(self._states_N1SH, kept_B1RH, self.pages.places(target_BR))
+        source, target = self.tables.places(source_BR), self.tables.places(target_BR)
+        self.cache.keep(source, target)
+        states_N1SH = self._memory.states_N1SH
+        write_rows(states_N1SH, read_rows(states_N1SH, source), target)

@@ -19,12 +19,12 @@ from megatron_mtp.decoding.backend import BACKENDS
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.experts import place_static_experts
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.memory import Memory
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.rows import BlockTables, Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
@@ -231,16 +231,16 @@ def read_back(sequences: Sequences) -> list[list[int]]:
     ]
 
 
-def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, scratch: int) -> Rows:
+def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int, tables: BlockTables) -> Rows:
     """Rows of a tree whose slots begin at `base_B`."""
-    return Rows(base_B, depth_BR.size(1), window, scratch, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
+    return Rows(base_B, depth_BR.size(1), window, tables, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
 
 
 def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int) -> Sequences:
     """A batch whose prompts have not run."""
-    pages = runs(len(prompts), capacity)
-    pages = replace(pages, table_BL=pages.table_BL.to(runner.device))
-    return Sequences(runner, prompts, list(range(len(prompts))), Memory(runner, pages))
+    tables = runs(len(prompts), capacity)
+    tables = replace(tables, table_BL=tables.table_BL.to(runner.device))
+    return Sequences(runner, prompts, list(range(len(prompts))), Memory(runner, tables), tables)
 
 
 def two_steps(kind: str) -> None:
@@ -378,13 +378,13 @@ def run(
         engine.step()
     for text in texts:
         text.block_table.blocks, text.entry = held[text.number]
-    memory = engine.scheduler.memory.through(engine.scheduler.block_tables_of(texts))
-    used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory)
+    memory, tables = engine.scheduler.memory, engine.scheduler.block_tables_of(texts)
+    used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory, tables)
     used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
     return used, Driven(proposer, engine.stats)
 
 
-def first_rows(cache: KVCache, row: int, count: int) -> list[Tensor | None]:
+def first_rows(cache: KVCache, tables: BlockTables, row: int, count: int) -> list[Tensor | None]:
     """Keys and values of a text's first rows, [G, count, C], layer by layer."""
     held = (*cache.keys, *cache.values)
-    return [None if one is None else cache.pages.first_slots(one, count)[row] for one in held]
+    return [None if one is None else tables.first_slots(one, count)[row] for one in held]

@@ -187,7 +187,7 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
     logits = lambda given_SBH: one_hot(given_SBH[..., 0].long() % 91, 96).transpose(0, 1)  # noqa: E731
     monkeypatch.setattr(target, "draft_logits", logits)
     sequences = sequences_of(target, [[10, 11, 12]], 20)
-    sequences.put_states(states_SBH, Rows(sequences.length_B - 3, 6, 6, 20))
+    sequences.put_states(states_SBH, Rows(sequences.length_B - 3, 6, 6, sequences.tables))
     method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
     round = Round(Sampling(), sequences.noise, method.config)
     method.proposer.propose(sequences, round, 2)
@@ -273,7 +273,7 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
         ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
         assert ours.token_ids == theirs.token_ids
         for row, text in enumerate(ours.token_ids):
-            mine, right = (first_rows(one.cache, row, len(text) - 1) for one in (ours, theirs))
+            mine, right = (first_rows(one.cache, one.tables, row, len(text) - 1) for one in (ours, theirs))
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
     assert runner_of("gqa").backend.all_short
 

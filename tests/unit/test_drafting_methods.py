@@ -16,6 +16,7 @@ from megatron_mtp.decoding.proposers import PROPOSERS, mtp
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.proposers.mtp import Vanilla
 from megatron_mtp.decoding.requests import Update
+from megatron_mtp.decoding.rows import BlockTables
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Round
@@ -76,6 +77,10 @@ def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
     assert {draft.is_chain for draft in drafts} == {not PROPOSERS[case.settings["method"]].drafts_trees}
 
 
+Placed = tuple[KVCache, BlockTables]
+"""A cache, and where the rows of some sequences are in it."""
+
+
 def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
     """The drafter's, of depth 1, 2, ... where there are several."""
     if proposer.drafter is not None:
@@ -94,7 +99,7 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))
     assert driven.stats.accepted > (0 if name == "lookahead" else 20)
     fresh, redone = case.run(target, [text[:-1] for text in used.token_ids], 12)
-    assert_same_rows(used.cache, fresh.cache, [len(text) - 1 for text in used.token_ids])
+    assert_same_rows((used.cache, used.tables), (fresh.cache, fresh.tables), [len(text) - 1 for text in used.token_ids])
     inner: Any = driven.proposer.inner  # type: ignore[attr-defined]
     if case.settings["method"] in ("ngram", "lookahead"):
         assert not any(one.seen for one in used.progress)
@@ -102,12 +107,13 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     pairs = zip(caches_of(inner, used), caches_of(redone.proposer, fresh), strict=True)
     for depth, (ours, theirs) in enumerate(pairs, start=1):
         # The drafter has not run the last step's tokens, and depth d is d - 1 rows behind.
-        assert_same_rows(ours, theirs, [len(text) - 7 - depth for text in used.token_ids])
+        counts = [len(text) - 7 - depth for text in used.token_ids]
+        assert_same_rows((ours, used.tables), (theirs, fresh.tables), counts)
 
 
-def assert_same_rows(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
+def assert_same_rows(ours: Placed, theirs: Placed, counts: list[int]) -> None:
     for row, count in enumerate(counts):
-        mine, right = first_rows(ours, row, count), first_rows(theirs, row, count)
+        mine, right = first_rows(*ours, row, count), first_rows(*theirs, row, count)
         torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
 
 

@@ -71,7 +71,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
         sequences.settle(row, gained, ended=False)
     fresh = prefilled(target, [text[:-1] for text in sequences.token_ids])
     for row, text in enumerate(sequences.token_ids):
-        ours, theirs = (first_rows(one.cache, row, len(text) - 1) for one in (sequences, fresh))
+        ours, theirs = (first_rows(one.cache, one.tables, row, len(text) - 1) for one in (sequences, fresh))
         assert ours[0] is not None
         torch.testing.assert_close(ours, theirs)
     seen: list[Tensor] = []

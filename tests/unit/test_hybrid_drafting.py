@@ -30,6 +30,7 @@ from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
 from megatron_mtp.decoding.proposers.plain import Plain
+from megatron_mtp.decoding.rows import BlockTables
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
@@ -171,27 +172,32 @@ def test_sampled_texts_have_the_targets_distribution(pattern: str, settings: dic
 # --- caches and states -----------------------------------------------------------------------------------------------
 
 
-def assert_same_memory(ours: KVCache, theirs: KVCache, counts: list[int]) -> None:
+Placed = tuple[KVCache, BlockTables]
+"""A cache, and where the rows of some sequences are in it."""
+
+
+def assert_same_memory(ours: Placed, theirs: Placed, counts: list[int]) -> None:
     """Keys, values, states and the convolutions' inputs of the first `counts` rows of every text."""
     for row, count in enumerate(counts):
-        mine, right = first_rows(ours, row, count), first_rows(theirs, row, count)
+        mine, right = first_rows(*ours, row, count), first_rows(*theirs, row, count)
         torch.testing.assert_close(mine, right, rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
-    assert (ours.recurrence is None) == (theirs.recurrence is None)
-    if ours.recurrence is not None and theirs.recurrence is not None:
-        assert ours.recurrence.layers.keys() == theirs.recurrence.layers.keys()
-        for layer in ours.recurrence.layers:
-            for one, other in zip(*(states_at(each, layer, counts) for each in (ours, theirs)), strict=True):
+    mine, right = ours[0].recurrence, theirs[0].recurrence
+    assert (mine is None) == (right is None)
+    if mine is not None and right is not None:
+        assert mine.layers.keys() == right.layers.keys()
+        for layer in mine.layers:
+            for one, other in zip(*(states_at(*each, layer, counts) for each in (ours, theirs)), strict=True):
                 torch.testing.assert_close(one, other, rtol=FLOAT32_GATE, atol=FLOAT32_GATE)
 
 
-def states_at(cache: KVCache, layer: int, counts: list[int]) -> list[Tensor]:
+def states_at(cache: KVCache, tables: BlockTables, layer: int, counts: list[int]) -> list[Tensor]:
     """S after so many rows, and what the convolution of the next row reads of the rows before."""
     assert cache.recurrence is not None
-    memory, entries = cache.recurrence.layers[layer], cache.pages.entry_B
+    memory, entries = cache.recurrence.layers[layer], tables.entry_B
     slot_B = torch.tensor(counts).cuda() - cache.recurrence.start_E[entries]
     assert (slot_B >= 0).all()
     before = range(memory.sizes.width - 1)
-    return [memory.state_after(slot_B, cache.pages), *(memory.mixed_E1TC[entries, 0, slot_B + at] for at in before)]
+    return [memory.state_after(slot_B, tables), *(memory.mixed_E1TC[entries, 0, slot_B + at] for at in before)]
 
 
 class Given(Plain):
@@ -233,7 +239,9 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
             ).tolist() == [*right]
             made = [sequences.tokens_BT[row, :length].tolist() for row, length in enumerate(sequences.length_B)]
             fresh = prefilled(target, [text[:-1] for text in made]).sequences
-            assert_same_memory(sequences.cache, fresh.cache, [len(text) - 1 for text in made])
+            assert_same_memory(
+                (sequences.cache, sequences.tables), (fresh.cache, fresh.tables), [len(text) - 1 for text in made]
+            )
             assert made == [answer[: len(text)] for answer, text in zip(answers, made, strict=True)]
 
 
@@ -246,13 +254,13 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
     assert driven.stats.accepted > 100
     fresh, _ = run(target, [text[:-1] for text in used.token_ids], 8, settings)
     lengths = [len(text) for text in used.token_ids]
-    assert_same_memory(used.cache, fresh.cache, [length - 1 for length in lengths])
+    assert_same_memory((used.cache, used.tables), (fresh.cache, fresh.tables), [length - 1 for length in lengths])
     if settings is not NGRAM:
         depths = 1 if settings is EAGLE else target.depths
         ours, theirs = (one.depth_caches(depths) for one in (used, fresh))
         for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
             # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
-            assert_same_memory(one, other, [length - 7 - depth for length in lengths])
+            assert_same_memory((one, used.tables), (other, fresh.tables), [length - 7 - depth for length in lengths])
 
 
 @all_kinds
@@ -287,12 +295,12 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     assert driven.stats.accepted_at[14] >= 1
     fresh, _ = run(target, [text[:-1] for text in used.token_ids], 2, settings, drafter=drafter)
     counts = [len(text) - 18 for text in used.token_ids]
-    assert_same_memory(used.cache, fresh.cache, counts)
+    assert_same_memory((used.cache, used.tables), (fresh.cache, fresh.tables), counts)
     if method != "ngram":
         ours, theirs = (
             one.drafter_cache(drafter) if method == "draft_model" else one.depth_caches(1)[0] for one in (used, fresh)
         )
-        assert_same_memory(ours, theirs, counts)
+        assert_same_memory((ours, used.tables), (theirs, fresh.tables), counts)
 
 
 @all_kinds

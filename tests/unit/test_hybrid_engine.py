@@ -255,7 +255,7 @@ def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
     for cache in sequences.depth_caches(3):
         for held in (*cache.keys, *cache.values):
             assert held is not None
-            yield cache.pages.first_slots(held, rows)[0]
+            yield sequences.tables.first_slots(held, rows)[0]
 
 
 def used_engine(runner: Runner) -> Engine:

@@ -25,10 +25,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def logits_of(target: Runner, tokens_BR: Tensor) -> tuple[Tensor, KVCache]:
     """Of a text that is run in two parts."""
-    cache = KVCache(target.trunk_layers, runs(*tokens_BR.shape))
+    tables = runs(*tokens_BR.shape)
+    cache = KVCache(target.trunk_layers, tables)
     found = []
     for first, part_BR in zip((0, 7), tokens_BR.tensor_split([7], dim=1), strict=True):
-        rows = Rows(torch.full((part_BR.size(0),), first), part_BR.size(1), tokens_BR.size(1), tokens_BR.size(1))
+        rows = Rows(torch.full((part_BR.size(0),), first), part_BR.size(1), tokens_BR.size(1), tables)
         found.append(target.logits(target.trunk(part_BR, rows, cache)))
     return torch.cat(found, dim=1), cache
 

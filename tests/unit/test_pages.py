@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, read_rows, write_rows
-from megatron_mtp.decoding.rows import Rows, ancestors_of
+from megatron_mtp.decoding.kv_cache import KVCache, read_rows, write_rows
+from megatron_mtp.decoding.rows import BlockTables, Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -30,7 +30,7 @@ def scattered(seed: int = 1) -> BlockTables:
 
 
 def test_a_table_by_hand() -> None:
-    """The example of kv_cache.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
+    """The example of rows.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
     pages, memory = BlockTables(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
     write_rows(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), pages.places(torch.arange(8).unsqueeze(0)))
     assert memory.view(6, 4).tolist() == [[0] * 4, [0] * 4, [5, 6, 7, 8], [0] * 4, [0] * 4, [1, 2, 3, 4]]
@@ -42,34 +42,36 @@ def test_a_table_by_hand() -> None:
 def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) -> None:
     generator = torch.Generator().manual_seed(2)
     for pages in (scattered(), scattered(5)):
-        both = KVCache(1, runs(TEXTS, SLOTS)), KVCache(1, pages)
+        both = [(KVCache(1, tables), tables) for tables in (runs(TEXTS, SLOTS), pages)]
         for _ in range(20):
             slots_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
             to_BR = torch.stack([torch.randperm(SLOTS, generator=generator)[:5] for _ in range(TEXTS)])
             new = torch.randn(TEXTS, heads, 5, 3, generator=generator)
-            rows: Any = SimpleNamespace(slots_BR=slots_BR, window=13)
-            windows = [cache.append(0, new, 2 * new, rows) for cache in both]
+            windows = []
+            for cache, tables in both:
+                rows: Any = SimpleNamespace(memory_places=tables.places(slots_BR), tables=tables, window=13)
+                windows.append(cache.append(0, new, 2 * new, rows))
             assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
-            for cache in both:
-                cache.keep(slots_BR, to_BR)
-            held = [[cache.pages.first_slots(one, SLOTS) for one in cache.take(0, heads, 3, new)] for cache in both]
+            for cache, tables in both:
+                cache.keep(tables.places(slots_BR), tables.places(to_BR))
+            held = [[at.first_slots(one, SLOTS) for one in cache.take(0, heads, 3, new)] for cache, at in both]
             assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
-            read = [read_rows(cache.take(0, heads, 3, new)[0], cache.pages.places(slots_BR)) for cache in both]
+            read = [read_rows(cache.take(0, heads, 3, new)[0], at.places(slots_BR)) for cache, at in both]
             assert torch.equal(*read)
 
 
-def forwards() -> Iterator[tuple[Tensor, Rows]]:
+def forwards(tables: BlockTables) -> Iterator[tuple[Tensor, Rows]]:
     """Prompts of different lengths with padding before them, single rows, a draft and a tree."""
     first_B = torch.tensor([-3, 0, -6])
     generator = torch.Generator().manual_seed(4)
     for count in (9, 1, 4, 1, 3):
         window = min(int(first_B.max()) + count + 5, SLOTS)
         tokens_BR = torch.randint(VOCABULARY, (TEXTS, count), generator=generator)
-        yield tokens_BR, Rows(first_B, count, window, SLOTS)
+        yield tokens_BR, Rows(first_B, count, window, tables)
         first_B = first_B + count
     ancestors_BRR, depth_BR = ancestors_of(torch.tensor([[0, 0, 2, 2, 1]]).expand(TEXTS, -1))
     tokens_BR = torch.randint(VOCABULARY, (TEXTS, 6), generator=generator)
-    yield tokens_BR, tree_of(first_B, depth_BR, ancestors_BRR, 33, SLOTS)
+    yield tokens_BR, tree_of(first_B, depth_BR, ancestors_BRR, 33, tables)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -82,11 +84,11 @@ def test_forwards_through_tables_are_bit_for_bit_those_of_runs_of_slots(
         monkeypatch.setenv("MEGATRON_MTP_COMPILED", "0")
     runner = Runner(model_of(kind, 1, torch.float32))
     assert is_compiled or type(runner.backend) is Modules
-    pages = scattered()
-    dense, paged = ([KVCache(layers, one) for layers in (2, 1)] for one in (runs(TEXTS, SLOTS), pages))
-    for tokens_BR, rows in forwards():
+    both = runs(TEXTS, SLOTS), scattered()
+    caches = [[KVCache(layers, tables) for layers in (2, 1)] for tables in both]
+    for steps in zip(*map(forwards, both), strict=True):
         made = []
-        for trunk, depth in (dense, paged):
+        for (tokens_BR, rows), (trunk, depth) in zip(steps, caches, strict=True):
             states_SBH = runner.trunk(tokens_BR, rows, trunk)
             made.append((states_SBH, runner.depth(1, states_SBH, tokens_BR, rows, depth)))
         real = rows.positions_BR.T.unsqueeze(2) > 0  # what a padding row attends to is arbitrary
@@ -108,8 +110,8 @@ def test_rows_that_run_without_their_padding_are_those_that_run_with_it(
     made, held = [], []
     for packs in (True, False):
         trunk, depth = (KVCache(layers, pages) for layers in (2, 1))
-        runner.trunk(tokens_BR[:, :15], Rows(torch.zeros(TEXTS, dtype=torch.long), 15, 15, SLOTS), trunk)
-        rows = Rows(first_B, 30, SLOTS, SLOTS, live_BR, packs)
+        runner.trunk(tokens_BR[:, :15], Rows(torch.zeros(TEXTS, dtype=torch.long), 15, 15, pages), trunk)
+        rows = Rows(first_B, 30, SLOTS, pages, live_BR, packs)
         assert (rows.without_padding() is not None) == packs
         states_SBH = runner.trunk(tokens_BR, rows, trunk)
         made.append((states_SBH, runner.depth(1, states_SBH, tokens_BR, rows, depth)))

@@ -185,16 +185,16 @@ class FewRows:
             *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
             *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
             *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
-            *(cache.pages.table_BL.data_ptr(), cache.pages.table_BL.size(1), cache.pages.size),
+            *(rows.tables.table_BL.data_ptr(), rows.tables.table_BL.size(1), rows.tables.size),
             *self._memories(cache, rows, count, like),
         )
-        held = tokens_BR, given_SBH, *where, keys, values, cache.pages, cache.recurrence, self._remembered
+        held = tokens_BR, given_SBH, *where, keys, values, rows.tables, cache.recurrence, self._remembered
         return Prepared(self._stack, call, states_SBH, held)
 
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
         if any(self._mixers):
-            recurrence_of(cache, torch.device("cpu")).make_room(rows, count, cache.pages)
+            recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
     def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
         """What recurrent layers remember: pointers, the texts' entries, start and end of the slots, and the slots."""
@@ -202,13 +202,13 @@ class FewRows:
             return None, None, None, None, 0
         self.room_for(cache, rows, count)
         recurrence = recurrence_of(cache, like.device)
-        recurrence.hold(count, cache.pages)
+        recurrence.hold(count, rows.tables)
         if self._remembered is None or self._remembered[0] is not recurrence:
             made = [self._memory(recurrence, mixer, like) for mixer in self._mixers]
             self._remembered = recurrence, (_Remembered * len(made))(*made)
         memory = next(iter(recurrence.layers.values()))
         start, end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
-        return ctypes.addressof(self._remembered[1]), cache.pages.entry_B.data_ptr(), start, end, memory.kept
+        return ctypes.addressof(self._remembered[1]), rows.tables.entry_B.data_ptr(), start, end, memory.kept
 
     def _memory(self, recurrence: Recurrence, mixer: CachedRecurrence | None, like: Tensor) -> _Remembered:
         if mixer is None:

@@ -108,15 +108,15 @@ def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
     for number in (MOST_ROWS // batch + 1, 1, 2, 3, 4, 5, 8, 16, MOST_ROWS // batch):
         window = min(int(first_B.max()) + number, SLOTS)
         live_BR = (torch.arange(batch) < 2).unsqueeze(1).expand(-1, number) if number == 4 else None
-        yield tokens_of(batch, number), Rows(first_B, number, window, SLOTS, live_BR)
+        yield tokens_of(batch, number), Rows(first_B, number, window, runs(batch, SLOTS), live_BR)
         first_B = (first_B + number) % 60
 
 
 def trees(batch: int) -> Iterator[tuple[Tensor, Rows]]:
     base_B = torch.zeros(batch, dtype=torch.long)
-    yield tokens_of(batch, 5), Rows(base_B, 5, 5, SLOTS)
+    yield tokens_of(batch, 5), Rows(base_B, 5, 5, runs(batch, SLOTS))
     ancestors_BRR, depth_BR = ancestors_of(torch.tensor([[0, 0, 2, 2, 1]]).expand(batch, -1))
-    yield tokens_of(batch, 6), tree_of(base_B + 5, depth_BR, ancestors_BRR, 30, SLOTS)
+    yield tokens_of(batch, 6), tree_of(base_B + 5, depth_BR, ancestors_BRR, 30, runs(batch, SLOTS))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -188,9 +188,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     assert all(compiled_stacks(runner))
     tokens_BR, first_B = tokens_of(1, 11), torch.zeros(1, dtype=torch.long)
     caches = [KVCache(runner.trunk_layers, runs(1, SLOTS)) for _ in range(2)]
-    at_once_SBH = runner.trunk(tokens_BR, Rows(first_B, 11, 11, SLOTS), caches[0])
+    at_once_SBH = runner.trunk(tokens_BR, Rows(first_B, 11, 11, runs(1, SLOTS)), caches[0])
     for row in range(11):
-        where = Rows(first_B + row, 1, row + 1, SLOTS)
+        where = Rows(first_B + row, 1, row + 1, runs(1, SLOTS))
         alone_SBH = runner.trunk(tokens_BR[:, row : row + 1], where, caches[1])
         assert torch.equal(alone_SBH[0], at_once_SBH[row])
 
@@ -206,9 +206,9 @@ def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
 def test_rows_before_the_first_leave_no_trace() -> None:
     runner, _ = both("gqa", torch.float32)
     cache, first_B = KVCache(runner.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
-    runner.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, SLOTS), cache)
+    runner.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, runs(1, SLOTS)), cache)
     before = [keys[1:].clone() for keys in cache.keys if keys is not None]
-    runner.trunk(tokens_of(1, 2), Rows(first_B - 2, 2, 3, SLOTS), cache)
+    runner.trunk(tokens_of(1, 2), Rows(first_B - 2, 2, 3, runs(1, SLOTS)), cache)
     after = [keys[1:] for keys in cache.keys if keys is not None]
     assert len(before) == runner.trunk_layers
     assert all(map(torch.equal, before, after))
@@ -217,7 +217,8 @@ def test_rows_before_the_first_leave_no_trace() -> None:
 def test_a_long_window_is_attended_to_up_to_the_last_visible_slot() -> None:
     runner, _ = both("gqa", torch.float32)
     tokens_BR, first_B = tokens_of(1, 5), torch.zeros(1, dtype=torch.long)
-    short, long = (next(Forwards(runner, 1).run(tokens_BR, Rows(first_B, 5, one, SLOTS))) for one in (5, SLOTS))
+    tables = runs(1, SLOTS)
+    short, long = (next(Forwards(runner, 1).run(tokens_BR, Rows(first_B, 5, one, tables))) for one in (5, SLOTS))
     assert torch.equal(short, long)
 
 

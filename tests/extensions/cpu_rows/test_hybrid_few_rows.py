@@ -65,7 +65,7 @@ def chains(batch: int) -> Iterator[tuple[Tensor, Rows]]:
     for number, count in enumerate(counts):
         window = min(int(first_B.max()) + count, SLOTS)
         live_BR = (torch.arange(batch) < 2).unsqueeze(1).expand(-1, count) if number == 20 else None
-        yield tokens_of(batch, count), Rows(first_B, count, window, SLOTS, live_BR)
+        yield tokens_of(batch, count), Rows(first_B, count, window, runs(batch, SLOTS), live_BR)
         first_B = first_B + count - (torch.arange(batch) + number) % 3 * (count > 2)
 
 
@@ -150,11 +150,11 @@ def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
 def test_rows_before_the_first_leave_no_trace() -> None:
     target = runner_of("all kinds", "compiled")
     cache, first_B = KVCache(target.trunk_layers, runs(1, SLOTS)), torch.zeros(1, dtype=torch.long)
-    target.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, SLOTS), cache)
+    target.trunk(tokens_of(1, 3), Rows(first_B, 3, 3, runs(1, SLOTS)), cache)
     assert cache.recurrence is not None
     held = [one for each in cache.recurrence.layers.values() for one in vars(each).values() if isinstance(one, Tensor)]
     before = [one.clone() for one in [*held, cache.recurrence.end_E]]
-    target.trunk(tokens_of(1, 2), Rows(first_B - 2, 2, 3, SLOTS), cache)
+    target.trunk(tokens_of(1, 2), Rows(first_B - 2, 2, 3, runs(1, SLOTS)), cache)
     assert len(before) == 11
     assert all(map(torch.equal, before, [*held, cache.recurrence.end_E]))
 

@@ -78,6 +78,8 @@ def parser(program: str) -> Parser:
         metavar="JSON",
         help="how to draft, as in generate; default: mtp if there are MTP layers",
     )
+    logprobs = "keep the model's log-probabilities of the new tokens in PREFIX.texts.jsonl, before the temperature"
+    add("--logprobs", action="store_true", help=logprobs)
     add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")
     add("--overwrite", action="store_true", help="make everything anew")
     add("--dry-run", action="store_true", help="print what would be done and what is there, and write nothing")
@@ -133,7 +135,7 @@ def run(args: Namespace) -> int:
         if _is_done(args, settings):
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        how = How(sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size)
+        how = How(sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs)
         _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, settings)
     return 0
@@ -158,6 +160,7 @@ def _settings(args: Namespace) -> dict[str, Any]:
         found = {name: getattr(args, name) for name in OF_DOCUMENTS}
         found["data_path"] = os.path.abspath(args.data_path)
     found |= {name: getattr(args, name) for name in OF_TEXTS}
+    found |= {"logprobs": True} if args.logprobs else {}
     return {name.replace("_", "-"): value for name, value in found.items()}
 
 

@@ -25,7 +25,7 @@ import os
 import re
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +40,7 @@ from megatron_mtp.data.documents import Document, find_files
 from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 """Names of ShareGPT, and the roles that templates know; other names stay."""
@@ -172,6 +172,20 @@ class Counted(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+class Tokenized(NamedTuple):
+    """The tokens of a text, and of its added tokens their places among them and where they start in the text."""
+
+    text: str
+    ids: list[int]
+    places: list[int]
+    starts: list[int]
+
+    def shared(self, text: str) -> tuple[int, int]:
+        """Characters and tokens that another text begins with too, up to an added token, at which all words end."""
+        count = bisect_left(self.starts, True, key=lambda start: not text.startswith(self.text[:start]))
+        return (self.starts[count - 1], self.places[count - 1]) if count else (0, 0)
+
+
 class ChatEncoder:
     """Turns chats into documents.
 
@@ -188,6 +202,7 @@ class ChatEncoder:
         self._tokenizer, self._counts_empty_thinking = tokenizer, counts_empty_thinking
         self._ends = end_tokens(tokenizer)
         self._added = tokenizer.added_tokens_decoder.keys()
+        self._known = deque[Tokenized](maxlen=len(MODES))
 
     def documents(self, line: Document) -> list[Counted]:
         """The documents of the chat in a line; none where nothing counts. Raises ValueError where it is refused."""
@@ -248,7 +263,7 @@ class ChatEncoder:
         ids: list[int] = out["input_ids"]
         edges = np.flatnonzero(np.diff(out["assistant_masks"], prepend=0, append=0)).tolist()
         supplied = []
-        for history, openings in (self._prompt(chat, place) for place in turns):
+        for history, openings in (self._prompt(chat, place) for place in reversed(turns)):
             known = openings[:1] if self._counts_empty_thinking else openings
             supplied += [len(history) + len(opening) for opening in known if _starts(ids, history + opening)]
         spans = []
@@ -306,8 +321,20 @@ class ChatEncoder:
         return str(apply_template(self._tokenizer, chat.messages[:messages], tools=chat.tools, **arguments))
 
     def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        """Tokens of a text; what it shares with an earlier one is not tokenized again."""
+        for known in self._known:
+            start, place = known.shared(text)
+            if 2 * start > len(text):
+                return known.ids[:place] + self._tokens(text[start:]).input_ids
+        made = self._tokens(text, return_offsets_mapping=True)
+        ids: list[int] = made.input_ids
+        places = [place for place, token in enumerate(ids) if token in self._added]
+        starts = [made.offset_mapping[place][0] for place in places]
+        self._known.appendleft(Tokenized(text, ids, places, starts))
         return ids
+
+    def _tokens(self, text: str, **more: bool) -> "BatchEncoding":
+        return self._tokenizer(text, add_special_tokens=False, verbose=False, **more)
 
     def _shown(self, ids: list[int]) -> str:
         return repr(self._tokenizer.decode(ids[:8])) if ids else "nothing more"

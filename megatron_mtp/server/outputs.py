@@ -32,6 +32,7 @@ class Delta:
         logprobs: of the tokens, if they were asked for.
         accepted, offered: as of the update.
         finish: why the output ended.
+        policy_version: of the weights that made the tokens.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Delta:
     accepted: int
     offered: int
     finish: Finish | None
+    policy_version: int
 
 
 @dataclass
@@ -70,12 +72,13 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
         self.cached_tokens += update.cached_tokens
         if self.muted:
-            delta = Delta("", [], [], 0, [], 0, 0, update.finish)
+            delta = Delta("", [], [], 0, [], 0, 0, update.finish, update.policy_version)
         else:
             pieces = [self.text.piece(place, token) for place, token in enumerate(update.tokens, self._tokens)]
             text = "".join(piece.released for piece in pieces) + ("" if update.finish is None else self.text.rest())
             whole, counts = [piece.whole for piece in pieces], (update.accepted, update.offered)
-            delta = Delta(text, update.tokens, whole, self._characters, update.logprobs, *counts, update.finish)
+            ending = update.finish, update.policy_version
+            delta = Delta(text, update.tokens, whole, self._characters, update.logprobs, *counts, *ending)
             self._tokens += len(whole)
             self._characters += sum(map(len, whole))
         self.deltas.append(delta)
@@ -125,8 +128,9 @@ class Answer[AnyBody: Body](ABC):
         """The text of some of a choice's deltas, with log-probabilities."""
 
     def _entry(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
-        """Some of a choice's deltas: their text, why the choice ended, tokens and drafts."""
+        """Some of a choice's deltas: their text, why the choice ended, the weights' version, tokens and drafts."""
         entry = {"index": choice.index, **self._said(choice, deltas, streamed), "finish_reason": deltas[-1].finish}
+        entry["policy_version"] = deltas[-1].policy_version
         if self._body.return_token_ids:
             entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
             entry["prompt_token_ids"] = choice.prompt if deltas[0] is choice.deltas[0] else None

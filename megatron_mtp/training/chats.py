@@ -5,10 +5,11 @@ Out: `PackedChats`, rows in the format of Megatron's packed data sets; lines tha
 """
 
 import os
-import time
 from argparse import Namespace
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, override
 
 import numpy as np
@@ -68,8 +69,24 @@ def make_chats(args: Namespace) -> None:
         encoder = Encoder.from_folder(folder, trust_remote_code=trusts)
         with one_writer(Path(prefix), f"--chat: '{prefix}'"):
             write_chats(lines, encoder, prefix, counts_empty, os.cpu_count() or 1, settings)
+    _await(prefix, done, args.distributed_timeout_minutes)
+
+
+def _await(prefix: str, done: Path, minutes: int) -> None:
+    """Wait until another rank has made a dataset. Raises ValueError where its files have not grown for some minutes."""
+    sizes, since = dict[str, int](), monotonic()
     while not done.is_file():
-        time.sleep(1)
+        known = sizes
+        with suppress(FileNotFoundError):  # a file that is whole has just been renamed
+            sizes = {file.name: file.stat().st_size for file in done.parent.glob(f"{Path(prefix).name}.*")}
+        if sizes != known:
+            since = monotonic()
+        elif monotonic() - since >= 60 * minutes:
+            raise ValueError(
+                f"--chat: rank 0 has written nothing at {prefix} for {minutes} minutes (--distributed-timeout-minutes)"
+                "; look into its log, and give --data-cache-path, a folder that all nodes share."
+            )
+        sleep(1)
 
 
 class PackedChats(MegatronDataset):

@@ -47,6 +47,7 @@ class Parrot:
         self._most, self._waiting, self._pace = running, waiting, pace
         self._texts: dict[int, Text] = {}
         self._count, self._prompt_tokens, self.stats = 0, 0, AcceptanceStats()
+        self.policy_version = 0
         self.go, self.bug, self.steps, self.cancelled = threading.Event(), None, 0, 0
         self.bug: Exception | None
         self.go.set()
@@ -96,7 +97,10 @@ class Parrot:
         listed = [] if request.logprobs is None else [_logprob(token, request.logprobs) for token in tokens]
         scored = request.prompt_logprobs
         prompt = [_logprob(token, scored) for token in request.prompt[1:]] if first and scored is not None else []
-        return Update(number, tokens, accepted, 0 if first else 2, finish, listed, prompt, BLOCK if first else 0)
+        cached, version = BLOCK if first else 0, self.policy_version
+        return Update(
+            number, tokens, accepted, 0 if first else 2, finish, listed, prompt, cached, policy_version=version
+        )
 
     def _next(self, request: Request, place: int) -> int:
         shift = 0 if request.sampling.greedy else request.seed

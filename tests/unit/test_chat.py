@@ -1,5 +1,6 @@
 """Chats by templates in the shapes of twelve families: which tokens count, by hand; files, rows and depths of them."""
 
+import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -54,6 +55,32 @@ def test_an_empty_thinking_block_counts_if_it_shall(shape: str, expected: str, t
     tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
     (document,) = ChatEncoder(tokenizer, counts_empty_thinking=True).encode(ONE)
     assert marked(tokenizer, document).endswith(expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_long_chat_is_tokenized_little_more_than_once_and_as_a_whole(
+    shape: str, tagged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
+    encoder, read = ChatEncoder(tokenizer), 0
+    tokenize, tokens = encoder._tokenize, encoder._tokens
+
+    def counted(text: str, **more: bool) -> Any:
+        nonlocal read
+        read += len(text)
+        return tokens(text, **more)
+
+    def compared(text: str) -> list[int]:
+        ids = tokenize(text)
+        assert ids == tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    monkeypatch.setattr(encoder, "_tokens", counted)
+    monkeypatch.setattr(encoder, "_tokenize", compared)
+    turns = [(user(f"question {turn} " * 9), said(f"answer {turn} " * 9, f"thought {turn}")) for turn in range(30)]
+    made = encoder.encode(Chat([message for pair in turns for message in pair]))
+    assert read < 3 * max(len(document.ids) for document in made)
 
 
 def lines_of(file: Path, *rows: dict[str, Any]) -> list[Any]:
@@ -343,6 +370,7 @@ def flags(tmp_path: Path, **given: Any) -> Namespace:
             "chat_count_empty_thinking": None,
             "seed": 1,
             "rank": 0,
+            "distributed_timeout_minutes": 10,
             **of_data,
             **given,
         }
@@ -368,6 +396,25 @@ def test_chats_are_made_into_a_dataset_once(made: Callable[..., str], tmp_path: 
         assert changed.data_path != [prefix]
     lines_of(tmp_path / "chats.jsonl", SHAREGPT, SHAREGPT)
     assert prefix_in_cache(first.chat, first.tokenizer_model, None, {}) != prefix
+
+
+def test_a_rank_waits_for_the_dataset_only_as_long_as_it_grows(
+    made: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(SHAREGPT)
+    waiting, minutes = flags(tmp_path, rank=1), itertools.count()
+    monkeypatch.setattr(chats, "monotonic", lambda: 60.0 * next(minutes))
+
+    def sleep(seconds: float) -> None:
+        if (pause := next(pauses)) < 30:
+            Path(f"{waiting.data_path[0]}.bin.partial").write_bytes(bytes(pause))
+
+    pauses = itertools.count()
+    monkeypatch.setattr(chats, "sleep", sleep)
+    (tmp_path / "cache").mkdir()
+    with pytest.raises(ValueError, match=r"rank 0 has written nothing at .* for 10 minutes .* all nodes share"):
+        make_chats(waiting)
+    assert next(pauses) == 30 + 10
 
 
 def test_a_tokenizer_that_has_no_template_is_refused(made: Callable[..., str], tmp_path: Path) -> None:

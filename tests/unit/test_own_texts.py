@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hf_models import make
 from judged_models import QUIET
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
@@ -19,6 +21,7 @@ from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.own_texts.prompts import Beginnings, UserTurns
 from megatron_mtp.decoding.own_texts.writing import Written, appended, finished_texts
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.model.causal import square_mask
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -182,6 +185,26 @@ def test_texts_of_other_settings_are_refused(
         assert named in said
     assert (tmp_path / "own.texts.jsonl").read_bytes() == before
     assert sample("--texts", 2, *flags, "--overwrite")[0] == 0
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(
+    sample: Callable[..., tuple[int, str, str]], scene: Path, tmp_path: Path
+) -> None:
+    flags = ("--texts", 3, "--temperature", 0.6, "--dtype", "float32")
+    assert sample(*flags, "--logprobs", model="drafting")[0] == 0
+    model = load_model(scene / "drafting")
+    for line in (tmp_path / "own.texts.jsonl").read_text().splitlines()[1:]:
+        text = json.loads(line)
+        ids_BS = torch.tensor([text["prompt"] + text["tokens"]])
+        positions_BS, mask = torch.arange(ids_BS.size(1))[None], square_mask(ids_BS.size(1), "cpu")
+        with torch.no_grad():
+            logprobs_SV = model(ids_BS, positions_BS, mask)[0, :, :258].log_softmax(-1)
+        new = len(text["tokens"])
+        expected = logprobs_SV[-new - 1 : -1].gather(1, ids_BS[0, -new:, None])[:, 0]
+        assert text["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+    status, _, said = sample(*flags, model="drafting")
+    assert status == 2
+    assert "texts made with another --logprobs" in said
 
 
 def test_another_model_is_refused(sample: Callable[..., tuple[int, str, str]]) -> None:

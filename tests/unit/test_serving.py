@@ -222,6 +222,18 @@ def test_drafts_of_each_step_for_those_who_ask(server: Running) -> None:
     assert streamed[1]["choices"][0]["prompt_token_ids"] is None
 
 
+def test_an_answer_has_the_version_of_the_weights_that_made_it(codec: TextCodec) -> None:
+    parrot = Parrot()
+    with running(parrot, codec) as served:
+        first = completion(served, max_tokens=3)["choices"][0]
+        parrot.policy_version = 4
+        later = completion(served, max_tokens=3, n=2)["choices"]
+        said = events(served, "/v1/chat/completions", messages=MESSAGES, max_tokens=8)
+    assert first["policy_version"] == 0
+    assert [choice["policy_version"] for choice in later] == [4, 4]
+    assert {event["choices"][0].get("policy_version") for event in said[1:]} == {4}
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == (NAME, "megatron-mtp")

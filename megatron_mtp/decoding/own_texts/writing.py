@@ -4,7 +4,7 @@ In:  a runner, and the prompts of texts by number.
 Out: finished texts, in the order in which they end; in a file, one line each after a line of what they depend on:
 
     {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
-    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop"}
+    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop", "logprobs": [-0.2, -1.5, -0.7]}
 
 The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its text made again.
 """
@@ -12,7 +12,7 @@ The file is only ever appended to. A kill cuts its last line at most; that line 
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,15 @@ class Written:
         prompt: token ids that it began with.
         tokens: token ids that the model added.
         finish: why it ended, as `requests.Finish`.
+        logprobs: of the added tokens by the model's own distribution, before temperature and truncation; None if they
+            were not asked for.
     """
 
     number: int
     prompt: list[int]
     tokens: list[int]
     finish: str
+    logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class How:
         stop_ids: a text ends after any of these.
         speculative: how they are drafted; None for plain decoding.
         together: texts that run at once.
+        logprobs: whether texts have the log-probabilities of their tokens.
     """
 
     sampling: Sampling
@@ -66,6 +70,7 @@ class How:
     stop_ids: frozenset[int]
     speculative: SpeculativeConfig | None
     together: int
+    logprobs: bool = False
 
     def seed_of(self, number: int) -> int:
         """The seed of a text, which no other text of any seed has."""
@@ -97,23 +102,28 @@ def write_texts(
     """
     settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
     engine = Engine(runner, settings, how.speculative)
-    live: dict[int, tuple[int, list[int], list[int]]] = {}
+    live: dict[int, Written] = {}
     left = iter(prompts)
     while True:
         while len(live) < 2 * how.together and (following := next(left, None)) is not None:
             number, prompt = following
-            asked = Request(prompt, how.new_tokens, how.sampling, how.seed_of(number), stop_ids=how.stop_ids)
-            live[engine.add(asked)] = number, prompt, []
+            asked = Request(
+                prompt, how.new_tokens, how.sampling, how.seed_of(number), stop_ids=how.stop_ids,
+                logprobs=0 if how.logprobs else None,
+            )  # fmt: skip
+            live[engine.add(asked)] = Written(number, prompt, [], "", [] if how.logprobs else None)
         if not live:
             return engine.load.stats
         for update in engine.step():
-            number, prompt, tokens = live[update.request]
-            tokens += update.tokens
+            text = live[update.request]
+            text.tokens.extend(update.tokens)
+            if text.logprobs is not None:
+                text.logprobs.extend(one.logprob for one in update.logprobs)
             if update.finish is Finish.ERROR:
-                raise RuntimeError(f"the continuation of prompt {number} has failed; the log has the reason.")
+                raise RuntimeError(f"the continuation of prompt {text.number} has failed; the log has the reason.")
             if update.finish is not None:
                 del live[update.request]
-                keep(Written(number, prompt, tokens, update.finish))
+                keep(replace(text, finish=update.finish))
 
 
 def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
@@ -158,4 +168,4 @@ def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Written
         stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_texts else 0)
         if not has_texts:
             append({"settings": settings})
-        yield lambda text: append(asdict(text))
+        yield lambda text: append({name: value for name, value in asdict(text).items() if value is not None})

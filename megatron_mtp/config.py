@@ -7,7 +7,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
@@ -18,8 +18,8 @@ DRAFTER_SETTINGS = ("drafter", "drafter_layers", "drafter_ffn_hidden_size")
 DRAFTER_STEPS, DRAFTER_DECAY = 7, 0.8
 """Steps that a drafter is trained for, and the weight of each step's loss over that of the step before."""
 
-TEMPERATURES = (0.01, 100.0)
-"""The lowest and the highest: below it a distribution is a single token in float32, above it all tokens are equal."""
+COLDEST, HOTTEST = 0.01, 100.0
+"""Temperatures: below, a distribution is a single token in float32, above, all tokens are equal."""
 
 
 def _step(first: float, final: float, progress: float) -> float:
@@ -35,10 +35,32 @@ SCHEDULES: dict[str, Callable[[float, float, float], float]] = {"step": _step, "
 """Course of lambda from a first to a final value, as the progress grows from 0 to 1; a new one is a row."""
 
 
-def _flag[T](default: T, help_text: str, **argparse_kwargs: object) -> T:
-    """A field, with what `argparse.add_argument` needs for its flag, and `alias`, another name of it."""
-    made: T = field(default=default, metadata={"help": help_text, **argparse_kwargs})
+Range = tuple[str, Callable[[float], bool]]
+"""Allowed numbers in words, and whether a number is one of them."""
+
+FROM_0: Range = "0 or more", lambda number: 0 <= number < math.inf
+FROM_1: Range = "1 or more", lambda number: number >= 1
+
+
+def _flag[T](
+    default: T, help_text: str, allowed: Range | None = None, choices: Sequence[str] = (), **argparse_kwargs: object
+) -> T:
+    """A field of `MTPConfig`.
+
+    Args:
+        allowed, choices: its values; None is always one.
+        argparse_kwargs: what `argparse.add_argument` needs beside the field's type, and `alias`, another flag.
+    """
+    if choices:
+        argparse_kwargs["metavar"] = "{" + ",".join(choices) + "}"
+    metadata = {"help": help_text, "allowed": allowed, "choices": choices, **argparse_kwargs}
+    made: T = field(default=default, metadata=metadata)
     return made
+
+
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -56,20 +78,20 @@ class MTPConfig:
         "How the MTP layers are connected: 'sequential' runs D modules in a chain, each with the next token's "
         "embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2); 'parallel' puts D independent heads on the trunk's "
         "hidden state (Gloeckle et al., arXiv:2404.19737). Default: sequential.",
-        metavar="{" + ",".join(ARCHITECTURES) + "}",
+        choices=ARCHITECTURES,
     )
     mtp_init: str | None = _flag(
         None,
         "How to initialize MTP layers that the loaded checkpoint does not have: 'random' as in a new model, "
         "'last-layer' with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load "
         "such a checkpoint.",
-        metavar="{" + ",".join(INITS) + "}",
+        choices=INITS,
     )
     mtp_acceptance_interval: int = _flag(
         0,
         "Measure the acceptance of every depth on each N-th training step as well, not only in evaluations; 0 never "
         "does, since the measurement costs a pass over all logits. Default: 0.",
-        type=int,
+        allowed=("0 (never) or a number of steps", FROM_0[1]),
         metavar="N",
     )
     mtp_metrics_dir: str | None = _flag(
@@ -83,45 +105,41 @@ class MTPConfig:
         False,
         "In training, let every depth continue at each position from one of the states that predict the same token: "
         "the trunk's or an earlier depth's, drawn with equal probabilities. Default: from the depth before it.",
-        action="store_true",
         alias="--mtp-hsm",
     )
     mtp_unroll: int | None = _flag(
         None,
         "Passes of a repeated layer (--mtp-use-repeated-layer) in training: K depths are trained, while the checkpoint "
         "and its conversions have the depths of --mtp-num-layers. Default: as many as --mtp-num-layers.",
-        type=int,
+        allowed=("1 or more passes", FROM_1[1]),
         metavar="K",
     )
     mtp_repeated_layer_shares_kv: bool = _flag(
         False,
         "Let later passes of a repeated layer attend to the keys and values that pass 1 made from the trunk's states, "
         "as an engine's drafts do that reuses one layer (method mtp_eagle). Default: every pass to its own.",
-        action="store_true",
     )
     mtp_train_only: bool = _flag(
         False,
         "Train the MTP layers alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no "
         "gradients and no optimizer state. Default: everything is trained.",
-        action="store_true",
     )
     mtp_mask_prompts: bool = _flag(
         False,
         "Count only the tokens that the model chose of texts by megatron-mtp sample, in all losses and in acceptance, "
         "of trunk and depths: no prompts, and no end of a text that was cut. Default: everything counts.",
-        action="store_true",
     )
     mtp_lr: float | None = _flag(
         None,
         "Highest learning rate of the MTP layers; --min-lr of theirs is in proportion to it. Default: --lr.",
-        type=float,
+        allowed=FROM_0,
         metavar="LR",
     )
     mtp_clip_grad: float | None = _flag(
         None,
         "Clip the gradients of the MTP layers by their own norm, which the log then has, and leave them out of that of "
         "--clip-grad; 0 does not clip them. Default: one norm and clip of everything.",
-        type=float,
+        allowed=FROM_0,
         metavar="X",
     )
     mtp_loss: str = _flag(
@@ -136,26 +154,26 @@ class MTPConfig:
     mtp_temperature: float = _flag(
         1.0,
         "Temperature of both distributions where the loss compares with the trunk's. Default: 1.",
-        type=float,
+        allowed=(f"a number from {COLDEST:g} to {HOTTEST:g}", lambda number: COLDEST <= number <= HOTTEST),
         metavar="T",
     )
     mtp_lk_eta: float = _flag(
         3.0,
         "How fast --mtp-loss lk goes from kd to tv as the rate a of accepted drafts rises: the weight of kd is "
         "exp(-ETA a). Default: 3.",
-        type=float,
+        allowed=("0 (kd alone) or more", FROM_0[1]),
         metavar="ETA",
     )
     mtp_label_smoothing: float = _flag(
         0.0,
         "Probability in the labels of the MTP layers' cross-entropy that is spread over all tokens. Default: 0.",
-        type=float,
+        allowed=("0 or more, and less than 1", lambda number: 0 <= number < 1),
         metavar="S",
     )
     mtp_z_loss: float = _flag(
         0.0,
         "Weight of the squared log-normalizer in the MTP layers' cross-entropy. Default: 0.",
-        type=float,
+        allowed=FROM_0,
         metavar="Z",
     )
     mtp_loss_weights: str | None = _flag(
@@ -167,15 +185,19 @@ class MTPConfig:
         "constant",
         "How lambda goes from --mtp-loss-scaling-factor to --mtp-loss-final-factor: 'step' after "
         "--mtp-loss-schedule-steps steps, 'cosine' during them. Default: constant.",
-        metavar="{" + ",".join(("constant", *SCHEDULES)) + "}",
+        choices=("constant", *SCHEDULES),
     )
-    mtp_loss_final_factor: float = _flag(0.0, "lambda at the end of its schedule. Default: 0.", type=float, metavar="X")
-    mtp_loss_schedule_steps: int = _flag(0, "Training steps of lambda's schedule. Default: 0.", type=int, metavar="N")
+    mtp_loss_final_factor: float = _flag(
+        0.0, "lambda at the end of its schedule. Default: 0.", allowed=FROM_0, metavar="X"
+    )
+    mtp_loss_schedule_steps: int = _flag(
+        0, "Training steps of lambda's schedule. Default: 0.", allowed=("1 or more", FROM_0[1]), metavar="N"
+    )
     mtp_token_fraction: float = _flag(
         1.0,
         "Part of the positions on which the depths' losses are computed, drawn anew in every step; the rest need no "
         "head. Default: 1.",
-        type=float,
+        allowed=("a number above 0, and at most 1", lambda number: 0 < number <= 1),
         metavar="F",
     )
     mtp_draft_vocab_size: int | None = _flag(
@@ -183,7 +205,7 @@ class MTPConfig:
         "Size of the draft vocabulary: the MTP layers draft only the N most frequent tokens of --data-path, so that "
         "their head costs N rows. The list is kept in the checkpoint, and a run that loads it needs no flag. Default: "
         "the checkpoint's list, or all tokens.",
-        type=int,
+        allowed=("1 or more, or leave the flag out to draft all tokens", FROM_1[1]),
         metavar="N",
     )
     mtp_draft_vocab_file: str | None = _flag(
@@ -195,12 +217,12 @@ class MTPConfig:
         None,
         "Train a drafter in the place of MTP layers, behind the frozen trunk of --load: 'eagle3' is one layer that "
         "reads the trunk's states after three layers (arXiv:2503.01840). Default: MTP layers.",
-        metavar="{" + ",".join(DRAFTERS) + "}",
+        choices=DRAFTERS,
     )
     drafter_steps: int | None = _flag(
         None,
         f"Steps of the drafter in training, each on its own states of the step before. Default: {DRAFTER_STEPS}.",
-        type=int,
+        allowed=FROM_1,
         metavar="K",
     )
     drafter_layers: Sequence[int] | None = _flag(
@@ -212,38 +234,56 @@ class MTPConfig:
         metavar="N",
     )
     drafter_ffn_hidden_size: int | None = _flag(
-        None, "Hidden size of the drafter's MLP. Default: --ffn-hidden-size.", type=int, metavar="F"
+        None, "Hidden size of the drafter's MLP. Default: --ffn-hidden-size.", allowed=FROM_1, metavar="F"
     )
     mtp_linear_ce_main: bool = _flag(
         False,
         "Compute the trunk's loss in chunks of tokens too, as the depths' losses always are, so that all its logits "
         "are never in memory at once. Default: Megatron's own loss.",
-        action="store_true",
     )
 
     def __post_init__(self) -> None:
-        _one_of("--mtp-architecture", self.mtp_architecture, ARCHITECTURES)
-        _one_of("--mtp-loss-schedule", self.mtp_loss_schedule, ("constant", *SCHEDULES))
-        if self.mtp_init is not None:
-            _one_of("--mtp-init", self.mtp_init, INITS)
-        self._check_drafter()
-        if self.mtp_acceptance_interval < 0:
-            raise ValueError(
-                f"--mtp-acceptance-interval is {self.mtp_acceptance_interval}; give 0 (never) or a number of steps."
-            )
-        if self.mtp_hidden_state_mixing and self.mtp_architecture == "parallel":
-            raise ValueError(
+        for one in fields(self):
+            value, allowed, choices = getattr(self, one.name), one.metadata["allowed"], one.metadata["choices"]
+            if value is not None and choices and value not in choices:
+                raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
+            if value is not None and allowed and not allowed[1](value):
+                raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
+            if one.name.startswith("drafter_") and value is not None and self.drafter is None:
+                raise ValueError(
+                    f"{flag_of(one.name)} was given without --drafter; give --drafter {DRAFTERS[0]}, or drop it."
+                )
+        is_constant = self.mtp_loss_schedule == "constant"
+        for is_wrong, sentence in (
+            (
+                self.mtp_hidden_state_mixing and self.mtp_architecture == "parallel",
                 "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the "
-                "trunk's state alone; drop one of the two."
-            )
-        for flag, number in (("--mtp-lr", self.mtp_lr), ("--mtp-clip-grad", self.mtp_clip_grad)):
-            if number is not None and not 0 <= number < math.inf:
-                raise ValueError(f"{flag} is {number}; give 0 or more.")
-        if self.mtp_unroll is not None and self.mtp_unroll < 1:
-            raise ValueError(f"--mtp-unroll is {self.mtp_unroll}; give 1 or more passes.")
-        self._check_loss()
-        self._check_draft_vocabulary()
-        self._check_schedule()
+                "trunk's state alone; drop one of the two.",
+            ),
+            (
+                (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None),
+                f"--mtp-loss is {self.mtp_loss} and --mtp-loss-mix {self.mtp_loss_mix}; 'mix' needs its weights, and "
+                "no other loss takes them.",
+            ),
+            (
+                self.mtp_draft_vocab_size is not None and self.mtp_draft_vocab_file is not None,
+                f"--mtp-draft-vocab-size {self.mtp_draft_vocab_size} and --mtp-draft-vocab-file "
+                f"{self.mtp_draft_vocab_file} were given, but a file has its own size; drop one of the two.",
+            ),
+            (
+                is_constant != (self.mtp_loss_schedule_steps == 0),
+                f"--mtp-loss-schedule is {self.mtp_loss_schedule} and --mtp-loss-schedule-steps "
+                f"{self.mtp_loss_schedule_steps}; all but 'constant' need a number of steps, and "
+                "'constant' takes none.",
+            ),
+            (
+                is_constant and self.mtp_loss_final_factor,
+                f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}, which a constant lambda never reaches; give "
+                f"--mtp-loss-schedule {' or '.join(SCHEDULES)}, or drop the flag.",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(sentence)
 
     def loss_weights(self, depths: int) -> list[float]:
         """The weights of depth 1 .. D.
@@ -261,66 +301,6 @@ class MTPConfig:
                 f"{'--mtp-num-layers' if self.mtp_unroll is None else '--mtp-unroll'}), with commas, not all 0."
             )
         return numbers
-
-    def _check_drafter(self) -> None:
-        if self.drafter is not None:
-            _one_of("--drafter", self.drafter, DRAFTERS)
-        for name in ("drafter_steps", "drafter_layers", "drafter_ffn_hidden_size"):
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            if value is not None and self.drafter is None:
-                raise ValueError(f"{flag} was given without --drafter; give --drafter {DRAFTERS[0]}, or drop it.")
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{flag} is {value}; give 1 or more.")
-
-    def _check_loss(self) -> None:
-        if (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None):
-            raise ValueError(
-                f"--mtp-loss is {self.mtp_loss} and --mtp-loss-mix {self.mtp_loss_mix}; 'mix' needs its weights, and "
-                "no other loss takes them."
-            )
-        coldest, hottest = TEMPERATURES
-        if not coldest <= self.mtp_temperature <= hottest:
-            raise ValueError(
-                f"--mtp-temperature is {self.mtp_temperature}; give a number from {coldest:g} to {hottest:g}."
-            )
-        if not 0 <= self.mtp_lk_eta < math.inf:
-            raise ValueError(f"--mtp-lk-eta is {self.mtp_lk_eta}; give 0 (kd alone) or more.")
-        if not 0 <= self.mtp_label_smoothing < 1:
-            raise ValueError(f"--mtp-label-smoothing is {self.mtp_label_smoothing}; give 0 or more, and less than 1.")
-        if not 0 <= self.mtp_z_loss < math.inf:
-            raise ValueError(f"--mtp-z-loss is {self.mtp_z_loss}; give 0 or more.")
-        if not 0 < self.mtp_token_fraction <= 1:
-            raise ValueError(
-                f"--mtp-token-fraction is {self.mtp_token_fraction}; give a number above 0, and at most 1."
-            )
-
-    def _check_draft_vocabulary(self) -> None:
-        if self.mtp_draft_vocab_size is not None and self.mtp_draft_vocab_size < 1:
-            raise ValueError(
-                f"--mtp-draft-vocab-size is {self.mtp_draft_vocab_size}; give 1 or more, or leave the flag out to "
-                "draft all tokens."
-            )
-        if self.mtp_draft_vocab_size is not None and self.mtp_draft_vocab_file is not None:
-            raise ValueError(
-                f"--mtp-draft-vocab-size {self.mtp_draft_vocab_size} and --mtp-draft-vocab-file "
-                f"{self.mtp_draft_vocab_file} were given, but a file has its own size; drop one of the two."
-            )
-
-    def _check_schedule(self) -> None:
-        if (self.mtp_loss_schedule == "constant") != (self.mtp_loss_schedule_steps == 0):
-            raise ValueError(
-                f"--mtp-loss-schedule is {self.mtp_loss_schedule} and --mtp-loss-schedule-steps "
-                f"{self.mtp_loss_schedule_steps}; all but 'constant' need a number of steps, and 'constant' takes none."
-            )
-        if self.mtp_loss_schedule_steps < 0:
-            raise ValueError(f"--mtp-loss-schedule-steps is {self.mtp_loss_schedule_steps}; give 1 or more.")
-        if not 0 <= self.mtp_loss_final_factor < math.inf:
-            raise ValueError(f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}; give 0 or more.")
-        if self.mtp_loss_final_factor and self.mtp_loss_schedule == "constant":
-            raise ValueError(
-                f"--mtp-loss-final-factor is {self.mtp_loss_final_factor}, which a constant lambda never reaches; give "
-                f"--mtp-loss-schedule {' or '.join(SCHEDULES)}, or drop the flag."
-            )
 
 
 def trained_depths(args: Namespace) -> int:
@@ -342,11 +322,6 @@ def number_of(text: str) -> float:
 def are_weights(numbers: Sequence[float]) -> bool:
     """Return whether they are finite, none below 0, and not all 0."""
     return all(0 <= number < math.inf for number in numbers) and any(numbers)
-
-
-def _one_of(flag: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{flag} is '{value}'; choose one of {', '.join(allowed)}.")
 
 
 def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:

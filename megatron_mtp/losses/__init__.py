@@ -22,7 +22,7 @@ reference.py             all losses as their definitions read
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, flag_of
 from megatron_mtp.registry import Imported, Registry
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_loss(settings: MTPConfig) -> None:
             by_default: dict[str, Any] = {field.name: field.default}
             if depth_loss(replace(settings, **by_default)) == loss:
                 raise ValueError(
-                    f"--{field.name.replace('_', '-')} is {getattr(settings, field.name)}, which --mtp-loss "
+                    f"{flag_of(field.name)} is {getattr(settings, field.name)}, which --mtp-loss "
                     f"{settings.mtp_loss} does not read; drop the flag, or choose a loss that does."
                 )
 

@@ -13,8 +13,9 @@ import os
 import re
 import socket
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.config import DRAFTER_STEPS, MTPConfig, trained_depths
+from megatron_mtp.config import DRAFTER_STEPS, MTPConfig, flag_of, trained_depths
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
 from megatron_mtp.model.eagle3 import as_mtp_layers, check_layers, default_layers
@@ -155,181 +156,141 @@ def check_flags(args: Namespace, settings: MTPConfig) -> None:
     check_supported(args)
     _check_folder("--mtp-metrics-dir", args.mtp_metrics_dir)  # ours
     _check_folder("--save", args.save)  # silent until the first checkpoint
-    if args.mtp_num_layers is None:
-        _check_without_depths(args, settings)
-    for is_wrong, sentence in (*TOGETHER, *(WITH_DEPTHS if args.mtp_num_layers is not None else ())):
-        if is_wrong(args):
-            raise ValueError(sentence.format(**vars(args)))
-    if args.mtp_repeated_layer_shares_kv:
-        _check_sharing(args)
+    of_depths = _without_depths(args, settings) if args.mtp_num_layers is None else _with_depths(args)
+    for sentence in chain(_of_the_run(args), _of_data(args), _of_hybrids(args), of_depths, _of_shared_keys(args)):
+        raise ValueError(sentence)
     if args.mtp_num_layers is not None:
         settings.loss_weights(trained_depths(args))
 
 
-Row = tuple[Callable[[Namespace], Any], str]
-"""Return whether the flags are wrong, and the sentence, with {} for their values."""
+Sentences = Iterator[str]
+"""What is wrong with the flags, sentence by sentence."""
 
 
-def _has_layers(args: Namespace, symbols: str) -> bool:
-    return bool(set(args.hybrid_layer_pattern or "") & set(symbols))
-
-
-def _sources(args: Namespace) -> int:
-    """The number of flags that name data."""
-    per_split = args.train_data_path or args.valid_data_path or args.test_data_path
-    return sum(
-        map(
-            bool,
-            (args.chat, args.mock_data, args.data_path, args.data_args_path, per_split, args.per_split_data_args_path),
+def _of_the_run(args: Namespace) -> Sentences:
+    if args.mtp_train_only and (args.mtp_lr is not None or args.mtp_clip_grad is not None):  # ours
+        yield (
+            "--mtp-lr or --mtp-clip-grad was given with --mtp-train-only, which trains nothing else; give --lr and "
+            "--clip-grad in their place."
         )
-    )
+    if args.mtp_clip_grad is not None and not args.clip_grad:  # ours
+        yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad above 0."
+    if args.save is not None and args.save_interval is None:  # silent: nothing is saved
+        yield f"--save is {args.save}, but --save-interval is missing; give the steps between checkpoints."
+    if args.rampup_batch_size is not None:  # silent
+        yield (
+            "--rampup-batch-size was given, which Megatron 0.19 ignores; give --step-batch-size-schedule in its place, "
+            "and without --global-batch-size: '0:64 1B:256' goes from 64 to 256 at a billion tokens."
+        )
+    if args.full_validation and not args.multiple_validation_sets:  # silent until the end of the run
+        yield "--full-validation works with --multiple-validation-sets alone; give both, or neither."
 
 
-TOGETHER: tuple[Row, ...] = (
-    # ours: the flags that do the same
-    (
-        lambda args: args.mtp_train_only and (args.mtp_lr is not None or args.mtp_clip_grad is not None),
-        "--mtp-lr or --mtp-clip-grad was given with --mtp-train-only, which trains nothing else; give --lr and "
-        "--clip-grad in their place.",
-    ),
-    (
-        lambda args: args.mtp_clip_grad is not None and not args.clip_grad,
-        "--mtp-clip-grad is {mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad a number above 0.",
-    ),
-    # silent: nothing is saved
-    (
-        lambda args: args.save is not None and args.save_interval is None,
-        "--save is {save}, but --save-interval is missing; give the steps between checkpoints.",
-    ),
-    # silent: Megatron ignores it
-    (
-        lambda args: args.rampup_batch_size is not None,
-        "--rampup-batch-size was given, which Megatron 0.19 ignores; give --step-batch-size-schedule in its place, and "
-        "without --global-batch-size: '0:64 1B:256' goes from 64 to 256 at a billion tokens.",
-    ),
-    # silent until the evaluation after the run, which fails
-    (
-        lambda args: args.full_validation and not args.multiple_validation_sets,
-        "--full-validation works with --multiple-validation-sets alone; give both, or neither.",
-    ),
-    # silent: one of them is read
-    (
-        lambda args: _sources(args) > 1,
-        "data comes from one source alone: give one of --chat, --mock-data, --data-path, --data-args-path, "
-        "--train-data-path (with its like) and --per-split-data-args-path.",
-    ),
-    # ours: how batches are cut and packed
-    (
-        lambda args: args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data or args.reads_chats),
-        "--mtp-mask-prompts was given with --sft, --mock-data, --fim-data or chats, whose data is not of megatron-mtp "
-        "sample; drop one.",
-    ),
-    (
-        lambda args: args.reads_chats and (args.sft or args.fim_data),
-        "chats were given with --sft or --fim-data, which read other data; drop one.",
-    ),
-    (
-        lambda args: args.show_example and not args.reads_chats,
-        "--show-example shows a chat, and the data is none; give --chat, or drop the flag.",
-    ),
-    (
-        lambda args: args.dataloader_inter_document_masking and args.context_parallel_size > 1,
-        "--dataloader-inter-document-masking was given with --context-parallel-size {context_parallel_size}, which "
-        "cannot cut documents of any length; give --reset-attention-mask in its place.",
-    ),
-    (
-        lambda args: is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
-        "--micro-batch-size is {micro_batch_size}, but a pipeline takes one packed row at a time; give 1.",
-    ),
-    # silent: Megatron's hybrid model does not read what these ask for
-    (
-        lambda args: _has_layers(args, Symbols.MOE) and args.num_experts is None,
-        "--hybrid-layer-pattern has E, but --num-experts is missing; give it, or - for an MLP.",
-    ),
-    (
-        lambda args: _has_layers(args, Symbols.GDN) and not args.swiglu,
-        "--hybrid-layer-pattern has G, whose layers take SiLU for their convolution and gate; give --swiglu.",
-    ),
-    (
-        lambda args: args.hybrid_layer_pattern is not None and args.use_rope_scaling,
-        "--use-rope-scaling was given with --hybrid-layer-pattern, whose model does not read it; drop the flag.",
-    ),
-    (
-        lambda args: _has_layers(args, "".join(RECURRENT)) and args.reset_attention_mask,
-        "--reset-attention-mask was given, but recurrent layers of --hybrid-layer-pattern {hybrid_layer_pattern} take "
-        "states across documents of unpacked rows; give --dataloader-inter-document-masking, which packs them.",
-    ),
-)
-
-WITH_DEPTHS: tuple[Row, ...] = (
-    # ours, all of them
-    (
-        lambda args: args.mtp_num_layers < 1,
-        "--mtp-num-layers is {mtp_num_layers}; give 1 or more, or 0 to train without depths.",
-    ),
-    (
-        lambda args: not 0 <= (args.mtp_loss_scaling_factor or 0) < math.inf,
-        "--mtp-loss-scaling-factor is {mtp_loss_scaling_factor}; give 0 or more (0.1 is Megatron's default).",
-    ),
-    (
-        lambda args: args.mtp_train_only and args.mtp_loss_scaling_factor == 0 and not args.mtp_loss_final_factor,
-        "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing; give more, such as 1.",
-    ),
-    (
-        lambda args: args.mtp_unroll is not None and not args.mtp_use_repeated_layer,
-        "--mtp-unroll is {mtp_unroll} without --mtp-use-repeated-layer, but layers of their own have one pass each; "
-        "give --mtp-use-repeated-layer too, or drop the flag.",
-    ),
-    (
-        lambda args: args.mtp_unroll is not None and args.mtp_unroll < args.mtp_num_layers,
-        "--mtp-unroll is {mtp_unroll}, which is less than --mtp-num-layers {mtp_num_layers}; give at least as many "
-        "passes as depths.",
-    ),
-    (
-        lambda args: args.seq_length is not None and trained_depths(args) >= args.seq_length,
-        "--mtp-num-layers is {mtp_num_layers} (--mtp-unroll {mtp_unroll}), but sequences of --seq-length {seq_length} "
-        "have no token that far ahead; give fewer depths, or longer sequences.",
-    ),
-    (
-        lambda args: args.mtp_hidden_state_mixing and trained_depths(args) < 2,
-        "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to read; "
-        "give 2 or more depths, or drop the flag.",
-    ),
-    (
-        lambda args: args.mtp_init is not None and not _has_checkpoint(args),
-        "--mtp-init is {mtp_init}, but there is no checkpoint to add depths to (--load {load}); give --load or "
-        "--pretrained-checkpoint with one, or drop --mtp-init.",
-    ),
-    (
-        lambda args: args.mtp_train_only and not _has_checkpoint(args),
-        "--mtp-train-only was given with --load {load}, where there is no checkpoint of a trunk; give one that exists, "
-        "or --pretrained-checkpoint.",
-    ),
-    (
-        lambda args: args.mtp_init == "last-layer" and not _ends_with_a_depth(args.hybrid_layer_pattern or ""),
-        "--mtp-init is last-layer, but the last stage of the trunk in --hybrid-layer-pattern {hybrid_layer_pattern} "
-        "does not end with the layers of a depth; give such a pattern, or --mtp-init random.",
-    ),
-    (
-        lambda args: args.position_embedding_type not in ("rope", "none"),
-        "--position-embedding-type is {position_embedding_type}, which MTP cannot use, since a depth sees later tokens "
-        "at earlier positions; give rope or none.",
-    ),
-    (
-        lambda args: args.mtp_architecture == "parallel" and args.mtp_use_repeated_layer,
-        "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make all "
-        "depths the same; drop one of the two.",
-    ),
-    (
-        lambda args: "quantile_balancing" in (args.moe_router_load_balancing_type or ()),
-        "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
-        "shifts in; give another type, such as aux_loss or none.",
-    ),
-)
+def _of_data(args: Namespace) -> Sentences:
+    """Ours, how batches are cut and packed; silent where several sources are given, one of which is read."""
+    per_split = args.train_data_path or args.valid_data_path or args.test_data_path
+    files = args.data_path, args.data_args_path, per_split, args.per_split_data_args_path
+    if sum(map(bool, (args.chat, args.mock_data, *files))) > 1:
+        yield (
+            "data comes from one source alone: give one of --chat, --mock-data, --data-path, --data-args-path, "
+            "--train-data-path (with its like) and --per-split-data-args-path."
+        )
+    if args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data or args.reads_chats):
+        yield (
+            "--mtp-mask-prompts was given with --sft, --mock-data, --fim-data or chats, whose data is not of "
+            "megatron-mtp sample; drop one."
+        )
+    if args.reads_chats and (args.sft or args.fim_data):
+        yield "chats were given with --sft or --fim-data, which read other data; drop one."
+    if args.show_example and not args.reads_chats:
+        yield "--show-example shows a chat, and the data is none; give --chat, or drop the flag."
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        yield (
+            f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
+            "which cannot cut documents of any length; give --reset-attention-mask in its place."
+        )
+    if is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        yield f"--micro-batch-size is {args.micro_batch_size}, but a pipeline takes one packed row at a time; give 1."
 
 
-def _has_checkpoint(args: Namespace) -> bool:
-    return any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
+def _of_hybrids(args: Namespace) -> Sentences:
+    """Silent: Megatron's hybrid model does not read what these ask for."""
+    layers = set(args.hybrid_layer_pattern or "")
+    if Symbols.MOE in layers and args.num_experts is None:
+        yield f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP."
+    if Symbols.GDN in layers and not args.swiglu:
+        yield f"{PATTERN} has G, whose layers take SiLU for their convolution and gate; give --swiglu."
+    if layers and args.use_rope_scaling:
+        yield f"--use-rope-scaling was given with {PATTERN}, whose model does not read it; drop the flag."
+    if layers & set(RECURRENT) and args.reset_attention_mask:
+        yield (
+            f"--reset-attention-mask was given, but recurrent layers of {PATTERN} {args.hybrid_layer_pattern} take "
+            "states across documents of unpacked rows; give --dataloader-inter-document-masking, which packs them."
+        )
+
+
+def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
+    """Ours: flags of depths would do nothing; what a checkpoint's arguments say of the model may stay."""
+    stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
+    given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
+    given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
+    for name in given:
+        if name not in (*WITHOUT_DEPTHS, *stored):
+            yield f"{flag_of(name)} was given without --mtp-num-layers; say how many depths to train, or drop it."
+
+
+def _with_depths(args: Namespace) -> Sentences:
+    """Ours, all of them."""
+    depths, passes, factor = args.mtp_num_layers, args.mtp_unroll, args.mtp_loss_scaling_factor
+    if depths < 1:
+        yield f"--mtp-num-layers is {depths}; give 1 or more, or 0 to train without depths."
+    if not 0 <= (factor or 0) < math.inf:
+        yield f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default)."
+    if args.mtp_train_only and factor == 0 and not args.mtp_loss_final_factor:
+        yield "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing; give more, such as 1."
+    if passes is not None and not args.mtp_use_repeated_layer:
+        yield (
+            f"--mtp-unroll is {passes} without --mtp-use-repeated-layer, but layers of their own have one pass each; "
+            "give --mtp-use-repeated-layer too, or drop the flag."
+        )
+    if passes is not None and passes < depths:
+        yield (
+            f"--mtp-unroll is {passes}, which is less than --mtp-num-layers {depths}; give at least as many passes as "
+            "depths."
+        )
+    if args.seq_length is not None and trained_depths(args) >= args.seq_length:
+        yield (
+            f"--mtp-num-layers is {depths} (--mtp-unroll {passes}), but sequences of --seq-length {args.seq_length} "
+            "have no token that far ahead; give fewer depths, or longer sequences."
+        )
+    if args.mtp_hidden_state_mixing and trained_depths(args) < 2:
+        yield (
+            "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
+            "read; give 2 or more depths, or drop the flag."
+        )
+    if (args.mtp_init or args.mtp_train_only) and not any(
+        map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
+    ):
+        flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
+        yield (
+            f"{flag} was given with --load {args.load}, where there is no checkpoint of a trunk; give one that exists, "
+            "or --pretrained-checkpoint."
+        )
+    if args.mtp_init == "last-layer" and not _ends_with_a_depth(args.hybrid_layer_pattern or ""):
+        yield (
+            f"--mtp-init is last-layer, but the last stage of the trunk in {PATTERN} {args.hybrid_layer_pattern} does "
+            "not end with the layers of a depth; give such a pattern, or --mtp-init random."
+        )
+    if args.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
+        yield (
+            "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make "
+            "all depths the same; drop one of the two."
+        )
+    if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
+        yield (
+            "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
+            "shifts in; give another type, such as aux_loss or none."
+        )
 
 
 def _ends_with_a_depth(pattern: str) -> bool:
@@ -338,29 +299,19 @@ def _ends_with_a_depth(pattern: str) -> bool:
     return (parsed.main_pattern or "").rpartition(Symbols.PIPE)[2].endswith(parsed.mtp_pattern or "")
 
 
-def _check_without_depths(args: Namespace, settings: MTPConfig) -> None:
-    """Ours: flags of depths would do nothing; what a checkpoint's arguments say of the model may stay."""
-    stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
-    given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
-    given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
-    for name in given:
-        if name not in (*WITHOUT_DEPTHS, *stored):
-            raise ValueError(
-                f"{flag_of(name)} was given without --mtp-num-layers; say how many depths to train, or drop it."
-            )
-
-
-def _check_sharing(args: Namespace) -> None:
+def _of_shared_keys(args: Namespace) -> Sentences:
     """Ours: several passes of a layer with our own attention."""
-    if args.mtp_num_layers is None or not args.mtp_use_repeated_layer or trained_depths(args) < 2:
-        raise ValueError(
+    if not args.mtp_repeated_layer_shares_kv:
+        return
+    if not args.mtp_use_repeated_layer or trained_depths(args) < 2:
+        yield (
             f"{SHARES} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
             "--mtp-unroll 2 or more."
         )
     recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
     for is_given, flag, why in (
         (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
-        (args.hybrid_layer_pattern is not None, "--hybrid-layer-pattern", "not all layers keep keys"),
+        (args.hybrid_layer_pattern is not None, PATTERN, "not all layers keep keys"),
         (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
         (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"),
         (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
@@ -369,7 +320,7 @@ def _check_sharing(args: Namespace) -> None:
     ):
         if is_given:
             remedy = "give --transformer-impl local" if "impl" in flag else "drop one of the two"
-            raise ValueError(f"{SHARES} was given with {flag}, where {why}; {remedy}.")
+            yield f"{SHARES} was given with {flag}, where {why}; {remedy}."
 
 
 def _check_folder(flag: str, named: str | None) -> None:
@@ -437,11 +388,6 @@ def set_depths(args: Namespace) -> None:
             "behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
         )
     args.mtp_num_layers = depths or None
-
-
-def flag_of(name: str) -> str:
-    """Megatron's flag of an argument."""
-    return "--" + name.replace("_", "-")
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import MethodType
+from typing import get_args
 
 import yaml
 
-from megatron_mtp.config import MTPConfig, add_yarn_arguments
+from megatron_mtp.config import MTPConfig, add_yarn_arguments, flag_of
 from megatron_mtp.errors import Parser
 from megatron_mtp.losses import LOSSES
 
@@ -33,10 +34,12 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _repair_help(parser)
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
-        flag, described = "--" + field.name.replace("_", "-"), {**field.metadata}
+        described = {name: value for name, value in field.metadata.items() if name not in ("allowed", "choices")}
+        kind = (get_args(field.type) or (field.type,))[0]
+        described |= {"action": "store_true"} if kind is bool else {"type": kind} if kind in (int, float) else {}
         if field.name == "mtp_loss":
             described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
-        names = [flag, described.pop("alias")] if "alias" in described else [flag]
+        names = [flag_of(field.name), *(described.pop(name) for name in ("alias",) if name in described)]
         for alias in names[1:]:
             _take_over(parser, alias)
         group.add_argument(*names, dest=field.name, default=field.default, **described)

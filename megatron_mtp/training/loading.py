@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, flag_of
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.pattern import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
@@ -215,10 +215,9 @@ def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> 
     for name in ("drafter_layers", "drafter_ffn_hidden_size"):
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if own != theirs:
-            flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{flag} is {_words(own)}, and the drafter of {folder} (--load) has {_words(theirs)}; give that, or "
-                "--use-checkpoint-args."
+                f"{flag_of(name)} is {_words(own)}, and the drafter of {folder} (--load) has {_words(theirs)}; give "
+                "that, or --use-checkpoint-args."
             )
     return ()
 
@@ -311,9 +310,8 @@ def _check_optimizer(args: Namespace, stored: Namespace, source: str) -> None:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     other = [name for name in sizes if getattr(stored, name, None) != getattr(args, name)]
     if was and other and not getattr(stored, "dist_ckpt_optim_fully_reshardable", True):
-        name = "--" + other[0].replace("_", "-")
         raise ValueError(
-            f"{source} holds the state of a distributed optimizer for {name} {getattr(stored, other[0])}, "
+            f"{source} holds the state of a distributed optimizer for {flag_of(other[0])} {getattr(stored, other[0])}, "
             f"and this run has {getattr(args, other[0])}; save with --dist-ckpt-optim-fully-reshardable to change the "
             "layout, or start with a new state (--no-load-optim)."
         )

@@ -58,7 +58,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
-        (f"{MOCK} {DEPTHS}", "--position-embedding-type is learned_absolute"),
+        (f"{MOCK} {DEPTHS}", "(MTP) is not supported with learned_absolute position embedding type"),
         (f"{ROPE} {MOCK} --rampup-batch-size 2 2 8", "ignores; give --step-batch-size-schedule in its place"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture diagonal", "--mtp-architecture is 'diagonal'; choose one of"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-init zeros", "--mtp-init is 'zeros'; choose one of random, last-layer"),

@@ -10,11 +10,12 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401  # a fixture
 
+from megatron_mtp.config import flag_of
 from megatron_mtp.model.build import join_world
 from megatron_mtp.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
 from megatron_mtp.training import checks, run
 from megatron_mtp.training.arguments import set_connections
-from megatron_mtp.training.checks import RANGES, check_hub, check_ranges, flag_of
+from megatron_mtp.training.checks import RANGES, check_hub, check_ranges
 
 PATTERN = "--hybrid-layer-pattern"
 HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"

@@ -95,7 +95,7 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
         ("a file", "generate", "checkpoint is a file; give a folder"),
         ("older format junk", "train", "model_optim_rng.pt cannot be loaded: "),
         ("nothing there", "--save is another", "--load: "),
-        ("nothing there", "--mtp-init", "--mtp-init is random, but there is no checkpoint to add depths to"),
+        ("nothing there", "--mtp-init", "--mtp-init random was given with --load "),
         ("nothing there", "--skip-train", "checkpoint does not exist; give a folder"),
         ("whole", "--ckpt-step to nowhere", "--ckpt-step is 9, but "),
         ("whole", "distributed optimizer", "holds the state of a plain optimizer, and this run has a distributed one"),

@@ -18,13 +18,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
 from megatron_mtp.runtime import quieten
+
+if TYPE_CHECKING:
+    from megatron_mtp.checkpoint.convert.stream import Conversion
 
 EXAMPLES = """examples:
   # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...
@@ -105,50 +108,35 @@ def sentence(error: OSError, args: argparse.Namespace) -> str:
     return f"{what}: {error.strerror or error}."
 
 
+def carry_out(plan: "Conversion", args: argparse.Namespace) -> dict[str, Any]:
+    """Write what a command has planned, or describe it where --dry-run is given."""
+    if args.dry_run:
+        return plan.described(args.target)
+    done = asdict(plan.write(args.target, options(args)))
+    return done | done.pop("notes")
+
+
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
-    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+    from megatron_mtp.checkpoint.convert.import_hf import plan_import
     from megatron_mtp.checkpoint.inspecting import checked_arguments
 
-    source = local_folder(args.source)
-    if args.dry_run:
-        from megatron_mtp.checkpoint.convert.dry_run import plan_import
-
-        return plan_import(source, args.target, options(args), checked_arguments)
-    done = asdict(hf_to_mcore(source, args.target, options(args), checked_arguments))
-    notes: dict[str, Any] = done.pop("notes")
-    return done | notes
+    return carry_out(plan_import(local_folder(args.source), options(args), checked_arguments), args)
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
     """`convert mcore-to-hf`."""
-    from megatron_mtp.checkpoint.convert.export_hf import DRAFTED, form_of, mcore_to_hf
-    from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-    from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
+    from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
 
     _check_text(args)
     form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
-    if args.dry_run:
-        from megatron_mtp.checkpoint.convert.dry_run import plan_export
-
-        return plan_export(args.source, args.target, options(args), form)
-    done = asdict(mcore_to_hf(args.source, args.target, options(args), form))
-    if args.text is not None:
-        length = DistReader(args.source).common()["args"].max_position_embeddings
-        done["acceptance"] = _acceptances({"before": args.source, "after": args.target}, length, args)
-    drafted = stored_draft_vocabulary(iteration_folder(args.source))
-    if drafted is not None:
-        done["draft vocabulary"] = (
-            f"{drafted.numel()} tokens, in {DRAFTED}: the MTP layers of the folder draft all tokens; when it is read "
-            "again, draft-vocab takes the list (--mtp-draft-vocab-file)"
-        )
-    return done
+    done = carry_out(plan_export(args.source, args.target, options(args), form), args)
+    return done | _acceptances({"before": args.source, "after": args.target}, args.source, args)
 
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.convert.dry_run import plan_change
-    from megatron_mtp.checkpoint.convert.edit import Init, attach_depths, plan_attaching
+    from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
     if args.mtp_num_layers < 1:
@@ -163,38 +151,25 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
     if args.mtp_init == "fitted" and not args.data_path:
         raise ValueError("--mtp-init fitted has no text; give --data-path, the prefix of a .bin and .idx.")
     init = Init(args.mtp_init, args.seed, FitData(**given) if given else None)
-    if args.dry_run:
-        return plan_change(plan_attaching(args.source, args.mtp_num_layers, init), args.source, args.target)
-    return asdict(attach_depths(args.source, args.target, args.mtp_num_layers, init, options(args)))
+    return carry_out(plan_attaching(args.source, args.mtp_num_layers, init, options(args).quiet), args)
 
 
 def drop(args: argparse.Namespace) -> dict[str, Any]:
     """`convert drop-mtp`."""
-    from megatron_mtp.checkpoint.convert.dry_run import plan_change
-    from megatron_mtp.checkpoint.convert.edit import drop_depths, plan_dropping
+    from megatron_mtp.checkpoint.convert.edit import plan_dropping
 
-    if args.dry_run:
-        return plan_change(plan_dropping(args.source, args.keep), args.source, args.target)
-    return asdict(drop_depths(args.source, args.target, args.keep, options(args)))
+    return carry_out(plan_dropping(args.source, args.keep), args)
 
 
-def graft_depths(args: argparse.Namespace) -> dict[str, Any]:
+def graft(args: argparse.Namespace) -> dict[str, Any]:
     """`convert graft`."""
-    from megatron_mtp.checkpoint.convert.dry_run import plan_graft
-    from megatron_mtp.checkpoint.convert.graft import Graft, graft
+    from megatron_mtp.checkpoint.convert.graft import plan_graft
     from megatron_mtp.checkpoint.inspecting import checked_arguments
 
     donor, target = local_folder(args.donor), local_folder(args.source)
     _check_text(args)
-    plan = Graft.of(donor, target, checked_arguments, args.trust_remote_code)
-    told = {"fits": plan.fits, "not known": plan.unknown}
-    if args.dry_run:
-        return plan_graft(plan, args.target, options(args)) | told
-    done = asdict(graft(plan, args.target, options(args))) | told
-    if args.text is None:
-        return done
-    models = {"on the donor's trunk": donor, "on the new trunk": args.target}
-    return done | {"acceptance": _acceptances(models, plan.target.args.max_position_embeddings, args)}
+    done = carry_out(plan_graft(donor, target, checked_arguments, options(args), args.trust_remote_code), args)
+    return done | _acceptances({"on the donor's trunk": donor, "on the new trunk": args.target}, args.target, args)
 
 
 def _check_text(args: argparse.Namespace) -> None:
@@ -203,20 +178,24 @@ def _check_text(args: argparse.Namespace) -> None:
         raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
 
 
-def _acceptances(models: dict[str, Path], length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What `evaluate` finds on the text for models by name, folders or checkpoints, in sequences of this length."""
+def _acceptances(models: dict[str, Path], checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What `evaluate` finds on --text for models by name, folders or checkpoints, in sequences that this one takes."""
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.inspecting import checked_arguments
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
 
-    length, found = min(MEASURED_TOKENS, length), {}
+    if args.text is None or args.dry_run:
+        return {}
+    length = min(MEASURED_TOKENS, DistReader(checkpoint).common()["args"].max_position_embeddings)
+    found = {}
     with TemporaryDirectory(prefix=f".{args.target.name}-read-", dir=args.target.parent) as folder:
         for number, (name, path) in enumerate(models.items()):
             if not is_checkpoint(path):  # `evaluate` reads checkpoints
                 source, path = path, Path(folder) / str(number)
                 hf_to_mcore(source, path, options(args), checked_arguments)
             found[name] = _acceptance(path, length, args)
-    return found
+    return {"acceptance": found}
 
 
 def _acceptance(checkpoint: Path, length: int, args: argparse.Namespace) -> dict[str, float]:
@@ -236,46 +215,32 @@ def _acceptance(checkpoint: Path, length: int, args: argparse.Namespace) -> dict
 
 def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
     """`convert draft-vocab`."""
-    from megatron_mtp.checkpoint.convert.dry_run import plan_change
-    from megatron_mtp.checkpoint.convert.edit import DraftTokens, plan_drafts, write_change
+    from megatron_mtp.checkpoint.convert.edit import DraftTokens, plan_drafts
 
     check_counts(args, "mtp_draft_vocab_size")
     wanted = DraftTokens(args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
-    change, said = plan_drafts(args.source, wanted)
-    if args.dry_run:
-        done = plan_change(change, args.source, args.target)
-    else:
-        done = asdict(write_change(change, args.source, args.target, options(args)))
-    return done | {"draft vocabulary": said}
+    return carry_out(plan_drafts(args.source, wanted), args)
 
 
 def export_drafter(args: argparse.Namespace) -> dict[str, Any]:
     """`convert drafter-to-hf`."""
-    from megatron_mtp.checkpoint.convert.drafters import drafter_to_hf
+    from megatron_mtp.checkpoint.convert.drafters import plan_drafter
 
-    return asdict(drafter_to_hf(args.source, args.target, options(args)))
+    return carry_out(plan_drafter(args.source, options(args)), args)
 
 
 def attach_drafter(args: argparse.Namespace) -> dict[str, Any]:
     """`convert attach-drafter`."""
     from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
-    from megatron_mtp.checkpoint.convert.dry_run import plan_change
-    from megatron_mtp.checkpoint.convert.edit import write_change
 
-    change = plan_attaching_drafter(args.source, local_folder(args.drafter))
-    if args.dry_run:
-        return plan_change(change, args.source, args.target)
-    return asdict(write_change(change, args.source, args.target, options(args)))
+    return carry_out(plan_attaching_drafter(args.source, local_folder(args.drafter)), args)
 
 
 def change_form(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
     """`convert gpt-to-hybrid` and `hybrid-to-gpt`."""
-    from megatron_mtp.checkpoint.convert.dry_run import plan_forms
-    from megatron_mtp.checkpoint.convert.hybrid import migrate, plan_migration
+    from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 
-    if args.dry_run:
-        return plan_forms(plan_migration(args.source, to_hybrid), args.source, args.target)
-    return asdict(migrate(args.source, args.target, to_hybrid, options(args)))
+    return carry_out(plan_migration(args.source, to_hybrid), args)
 
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
@@ -468,7 +433,7 @@ COMMANDS = {
         drop, "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
     ),
     "graft": Command(
-        graft_depths,
+        graft,
         "Write a Megatron checkpoint of a trunk that was trained further, with the MTP layers of the model that it was "
         "made from; both are Hugging Face folders or Megatron checkpoints.",
         {"donor": "DONOR", "source": "TARGET", "target": "OUT"},
@@ -484,7 +449,7 @@ COMMANDS = {
         export_drafter,
         "Write the EAGLE-3 drafter of a Megatron checkpoint as a folder that vLLM and SGLang load beside the trunk's.",
         IN_OUT,
-        {name: flag for name, flag in WRITES.items() if name != "--dry-run"} | DTYPE,
+        WRITES | DTYPE,
     ),
     "attach-drafter": Command(
         attach_drafter,

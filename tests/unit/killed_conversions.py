@@ -17,7 +17,7 @@ from random import Random
 from killing import Killer, files
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.convert.stream import PLAN, RECORDS
+from megatron_mtp.checkpoint.convert.partial_folder import PLAN, RECORDS
 from megatron_mtp.cli import convert
 from megatron_mtp.runtime import quieten
 

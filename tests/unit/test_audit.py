@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.audit.auditing import _states, audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.side import MegatronSide
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
@@ -252,7 +252,7 @@ def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_pat
     drop(r"layers\.3\.")(lost)
     assert inspect(lost)["findings"] == ["The config says 1 depth, the files hold 0: all tensors of MTP were dropped."]
     assert not inspect(lost)["ok"]
-    migrate(saved, tmp_path / "hybrid", True, QUIET)
+    plan_migration(saved, True).write(tmp_path / "hybrid", QUIET)
     assert inspect(tmp_path / "hybrid")["hybrid layer pattern"] == "*-*E*E/*E"
 
 

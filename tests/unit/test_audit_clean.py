@@ -13,9 +13,9 @@ from judged_models import QUIET
 from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.edit import Init, attach_depths, drop_depths
+from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
@@ -118,14 +118,14 @@ def with_defaults(folder: Path) -> None:
 def grown_back(scene: Scene) -> Path:
     """A checkpoint whose depths were attached and dropped again."""
     source = scene.checkpoint("llama")
-    attach_depths(source, scene.root / "attached", 2, Init("random", 1), QUIET)
-    drop_depths(scene.root / "attached", scene.root / "dropped", 0, QUIET)
+    plan_attaching(source, 2, Init("random", 1)).write(scene.root / "attached", QUIET)
+    plan_dropping(scene.root / "attached", 0).write(scene.root / "dropped", QUIET)
     return scene.root / "dropped"
 
 
 def hybrid(scene: Scene, name: str) -> Path:
     target = scene.root / f"{name}-hybrid"
-    migrate(scene.checkpoint(name), target, True, QUIET)
+    plan_migration(scene.checkpoint(name), True).write(target, QUIET)
     return target
 
 

@@ -18,7 +18,7 @@ import torch
 from hf_models import make, read, write
 from safetensors.torch import save_file
 
-from megatron_mtp.checkpoint.convert import import_hf
+from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.reader import CATALOGUE, DistReader
@@ -161,7 +161,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
 def test_a_full_disk_leaves_what_resume_completes(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = import_hf.write_chunk
+    whole = stream.write_chunk
     calls = []
 
     def fails(*arguments: Any) -> Any:
@@ -171,14 +171,14 @@ def test_a_full_disk_leaves_what_resume_completes(
         return whole(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(import_hf, "write_chunk", fails)
+        patch.setattr(stream, "write_chunk", fails)
         assert run("hf-to-mcore", source, tmp_path / "mcore", "--workers", 1) == 2
     assert "no space is left" in capsys.readouterr().err
     assert not (tmp_path / "mcore").exists()
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
     assert "--resume" in capsys.readouterr().err
     calls.clear()
-    monkeypatch.setattr(import_hf, "write_chunk", lambda *a: (calls.append(a), whole(*a))[1])
+    monkeypatch.setattr(stream, "write_chunk", lambda *a: (calls.append(a), whole(*a))[1])
     assert run("hf-to-mcore", source, tmp_path / "mcore", "--resume") == 0
     resumed = len(calls)
     shutil.rmtree(tmp_path / "mcore")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.convert.stream import PartialFolder
+from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
 from megatron_mtp.cli.preprocess import main as preprocess
 from megatron_mtp.files import check_outside, one_writer, written_beside
 

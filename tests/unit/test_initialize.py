@@ -12,7 +12,7 @@ from hybrid_single import our_hybrid
 from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.edit import Init, attach_depths
+from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
@@ -77,7 +77,7 @@ def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None
 def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) -> None:
     """attach-mtp knew neither the smaller deviation of what writes to the residual stream nor norms of 1."""
     hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET, megatron_arguments)
-    attach_depths(tmp_path / "trunk", tmp_path / "attached", 2, Init("random", 7), QUIET)
+    plan_attaching(tmp_path / "trunk", 2, Init("random", 7)).write(tmp_path / "attached", QUIET)
     attached = load_model(tmp_path / "attached")
     loaded = {name: value for name, value in attached.state_dict().items() if not name.startswith("mtp.")}
     drawn = fill_absent_layers(loaded, attached.state_dict(), attached.mtp, (0, 1), "random", 7)

@@ -14,9 +14,10 @@ import fork_server
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.hybrid import migrate
+from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
-from megatron_mtp.checkpoint.convert.stream import PLAN, RECORDS, Options, PartialFolder
+from megatron_mtp.checkpoint.convert.partial_folder import PLAN, RECORDS, PartialFolder
+from megatron_mtp.checkpoint.convert.stream import Options
 
 WORKER = Path(__file__).parent / "killed_conversions.py"
 KILLS = 8
@@ -71,7 +72,7 @@ def assert_resumed(told: dict[str, Any]) -> None:
 @pytest.mark.matrix
 def test_a_killed_migration_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     imported(tmp_path, "glm4_moe", "mcore", 2)
-    migrate(tmp_path / "mcore", tmp_path / "hybrid", True, Options(quiet=True, workers=1))
+    plan_migration(tmp_path / "mcore", True).write(tmp_path / "hybrid", Options(quiet=True, workers=1))
     for told in killed(tmp_path, MIGRATIONS).values():
         assert_resumed(told)
 

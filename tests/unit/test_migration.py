@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron_single import randomise
 from tiers import tiered
 
-from megatron_mtp.checkpoint.convert import hybrid
-from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, migrate
+from megatron_mtp.checkpoint.convert import hybrid, stream
+from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, plan_migration
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import model_of
@@ -96,10 +96,10 @@ def failed(checks: list[Check]) -> list[str]:
 def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None:
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)
-    done = migrate(source, tmp_path / "hybrid", True, QUIET)
+    done = plan_migration(source, True).write(tmp_path / "hybrid", QUIET)
     assert done.family == f"hybrid of layers {pattern}"
     assert failed(verify_forms(source, tmp_path / "hybrid")) == []
-    migrate(tmp_path / "hybrid", tmp_path / "back", False, QUIET)
+    plan_migration(tmp_path / "hybrid", False).write(tmp_path / "back", QUIET)
     assert failed(verify_forms(tmp_path / "hybrid", tmp_path / "back")) == []
     there, back = bits(source), bits(tmp_path / "back")
     assert len([key for key in there if key.startswith("optimizer.state.")]) == 3 * len(DistReader(source).keys)
@@ -278,7 +278,7 @@ def test_verify_sees_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: py
     source = trained(tmp_path / "gpt", f"{DEPTHS} 1")
     with monkeypatch.context() as patch:
         plant(patch)
-        migrate(source, tmp_path / "hybrid", True, QUIET)
+        plan_migration(source, True).write(tmp_path / "hybrid", QUIET)
     wrong = set(failed(verify_forms(source, tmp_path / "hybrid")))
     assert seen <= wrong
     if fault.startswith(("a depth's state", "another schedule", "states")):
@@ -296,7 +296,7 @@ def test_megatron_sees_a_fault_of_the_rules_themselves(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Halves, "hybrid_key", swapped)
     source = trained(tmp_path / "gpt", f"{DEPTHS} 1")
-    migrate(source, tmp_path / "hybrid", True, QUIET)
+    plan_migration(source, True).write(tmp_path / "hybrid", QUIET)
     wrong = failed(verify_forms(source, tmp_path / "hybrid"))
     assert "trunk logits, largest difference" in wrong
     assert "gradients, largest relative difference" in wrong
@@ -315,7 +315,7 @@ def test_an_interrupted_conversion_is_resumed(
 ) -> None:
     source, target = trained(tmp_path / "gpt", f"{DEPTHS} 1"), tmp_path / "hybrid"
     monkeypatch.setattr(hybrid, "FILE_BYTES", 10_000)
-    original, written = hybrid.write_chunk, []
+    original, written = stream.write_chunk, []
 
     def full(*given: Any) -> Any:
         written.append(given[1])
@@ -324,15 +324,15 @@ def test_an_interrupted_conversion_is_resumed(
         return original(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hybrid, "write_chunk", full)
+        patch.setattr(stream, "write_chunk", full)
         assert run("gpt-to-hybrid", source, target, "--workers", 1) == 2
     assert "no space is left" in capsys.readouterr().err
     assert not target.exists()
     assert len(set(written)) > 5
     with monkeypatch.context() as patch:
-        patch.setattr(hybrid, "write_chunk", lambda *given: (written.append("again"), original(*given))[1])
+        patch.setattr(stream, "write_chunk", lambda *given: (written.append("again"), original(*given))[1])
         assert run("gpt-to-hybrid", source, target, "--resume") == 0
-    assert 0 < written.count("again") < len(hybrid.plan_migration(source, True).keys)
+    assert 0 < written.count("again") < len(hybrid.plan_migration(source, True).entries)
     assert failed(verify_forms(source, target)) == []
 
 

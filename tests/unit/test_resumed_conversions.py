@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert import edit, import_hf
+from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.writer import write_chunk
 from megatron_mtp.cli import main as cli
@@ -49,9 +49,9 @@ def source(hf: Path, tmp_path: Path) -> Path:
 
 
 COMMANDS: dict[str, tuple[str, list[str], object, str, Callable[..., Any], str]] = {
-    "hf-to-mcore": ("hf", [], import_hf, "write_chunk", write_chunk, "release/__0_0.distcp"),
+    "hf-to-mcore": ("hf", [], stream, "write_chunk", write_chunk, "release/__0_0.distcp"),
     "mcore-to-hf": ("mcore", [], HFShards, "write", HFShards.write, "model.safetensors"),
-    "drop-mtp": ("mcore", ["--keep", "1"], edit, "write_chunk", write_chunk, "release/__trunk_0.distcp"),
+    "drop-mtp": ("mcore", ["--keep", "1"], stream, "write_chunk", write_chunk, "release/__0_0.distcp"),
 }
 
 

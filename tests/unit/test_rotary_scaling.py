@@ -12,7 +12,7 @@ from test_hf_form import save
 from test_random_models import drafted_logits, off
 from tiers import tiered
 
-from megatron_mtp.checkpoint.convert.edit import Init, attach_depths
+from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.stream import Options
@@ -88,7 +88,7 @@ def test_a_scaled_model_is_exported_as_it_was_trained(case: str, tmp_path: Path)
     trained = tmp_path / "mcore"
     hf_to_mcore(source, trained, QUIET, megatron_arguments)
     if family in ("glm4_moe", "mimo"):
-        attach_depths(trained, tmp_path / "start", 2, Init("random", 1), QUIET)
+        plan_attaching(trained, 2, Init("random", 1)).write(tmp_path / "start", QUIET)
         trained = tmp_path / "start"
     mcore_to_hf(trained, tmp_path / "back", QUIET, form_of(trained, family=family))
     keys = json.loads((tmp_path / "back" / "config.json").read_text())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.convert.stream import RECORDS, PartialFolder, run_parts
+from megatron_mtp.checkpoint.convert.partial_folder import RECORDS, PartialFolder
+from megatron_mtp.checkpoint.convert.stream import run_parts
 
 
 @pytest.mark.parametrize("exists", [True, False])

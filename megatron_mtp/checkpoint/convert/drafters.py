@@ -12,21 +12,23 @@ V vocabulary, H hidden.
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.edit import Change, Source, changed_args, trunk_of
-from megatron_mtp.checkpoint.convert.stream import Converted, Options, PartialFolder
+from megatron_mtp.checkpoint.convert.edit import changed
+from megatron_mtp.checkpoint.convert.export_hf import FolderFiles
+from megatron_mtp.checkpoint.convert.import_hf import group_of
+from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
-from megatron_mtp.checkpoint.families.rules import Rule, rename
+from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
 from megatron_mtp.config import DRAFTER_STEPS
@@ -89,11 +91,11 @@ def rules_of(sizes: dict[str, Any], width: int, layer: str = LAYER[0]) -> list[R
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
 
-def drafter_to_hf(source: Path, target: Path, options: Options) -> Converted:
-    """Write the drafter of a checkpoint as a folder that vLLM, SGLang and others load beside the trunk's.
+def plan_drafter(source: Path, options: Options) -> Conversion:
+    """`drafter-to-hf`: the drafter of a checkpoint as a folder that vLLM, SGLang and others load beside the trunk's.
 
     Raises:
-        ValueError: the checkpoint has no drafter, engines have no form for it, or the target is taken.
+        ValueError: the checkpoint has no drafter, or engines have no form for it.
     """
     reader = DistReader(source)
     if not reader.has_drafter:
@@ -101,18 +103,21 @@ def drafter_to_hf(source: Path, target: Path, options: Options) -> Converted:
             f"{source} has no drafter; train one with megatron-mtp train --drafter eagle3 --load {source}."
         )
     args = reader.common()["args"]
-    keys = _config_keys(args, reader)
-    folder = PartialFolder(target, source, {"source": reader.fingerprint(), "config": keys}, options.resume)
-    made = dict(_tensors(args, reader, options))
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()]
-    keys["torch_dtype"] = str(made["fc.weight"].dtype).removeprefix("torch.")
-    shards = HFShards(folder.path, shapes, options.shard_bytes, folder.resumed)
-    for name, tensor in made.items():
-        shards.write(name, tensor)
-    shards.sync(made)
-    (folder.path / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
-    folder.finish()
-    return Converted(ARCHITECTURE, 0, len(made), sum(tensor.nbytes for tensor in made.values()))
+    keys, groups = _config_keys(args, reader), _groups(args, reader, options)
+    keys["torch_dtype"] = str(groups[0].entries[0].dtype).removeprefix("torch.")
+
+    def keep(folder: Path) -> None:
+        (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+
+    return Conversion(
+        (source,),
+        ARCHITECTURE,
+        0,
+        [groups],
+        {"source": reader.fingerprint(), "config": keys},
+        lambda folder, options: FolderFiles(folder, [groups], options),
+        keep,
+    )
 
 
 def _config_keys(args: Namespace, reader: DistReader) -> dict[str, Any]:
@@ -146,25 +151,33 @@ def _config_keys(args: Namespace, reader: DistReader) -> dict[str, Any]:
     }
 
 
-def _tensors(args: Namespace, reader: DistReader, options: Options) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors; a drafter with the trunk's head gets a copy of it."""
+def _groups(args: Namespace, reader: DistReader, options: Options) -> list[Group]:
+    """The tensors; a drafter with the trunk's head gets a copy of it."""
 
-    def cast(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        return name, tensor.to(options.cast(name, tensor.dtype))
+    def group(names: dict[str, Shape], keys: list[str], make: Callable[[list[Tensor]], list[Tensor]]) -> Group:
+        kept = reader.dtype(keys[0])
+        types = {name: options.cast(name, kept) for name in names}
+        size = sum(prod(reader.shape(key)) * reader.dtype(key).itemsize for key in keys)
+        entries = [Entry([name], shape, types[name]) for name, shape in names.items()]
+        return Group(entries, size, lambda: make([reader.read(key) for key in keys]))
 
-    for rule in rules_of(sizes_of(args), args.drafter_ffn_hidden_size or args.ffn_hidden_size):
-        made = rule.to_hf([reader.read(piece.key) for piece in rule.mcore])
-        yield from (cast(one.name, tensor) for one, tensor in zip(rule.hf, made, strict=True))
-    tokens: int = args.vocab_size
-    if reader.holds(HEAD):
-        drafted_N = reader.read(VOCABULARY)
-        yield cast("lm_head.weight", reader.read(HEAD))
-        if len(drafted_N) < tokens:
-            yield "d2t", drafted_N - torch.arange(len(drafted_N))
-            yield "t2d", torch.zeros(tokens, dtype=torch.bool).index_fill_(0, drafted_N, True)
-    else:
+    hidden, tokens = args.hidden_size, args.vocab_size
+    rules = rules_of(sizes_of(args), args.drafter_ffn_hidden_size or args.ffn_hidden_size)
+    groups = [
+        group({one.name: one.shape or () for one in rule.hf}, [piece.key for piece in rule.mcore], rule.to_hf)
+        for rule in rules
+    ]
+    if not reader.holds(HEAD):
         owner = OUTPUT if reader.holds(OUTPUT) else EMBEDDING
-        yield cast("lm_head.weight", reader.read(owner)[:tokens])
+        return [*groups, group({"lm_head.weight": (tokens, hidden)}, [owner], lambda head: [head[0][:tokens]])]
+    (drafted,) = reader.shape(VOCABULARY)
+    groups.append(group({"lm_head.weight": (drafted, hidden)}, [HEAD], list))
+    if drafted < tokens:
+        drafted_N = reader.read(VOCABULARY)
+        drafts_V = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, drafted_N, True)
+        groups.append(Group.single("d2t", (drafted,), torch.int64, lambda: drafted_N - torch.arange(drafted)))
+        groups.append(Group.single("t2d", (tokens,), torch.bool, drafts_V.clone))
+    return groups
 
 
 # --- a checkpoint with a folder's drafter -----------------------------------------------------------------------------
@@ -189,8 +202,8 @@ class Given:
     order_N: Tensor
 
 
-def plan_attaching_drafter(source: Path, drafter: Path, quiet: bool = True) -> Change:
-    """What `attach-drafter` will write, from names and shapes alone.
+def plan_attaching_drafter(source: Path, drafter: Path) -> Conversion:
+    """`attach-drafter`, from names and shapes alone.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
@@ -203,24 +216,22 @@ def plan_attaching_drafter(source: Path, drafter: Path, quiet: bool = True) -> C
     args = reader.common()["args"]
     check_trainable(args, str(source))
     given = read_drafter(drafter, args)
-    made = [_moved(rule, given.folder) for rule in given.rules]
     head_NH = given.folder.read("lm_head.weight")[given.order_N]
-    made += [
-        Source(HEAD, tuple(head_NH.shape), head_NH.dtype, head_NH.clone),
-        Source(VOCABULARY, tuple(given.tokens_N.shape), given.tokens_N.dtype, given.tokens_N.clone),
-    ]
-    changes = {
+    made = [group_of(given.folder, rule, Options()) for rule in given.rules]
+    for key, tensor in ((HEAD, head_NH), (VOCABULARY, given.tokens_N)):
+        made.append(Group.single(key, tuple(tensor.shape), tensor.dtype, tensor.clone))
+    arguments = {
         "drafter": "eagle3",
         "drafter_layers": [*given.layers],
         "drafter_steps": DRAFTER_STEPS,
         "drafter_ffn_hidden_size": None if given.width == args.ffn_hidden_size else given.width,
         **as_mtp_layers(DRAFTER_STEPS),
     }
-    plan = {
+    record = {
         "drafter": str(drafter.resolve()),
         "tensors": {name: one.shape for name, one in given.folder.tensors.items()},
     }
-    return Change(reader, trunk_of(reader), made, changed_args(reader, **changes), plan, before=0, depths=0)
+    return changed(reader, source, made, arguments, record, depths=0)
 
 
 def is_drafter(path: Path) -> bool:
@@ -263,13 +274,6 @@ def described(path: Path) -> dict[str, Any]:
         "bytes": sum(tensor.bytes for tensor in stored),
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored}),
     }
-
-
-def _moved(rule: Rule, folder: HFFolder) -> Source:
-    piece = rule.mcore[0]
-    first, shape = folder.dtype(rule.hf[0].name), piece.shape
-    assert shape is not None
-    return Source(piece.key, shape, first, lambda: rule.to_mcore([folder.read(one.name) for one in rule.hf])[0])
 
 
 def read_drafter(path: Path, args: Namespace) -> Given:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -26,19 +26,12 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.export_hf import kept_origin
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
 from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
-from megatron_mtp.checkpoint.convert.stream import (
-    Converted,
-    Group,
-    Options,
-    PartialFolder,
-    keep_files,
-    write_checkpoint,
-)
+from megatron_mtp.checkpoint.convert.plan import counted
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
-from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.arguments import check_trainable
@@ -49,6 +42,15 @@ from megatron_mtp.model.random_weights import RandomWeights
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of depths that are no repeated layer."""
+OF_DEPTHS: dict[str, Any] = {
+    "mtp_num_layers": None,
+    "mtp_use_repeated_layer": False,
+    "mtp_architecture": "sequential",
+    "mtp_draft_vocab_size": None,
+    "mtp_draft_vocab_file": None,
+    **ONE_PASS,
+}
+"""Arguments that come with MTP layers, and the values of new ones."""
 
 
 @dataclass(frozen=True)
@@ -66,86 +68,61 @@ class Init:
     data: FitData | None = None
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the new checkpoint, and the function that makes it when it is written."""
+def changed(
+    reader: DistReader,
+    source: Path,
+    made: list[Group],
+    arguments: dict[str, Any],
+    record: dict[str, Any],
+    depths: int,
+    dropped: frozenset[str] = frozenset(),
+    notes: dict[str, str] | None = None,
+    begin: Callable[[], object] | None = None,
+) -> Conversion:
+    """A copy of a checkpoint's trunk with other tensors that draft.
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    @property
-    def size(self) -> int:
-        """Size in memory, bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def write(self, stream: IO[bytes], file: str) -> list[Chunk]:
-        """Make the tensor and append it to an open file of this name."""
-        return [write_chunk(stream, file, self.key, self.shape, (0,) * len(self.shape), self.make())]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A checkpoint with other depths, before any of it is written.
-
-    Attributes:
-        reader: the checkpoint that is copied.
-        trunk, made: tensors of the new checkpoint: the trunk's, and the depths'.
-        common: what the new checkpoint stores beside tensors.
-        plan: everything except the source that determines the output.
-        before, depths: number of depths in the old and in the new checkpoint.
+    Args:
+        reader: the checkpoint.
+        source: what the user gave for it.
+        made: the tensors that draft.
+        arguments: the arguments that differ.
+        record: everything except the source that determines the output.
+        depths: number of MTP layers in the result.
         dropped: names of carried tensors that are left out.
-        fitted: makes eh_proj from text once, and returns it again; None where no weights are fitted.
+        notes, begin: as in `Conversion`.
     """
+    drafts = "mtp.", DRAFTER
+    kept = (key for key in reader.keys if not key.startswith(drafts) and key.removeprefix(CARRIED) not in dropped)
+    parts = [part for part in ([copied(reader, key) for key in kept], made) if part]
+    new = {key for part in parts for group in part for entry in group.entries for key in entry.keys}
 
-    reader: DistReader
-    trunk: list[Source]
-    made: list[Source]
-    common: dict[str, Any]
-    plan: dict[str, Any]
-    before: int
-    depths: int
-    dropped: frozenset[str] = frozenset()
-    fitted: Callable[[], Tensor] | None = None
+    def keep(folder: Path) -> None:
+        keep_files(reader.folder.parent, folder)
+        correct_origin(folder / HF_FILES, depths, dropped)
 
-    @property
-    def left_out(self) -> list[str]:
-        """Keys of the old checkpoint that the new one lacks."""
-        new = {entry.key for entry in (*self.trunk, *self.made)}
-        return [key for key in self.reader.keys if key not in new]
+    return Conversion(
+        (source,),
+        "Megatron",
+        depths,
+        parts,
+        {"source": reader.fingerprint(), **record},
+        lambda folder, _: CheckpointFiles(folder.path, changed_args(reader, **arguments)),
+        keep,
+        facts={
+            "depths before": StoredDepths.of(reader.keys).layers,
+            "new": counted(sorted(new - {*reader.keys})),
+            "left out": counted(key for key in reader.keys if key not in new),
+        },
+        notes=notes or {},
+        begin=begin,
+    )
 
 
-def attach_depths(source: Path, target: Path, depths: int, init: Init, options: Options) -> Converted:
-    """Copy a checkpoint that has no depths, and add some.
+def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Conversion:
+    """`attach-mtp`, from names and shapes alone.
 
     Args:
-        source: the checkpoint.
-        target: the checkpoint to make.
-        depths: number of depths to add.
-        init: how their weights are made.
-        options: number of workers, and whether to resume.
-
-    Raises:
-        ValueError: as `plan_attaching`, or the target is taken, or there is no text to fit on.
-    """
-    return write_change(plan_attaching(source, depths, init, options.quiet), source, target, options)
-
-
-def drop_depths(source: Path, target: Path, keep: int, options: Options) -> Converted:
-    """Copy a checkpoint with the first `keep` of its depths.
-
-    Raises:
-        ValueError: as `plan_dropping`, or the target is taken.
-    """
-    return write_change(plan_dropping(source, keep), source, target, options)
-
-
-def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Change:
-    """What `attach_depths` will write, from names and shapes alone.
-
-    Args:
-        source: the checkpoint.
+        source: a checkpoint without depths.
         depths: number of depths to add.
         init: how their weights are made.
         quiet: whether to show no progress bar when they are fitted.
@@ -159,26 +136,20 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     template = Template.of(reader)
-    changes: dict[str, Any] = {} if template.pattern is None else {"hybrid_layer_pattern": template.with_depths(depths)}
-    changes |= {
-        "drafter": None,
-        "mtp_num_layers": depths,
-        "mtp_use_repeated_layer": False,
-        "mtp_architecture": "sequential",
-        **ONE_PASS,
-    }
-    args = changed_args(reader, **changes)
+    arguments: dict[str, Any] = {"drafter": None, **OF_DEPTHS, "mtp_num_layers": depths}
+    if template.pattern is not None:
+        arguments["hybrid_layer_pattern"] = template.with_depths(depths)
     fitted = None
     if init.data is not None:
-        fit = Fit(reader, args["args"], next(iter(template.stack)), init.data, init.seed)
-        fitted = cache(partial(fit.projection, quiet))
-    made = [entry for depth in range(depths) for entry in _depth(reader, depth, template, init, fitted)]
-    plan = {"depths": depths, "init": init.name, "seed": init.seed} | (asdict(init.data) if init.data else {})
-    return Change(reader, trunk_of(reader), made, args, plan, before=0, depths=depths, fitted=fitted)
+        stored = changed_args(reader, **arguments)["args"]
+        fitted = cache(partial(Fit(reader, stored, next(iter(template.stack)), init.data, init.seed).projection, quiet))
+    made = [group for depth in range(depths) for group in _depth(reader, depth, template, init, fitted)]
+    record = {"depths": depths, "init": init.name, "seed": init.seed} | (asdict(init.data) if init.data else {})
+    return changed(reader, source, made, arguments, record, depths, begin=fitted)
 
 
-def plan_dropping(source: Path, keep: int) -> Change:
-    """What `drop_depths` will write, from names and shapes alone.
+def plan_dropping(source: Path, keep: int) -> Conversion:
+    """`drop-mtp`, from names and shapes alone.
 
     Raises:
         ValueError: the checkpoint has no depths, or fewer than `keep` + 1.
@@ -194,9 +165,8 @@ def plan_dropping(source: Path, keep: int) -> Change:
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    args = changed_args(reader, mtp_num_layers=keep or None, **ONE_PASS, **_pattern(reader, keep))
-    dropped = _carried_parts(reader, source, keep)
-    return Change(reader, trunk_of(reader, dropped), kept, args, {"depths": keep}, depths, keep, dropped)
+    arguments = {"mtp_num_layers": keep or None, **ONE_PASS, **_pattern(reader, keep)}
+    return changed(reader, source, kept, arguments, {"depths": keep}, keep, _carried_parts(reader, source, keep))
 
 
 def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
@@ -205,16 +175,9 @@ def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
     return {} if pattern is None else {"hybrid_layer_pattern": "/".join(pattern.split("/")[: 1 + keep])}
 
 
-def trunk_of(reader: DistReader, dropped: frozenset[str] = frozenset()) -> list[Source]:
-    """All tensors except the depths', a drafter's and the dropped carried ones."""
-    drafts = "mtp.", DRAFTER
-    keys = (key for key in reader.keys if not key.startswith(drafts) and key.removeprefix(CARRIED) not in dropped)
-    return [copied(reader, key) for key in keys]
-
-
-def copied(reader: DistReader, key: str) -> Source:
+def copied(reader: DistReader, key: str) -> Group:
     """A tensor as it is."""
-    return Source(key, tuple(reader.shape(key)), reader.dtype(key), partial(reader.read, key))
+    return Group.single(key, reader.shape(key), reader.dtype(key), partial(reader.read, key))
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
@@ -231,21 +194,6 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     if stored is None:
         return frozenset()
     return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
-
-
-def write_change(change: Change, source: Path, target: Path, options: Options) -> Converted:
-    """Write the new checkpoint."""
-    reader = change.reader
-    folder = PartialFolder(target, source, {"source": reader.fingerprint(), **change.plan}, options.resume)
-    if change.fitted is not None:
-        change.fitted()  # here, not in a worker, which Ctrl-C does not stop
-    files = {"__trunk_0.distcp": change.trunk, **({"__depths_0.distcp": change.made} if change.made else {})}
-    groups = {name: [Group(entry.size, entry.write) for entry in entries] for name, entries in files.items()}
-    chunks = write_checkpoint(folder, groups, change.common, options)
-    keep_files(reader.folder.parent, folder.path)
-    correct_origin(folder.path / HF_FILES, change.depths, change.dropped)
-    folder.finish()
-    return Converted("Megatron", change.depths, len(chunks), sum(chunk.length for chunk in chunks))
 
 
 def correct_origin(
@@ -308,7 +256,7 @@ def _last_of_kinds(pattern: str) -> list[int]:
 
 def _depth(
     reader: DistReader, depth: int, template: Template, init: Init, fitted: Callable[[], Tensor] | None
-) -> Iterator[Source]:
+) -> Iterator[Group]:
     """The tensors of the depth of this index, from 0.
 
     Raises:
@@ -325,7 +273,7 @@ def _depth(
             make = partial(_in_type, fitted or partial(_pass_hidden_state, shape), dtype)
         else:
             make = partial(reader.read, pattern)
-        yield Source(key, shape, dtype, make)
+        yield Group.single(key, shape, dtype, make)
 
 
 def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -402,8 +350,8 @@ class DraftTokens:
         return tokens, f"the most frequent, {share:.1%} of {self.data_path}"
 
 
-def plan_drafts(source: Path, wanted: DraftTokens) -> tuple[Change, str]:
-    """The checkpoint with this draft vocabulary in place of its own, and what its tokens are, for people.
+def plan_drafts(source: Path, wanted: DraftTokens) -> Conversion:
+    """`draft-vocab`: the checkpoint with this draft vocabulary in place of its own.
 
     Raises:
         ValueError: the checkpoint has no depths, or as `DraftTokens.chosen`.
@@ -415,7 +363,8 @@ def plan_drafts(source: Path, wanted: DraftTokens) -> tuple[Change, str]:
     tokens, said = wanted.chosen(reader.common()["args"].padded_vocab_size)
     drafted_N = torch.tensor(tokens)
     made = [copied(reader, key) for key in reader.keys if key.startswith("mtp.") and key != DRAFT_VOCABULARY]
-    made.append(Source(DRAFT_VOCABULARY, (len(tokens),), drafted_N.dtype, partial(Tensor.clone, drafted_N)))
-    common = changed_args(reader, mtp_draft_vocab_size=None, mtp_draft_vocab_file=None)
-    plan = {"depths": depths, "drafts": hashlib.sha256(drafted_N.numpy().tobytes()).hexdigest()}
-    return Change(reader, trunk_of(reader), made, common, plan, depths, depths), f"{len(tokens)} tokens, {said}"
+    made.append(Group.single(DRAFT_VOCABULARY, (len(tokens),), drafted_N.dtype, drafted_N.clone))
+    record = {"depths": depths, "drafts": hashlib.sha256(drafted_N.numpy().tobytes()).hexdigest()}
+    arguments = {"mtp_draft_vocab_size": None, "mtp_draft_vocab_file": None}
+    notes = {"draft vocabulary": f"{len(tokens)} tokens, {said}"}
+    return changed(reader, source, made, arguments, record, depths, notes=notes)

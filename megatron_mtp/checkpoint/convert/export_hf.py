@@ -10,9 +10,12 @@ import json
 import shutil
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,17 +25,21 @@ from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.hybrid import gpt_arguments
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
+from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
 from megatron_mtp.checkpoint.convert.plan import (
     HFModel,
+    carried,
     check_mcore,
+    moved,
     parts_of,
+    sides,
     stored_key,
     stored_layout,
     zero_features,
 )
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
-from megatron_mtp.checkpoint.convert.stream import Budget, Converted, Options, PartialFolder, Report, run_parts
+from megatron_mtp.checkpoint.convert.stream import Conversion, Converted, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
@@ -45,10 +52,14 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import NOT_KEPT
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
 DRAFTED = "draft_vocabulary.txt"
 """The tokens that the depths of the checkpoint draft, an id a line; those of a folder draft all."""
+DRAFTS_ALL = (
+    f"in {DRAFTED}: the MTP layers of the folder draft all tokens; when it is read again, draft-vocab takes the list "
+    "(--mtp-draft-vocab-file)"
+)
 
 
 @dataclass(frozen=True)
@@ -103,42 +114,68 @@ def kept_origin(kept: Path) -> dict[str, Any]:
 
 
 def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:
-    """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load.
+    """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
+    return plan_export(source, target, options, form).write(target, options)
+
+
+def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> Conversion:
+    """`mcore-to-hf`, from names and shapes alone.
 
     Args:
         source: the checkpoint.
-        target: the folder to make.
+        target: the folder to make, for messages.
         options: how to convert.
         form: the form of the folder.
 
     Raises:
-        ValueError: the checkpoint is damaged or does not fit the form's family, or the target is taken.
-        OSError: the target cannot be written.
+        ValueError: the checkpoint is damaged or does not fit the form's family.
     """
     export = Export.of(source, target, form)
-    reader, keys = export.reader, export.keys
-    partial = PartialFolder(target, source, _fingerprint(reader, keys, options), options.resume)
-    coded = export.coded(options)
-    tensors = export.tensors(options, coded)
-    shards = HFShards(partial.path, tensors, options.shard_bytes, partial.resumed)
-    budget = Budget()
-    work = [
-        (_bytes(part, reader), functools.partial(_write_part, reader, part, coded, shards, budget))
-        for part in parts_of(export.rules).values()
-    ]
-    run_parts(partial, work, options.workers, options.quiet, shards.holds)
-    _write_files(partial.path, form, export.config(options, coded))
-    if reader.holds(DRAFT_VOCABULARY):
-        tokens = reader.read(DRAFT_VOCABULARY).tolist()
-        (partial.path / DRAFTED).write_text("".join(f"{token}\n" for token in tokens))
-    carry_record(reader.folder.parent, partial.path)
-    partial.finish()
-    return Converted(export.family.title, export.depths, len(tensors), export.bytes())
+    reader, coded = export.reader, export.coded(options.quantize)
+    parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
+
+    drafted = reader.read(DRAFT_VOCABULARY).tolist() if reader.holds(DRAFT_VOCABULARY) else None
+
+    def keep(folder: Path) -> None:
+        _write_files(folder, form, export.config(options, coded))
+        if drafted is not None:
+            (folder / DRAFTED).write_text("".join(f"{token}\n" for token in drafted))
+        carry_record(reader.folder.parent, folder)
+
+    record = {
+        "source": reader.fingerprint(),
+        "config": export.keys,
+        "dtype": str(options.dtype),
+        "shard_bytes": options.shard_bytes,
+        "quantize": asdict(options.quantize),
+    }
+    return Conversion(
+        (source,),
+        export.family.title,
+        export.depths,
+        parts,
+        record,
+        lambda folder, options: FolderFiles(folder, parts, options),
+        keep,
+        facts={
+            "carried as they are": carried(export.rules),
+            "left out": [key for key in reader.keys if key == DRAFT_VOCABULARY or key.startswith(DRAFTER)] or "nothing",
+            "names": moved(sides(rule)[::-1] for rule in export.rules),
+        },
+        notes={} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"},
+    )
 
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint whose tensors fit a form, and the config keys of the folder to make."""
+    """A checkpoint whose tensors fit a form.
+
+    Attributes:
+        depths: number of physical MTP layers.
+        keys: of the `config.json` to make, but for types and quantization.
+        rules: the rule of every tensor.
+        settings: the keys with the family's defaults.
+    """
 
     reader: DistReader
     family: Family
@@ -166,23 +203,49 @@ class Export:
         check_mcore(rules, reader)
         return cls(reader, family, layout.depths, keys, rules, config)
 
-    def tensors(self, options: Options, coded: dict[str, Form]) -> "list[Written]":
-        """The tensors that will be in the folder, the parts of quantized weights (`coded`) among them."""
-        depths = self.depth_names
-        found: list[Written] = []
-        for name, shape, dtype in self._whole(options):
+    def group(self, rule: Rule, options: Options, coded: Mapping[str, Form] = MappingProxyType({})) -> Group:
+        """The tensors of a rule; of quantized weights (`coded`) the parts."""
+        entries = []
+        for entry in self._whole(rule, options):
+            name = entry.keys[0]
             encoding = coded[name].encoding if name in coded else None
-            parts = (encoding.parts(shape) if encoding is not None else None) or {}
-            found += [(name_of(name, part), size, kind) for part, (size, kind) in parts.items() if kind is not None]
+            parts = (encoding.parts(entry.shape) if encoding is not None else None) or {}
+            entries += [Entry([name_of(name, part)], shape, kind) for part, (shape, kind) in parts.items() if kind]
             if not parts:
-                plain = options.quantize.depths == PLAIN and name in depths
-                kind = replace(options, dtype=torch.bfloat16).cast(name, dtype) if plain else dtype
-                found.append((name, shape, kind))
-        return found
+                plain = options.quantize.depths == PLAIN and name in self.depth_names
+                kind = replace(options, dtype=torch.bfloat16).cast(name, entry.dtype) if plain else entry.dtype
+                entries.append(replace(entry, dtype=kind))
+        return Group(entries, self._size(rule), functools.partial(self._make, rule, coded, entries))
 
-    def _whole(self, options: Options) -> "list[Written]":
-        """The same without quantization."""
-        return [entry for rule in self.rules for entry in written(rule, self.reader, options)]
+    def _make(self, rule: Rule, coded: Mapping[str, Form], entries: list[Entry]) -> list[Tensor]:
+        reader = self.reader
+        pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
+        values = {tensor.name: value for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True)}
+        names = [name for name in values if name in coded]
+        if names and (encoding := coded[names[0]].encoding) is not None:
+            for name, parts in zip(names, encoding.encode([values.pop(name) for name in names]), strict=True):
+                values |= {name_of(name, part): tensor for part, tensor in parts.items()}
+        return [values[entry.keys[0]] for entry in entries]
+
+    def _whole(self, rule: Rule, options: Options) -> list[Entry]:
+        """The tensors that a rule makes, without quantization."""
+        key = stored_key(rule.mcore[0], self.reader) if rule.mcore else None
+        entries = []
+        for tensor in rule.hf:
+            if key is None:  # zeros
+                entries.append(Entry([tensor.name], tensor.shape or (), torch.float32))
+                continue
+            shape = self.reader.shape(key) if tensor.shape is None else tensor.shape
+            dtype = torch.float32 if rule.rounds else self.reader.dtype(key)
+            entries.append(Entry([tensor.name], shape, options.cast(tensor.name, dtype)))
+        return entries
+
+    def _size(self, rule: Rule) -> int:
+        keys = ((piece.shape, stored_key(piece, self.reader)) for piece in rule.mcore)
+        return sum(
+            prod(self.reader.shape(key) if shape is None else shape) * self.reader.dtype(key).itemsize
+            for shape, key in keys
+        )
 
     @cached_property
     def depth_names(self) -> frozenset[str]:
@@ -198,30 +261,50 @@ class Export:
             }
         return frozenset(found)
 
-    def coded(self, options: Options) -> dict[str, Form]:
+    def coded(self, quantize: Quantize) -> dict[str, Form]:
         """The forms of the weights that will be quantized, by name."""
         found: dict[str, Form] = {}
-        for rule in self.rules if options.quantize != Quantize() else ():
-            for name, shape, _ in written(rule, self.reader, options):
-                form = options.quantize.form(rule, name, shape, name in self.depth_names)
+        for rule in self.rules if quantize != Quantize() else ():
+            for entry in self._whole(rule, Options()):
+                name = entry.keys[0]
+                form = quantize.form(rule, name, entry.shape, name in self.depth_names)
                 found |= {} if form is None else {name: form}
         return found
 
-    def config(self, options: Options, coded: dict[str, Form]) -> dict[str, Any]:
+    def config(self, options: Options, coded: Mapping[str, Form]) -> dict[str, Any]:
         """The keys of `config.json`: the type of the tensors, and the quantization of those that are `coded`."""
-        whole = self._whole(options)
+        whole = [entry for rule in self.rules for entry in self._whole(rule, options)]
         keys = with_dtype(self.keys, whole)
         if not coded:
             return keys
         embedding = {
             tensor.name for rule in self.rules for tensor in rule.hf if rule.mcore and rule.mcore[0].key == EMBEDDING
         }
-        plain = [name for name, shape, _ in whole if len(shape) > 1 and name not in coded and name not in embedding]
+        matrices = [entry.keys[0] for entry in whole if len(entry.shape) > 1]
+        plain = [name for name in matrices if name not in coded and name not in embedding]
         return {**keys, "quantization_config": quantization_config(coded, plain, self.depth_names)}
 
-    def bytes(self) -> int:
-        """Size of the checkpoint's tensors."""
-        return _bytes(self.rules, self.reader)
+
+class FolderFiles:
+    """Safetensors files of a Hugging Face folder, in which all tensors of `parts` have their place."""
+
+    def __init__(self, folder: PartialFolder, parts: list[list[Group]], options: Options) -> None:
+        entries = [entry for part in parts for group in part for entry in group.entries]
+        tensors = [(key, entry.shape, entry.dtype) for entry in entries for key in entry.keys]
+        self._shards = HFShards(folder.path, tensors, options.shard_bytes, folder.resumed)
+        self.holds = self._shards.holds
+
+    def write(self, part: int, made: Made) -> dict[str, int]:
+        """Write tensors in their places; the record is the checksum of each by its name."""
+        checksums = {}
+        for entry, tensor in made:
+            checksums[entry.keys[0]] = self._shards.write(entry.keys[0], tensor)
+            del tensor
+        self._shards.sync(checksums)
+        return checksums
+
+    def finish(self, records: list[Any]) -> None:
+        """Do nothing: the headers were written first."""
 
 
 def pattern_of(reader: DistReader) -> str | None:
@@ -254,15 +337,11 @@ def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -
     return {**whole, "text_config": {**keys["text_config"], **counts}}
 
 
-Written = tuple[str, tuple[int, ...], torch.dtype]
-"""Name, shape and type of a tensor in the folder."""
-
-
-def with_dtype(keys: dict[str, Any], tensors: list[Written]) -> dict[str, Any]:
+def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
     """The config's keys with the commonest type of the tensors' numbers in `dtype` and `torch_dtype`, if present."""
     counts: Counter[torch.dtype] = Counter()
-    for _, shape, dtype in tensors:
-        counts[dtype] += torch.Size(shape).numel() * dtype.is_floating_point
+    for tensor in tensors:
+        counts[tensor.dtype] += prod(tensor.shape) * tensor.dtype.is_floating_point
     name = str(counts.most_common(1)[0][0]).removeprefix("torch.")
     types: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
     inner = {"text_config": with_dtype(keys["text_config"], tensors)} if "text_config" in keys else {}
@@ -287,64 +366,6 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
             f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
             "export it without them (drop-mtp)."
         )
-
-
-def written(rule: Rule, reader: DistReader, options: Options) -> list[Written]:
-    """The tensors that a rule makes in the folder."""
-    if not rule.mcore:
-        return [(tensor.name, tensor.shape or (), torch.float32) for tensor in rule.hf]
-    key = stored_key(rule.mcore[0], reader)
-    out = []
-    for tensor in rule.hf:
-        shape = reader.shape(key) if tensor.shape is None else tensor.shape
-        dtype = torch.float32 if rule.rounds else reader.dtype(key)
-        out.append((tensor.name, shape, options.cast(tensor.name, dtype)))
-    return out
-
-
-def _write_part(
-    reader: DistReader, rules: list[Rule], coded: dict[str, Form], shards: HFShards, budget: Budget, report: Report
-) -> dict[str, int]:
-    """Write the tensors of these rules; returns the checksum of each by its name."""
-    checksums = {}
-    for rule in rules:
-        size = _bytes([rule], reader)
-        with budget.taking(size):
-            pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-            values = {tensor.name: value for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True)}
-            for name, value in _encoded(values, coded).items():
-                checksums[name] = shards.write(name, value)
-        report(size)
-    shards.sync(checksums)
-    return checksums
-
-
-def _encoded(values: dict[str, Tensor], coded: dict[str, Form]) -> dict[str, Tensor]:
-    """The tensors of a rule by name, with the parts of quantized weights in the place of these."""
-    out = {name: value for name, value in values.items() if name not in coded}
-    names = [name for name in values if name in coded]
-    if names and (encoding := coded[names[0]].encoding) is not None:
-        for name, parts in zip(names, encoding.encode([values[name] for name in names]), strict=True):
-            out |= {name_of(name, part): tensor for part, tensor in parts.items()}
-    return out
-
-
-def _bytes(rules: list[Rule], reader: DistReader) -> int:
-    sizes = ((piece.shape, stored_key(piece, reader)) for rule in rules for piece in rule.mcore)
-    return sum(
-        torch.Size(reader.shape(key) if shape is None else shape).numel() * reader.dtype(key).itemsize
-        for shape, key in sizes
-    )
-
-
-def _fingerprint(reader: DistReader, keys: dict[str, Any], options: Options) -> dict[str, Any]:
-    return {
-        "source": reader.fingerprint(),
-        "config": keys,
-        "dtype": str(options.dtype),
-        "shard_bytes": options.shard_bytes,
-        "quantize": asdict(options.quantize),
-    }
 
 
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:

@@ -12,31 +12,23 @@ both models must agree in everything that Megatron's configuration says of a lay
 """
 
 import filecmp
-from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.edit import ONE_PASS, changed_args, copied, correct_origin
+from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied, correct_origin
 from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import common_of, fingerprint_of, group_of, keep_hf_files, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
-from megatron_mtp.checkpoint.convert.stream import (
-    Converted,
-    Group,
-    Options,
-    PartialFolder,
-    check_place,
-    keep_files,
-    write_checkpoint,
-)
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, Options, keep_files
 from megatron_mtp.checkpoint.families.family import COPIES
-from megatron_mtp.checkpoint.families.rules import Rule, Shape
+from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
 from megatron_mtp.checkpoint.mcore.keys import other_key
@@ -48,15 +40,6 @@ from megatron_mtp.model.pattern import SHARDED_STACK, trunk_and_depths
 
 DEPTHS = "mtp."
 """Beginning of the keys of MTP layers and of their draft vocabulary."""
-OF_DEPTHS: dict[str, Any] = {
-    "mtp_num_layers": None,
-    "mtp_use_repeated_layer": False,
-    "mtp_architecture": "sequential",
-    "mtp_draft_vocab_size": None,
-    "mtp_draft_vocab_file": None,
-    **ONE_PASS,
-}
-"""Arguments that come with the MTP layers, and their values where the donor's have none."""
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
 """Settings in which the trunks may differ: their layers, and the longest text."""
 MEASURED = (EMBEDDING, "output_layer.weight", "decoder.final_layernorm.weight", "decoder.final_norm.weight")
@@ -80,18 +63,36 @@ Arguments = Callable[[HFModel], Namespace]
 
 
 @dataclass(frozen=True)
-class GraftSide(ABC):
+class GraftSide:
     """A donor or a target by Megatron's keys.
 
     Attributes:
         path: what the user gave.
         args: Megatron's arguments of the model.
         shapes: shape of every tensor by its key.
+        tokenizer: its folder; None if there is none.
+        rows: of the embedding, without those that pad it.
+        features: forms of the Hugging Face folder that it is or was.
+        has: forms that such a folder may have.
+        read: reads a whole tensor.
+        parts: the groups of the MTP layers (true), or all others.
+        record: differs when the model differs.
+        common: what a checkpoint of this trunk stores beside tensors, with changed arguments.
+        keep: copies config and tokenizer into the folder of a new checkpoint.
     """
 
     path: Path
     args: Namespace
     shapes: Mapping[str, Shape]
+    tokenizer: Path | None
+    rows: int
+    features: frozenset[str]
+    has: Set[str]
+    read: Callable[[str], Tensor]
+    parts: Callable[[bool], list[list[Group]]]
+    record: dict[str, Any]
+    common: Callable[[dict[str, Any]], dict[str, Any]]
+    keep: Callable[[Path], None]
 
     @property
     def depths(self) -> int:
@@ -109,242 +110,125 @@ class GraftSide(ABC):
         """Index of the trunk's last layer."""
         return max(int(key.split(".")[2]) for key in self.shapes if key.startswith("decoder.layers."))
 
-    @property
-    @abstractmethod
-    def tokenizer(self) -> Path | None:
-        """Folder of the tokenizer; None if there is none."""
 
-    @property
-    @abstractmethod
-    def rows(self) -> int:
-        """Rows of the embedding, without those that pad it."""
+def _folder_side(path: Path, arguments: Arguments, lost_depths: bool, options: Options) -> GraftSide:
+    model = HFModel.read(path, lost_depths)
+    model.check_numbers()
+    args = arguments(model)
+    pieces = {
+        key: (rule, place, piece)
+        for rule in model.rules
+        for place, piece in enumerate(rule.mcore)
+        for key in (piece.key, *piece.aliases)
+    }
 
-    @property
-    @abstractmethod
-    def features(self) -> frozenset[str]:
-        """Forms of the Hugging Face folder that it is or was."""
+    def read(key: str) -> Tensor:
+        rule, place, _ = pieces[key]
+        return rule.to_mcore([model.folder.read(tensor.name) for tensor in rule.hf])[place]
 
-    @abstractmethod
-    def read(self, key: str) -> Tensor:
-        """A whole tensor."""
+    def parts(of_depths: bool) -> list[list[Group]]:
+        rules = [rule for rule in model.rules if any(one.key.startswith(DEPTHS) for one in rule.mcore) == of_depths]
+        return [[group_of(model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
 
-    @abstractmethod
-    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
-        """The tensors of the MTP layers, or all others; a list for every file."""
-
-    @abstractmethod
-    def fingerprint(self, options: Options) -> dict[str, Any]:
-        """A record that differs when the model differs."""
-
-    @abstractmethod
-    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint of this trunk stores beside tensors, with changed arguments."""
-
-    @abstractmethod
-    def keep(self, folder: Path) -> None:
-        """Copy config and tokenizer into the folder of a new checkpoint."""
-
-
-@dataclass(frozen=True)
-class FolderSide(GraftSide):
-    """A Hugging Face folder."""
-
-    model: HFModel
-
-    @property
-    @override
-    def tokenizer(self) -> Path | None:
-        return self.path if has_tokenizer(self.path) else None
-
-    @property
-    @override
-    def rows(self) -> int:
-        return self.model.config.integer("vocab_size")
-
-    @property
-    @override
-    def features(self) -> frozenset[str]:
-        return self.model.layout.features
-
-    @override
-    def read(self, key: str) -> Tensor:
-        rule, place = next(
-            (rule, place)
-            for rule in self.model.rules
-            for place, piece in enumerate(rule.mcore)
-            if key in (piece.key, *piece.aliases)
-        )
-        return rule.to_mcore([self.model.folder.read(tensor.name) for tensor in rule.hf])[place]
-
-    @override
-    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
-        rules = [rule for rule in self.model.rules if _is_of_depths(rule) == of_depths]
-        return [[group_of(self.model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
-
-    @override
-    def fingerprint(self, options: Options) -> dict[str, Any]:
-        return fingerprint_of(self.model, options)
-
-    @override
-    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
-        return common_of(self.model, Namespace(**{**vars(self.args), **changes}))
-
-    @override
-    def keep(self, folder: Path) -> None:
-        keep_hf_files(self.path, folder / HF_FILES, origin(self.model))
+    return GraftSide(
+        path,
+        args,
+        shapes={key: piece.whole or piece.shape or () for key, (_, _, piece) in pieces.items()},
+        tokenizer=path if has_tokenizer(path) else None,
+        rows=model.config.integer("vocab_size"),
+        features=model.layout.features,
+        has=model.family.features.keys(),
+        read=read,
+        parts=parts,
+        record=fingerprint_of(model, options),
+        common=lambda changes: common_of(model, Namespace(**{**vars(args), **changes})),
+        keep=lambda folder: keep_hf_files(path, folder / HF_FILES, origin(model)),
+    )
 
 
-@dataclass(frozen=True)
-class CheckpointSide(GraftSide):
-    """A Megatron checkpoint."""
-
-    reader: DistReader
-
-    @property
-    @override
-    def tokenizer(self) -> Path | None:
-        return run_tokenizer(self.args, self.reader.folder.parent)
-
-    @property
-    @override
-    def rows(self) -> int:
-        known: int | None = getattr(self.args, "vocab_size", None)
-        return known or Tokens.of(self.tokenizer, self.args).vocabulary(self.reader)
-
-    @property
-    @override
-    def features(self) -> frozenset[str]:
-        origin = kept_origin(self.reader.folder.parent / HF_FILES)
-        return frozenset(origin.get("layout", {}).get("features", ()))
-
-    @override
-    def read(self, key: str) -> Tensor:
-        return self.reader.read(key)
-
-    @override
-    def groups(self, of_depths: bool, options: Options) -> list[list[Group]]:
-        keys = [key for key in self.reader.keys if key.startswith(DEPTHS) == of_depths]
-        return [[Group(one.size, one.write) for one in (copied(self.reader, key) for key in keys)]]
-
-    @override
-    def fingerprint(self, options: Options) -> dict[str, Any]:
-        return self.reader.fingerprint()
-
-    @override
-    def common(self, changes: dict[str, Any]) -> dict[str, Any]:
-        return changed_args(self.reader, **changes)
-
-    @override
-    def keep(self, folder: Path) -> None:
-        keep_files(self.reader.folder.parent, folder)
+def _checkpoint_side(path: Path) -> GraftSide:
+    reader = DistReader(path)
+    args, kept = reader.common()["args"], reader.folder.parent
+    tokenizer = run_tokenizer(args, kept)
+    return GraftSide(
+        path,
+        args,
+        shapes={key: reader.shape(key) for key in reader.keys},
+        tokenizer=tokenizer,
+        rows=getattr(args, "vocab_size", None) or Tokens.of(tokenizer, args).vocabulary(reader),
+        features=frozenset(kept_origin(kept / HF_FILES).get("layout", {}).get("features", ())),
+        has=frozenset(),
+        read=reader.read,
+        parts=lambda of_depths: [[copied(reader, key) for key in reader.keys if key.startswith(DEPTHS) == of_depths]],
+        record=reader.fingerprint(),
+        common=lambda changes: changed_args(reader, **changes),
+        keep=partial(keep_files, kept),
+    )
 
 
-def _is_of_depths(rule: Rule) -> bool:
-    return any(piece.key.startswith(DEPTHS) for piece in rule.mcore)
-
-
-def open_side(path: Path, arguments: Arguments, is_trunk: bool) -> GraftSide:
+def open_side(path: Path, arguments: Arguments, is_trunk: bool, options: Options | None = None) -> GraftSide:
     """Open a folder or a checkpoint; no weights are read.
 
     Args:
         path: the folder or checkpoint.
         arguments: makes the arguments of a folder's model.
         is_trunk: whether the config may count MTP layers that the folder lacks, since transformers drops them.
+        options: how to convert a folder.
 
     Raises:
         ValueError: it is damaged, or Megatron cannot run its model.
     """
-    side: GraftSide
     if is_checkpoint(path) and not (path / CONFIG).is_file():
-        reader = DistReader(path)
-        side = CheckpointSide(path, reader.common()["args"], {key: reader.shape(key) for key in reader.keys}, reader)
+        side = _checkpoint_side(path)
     else:
-        model = HFModel.read(path, lost_depths=is_trunk)
-        model.check_numbers()
-        shapes = {
-            key: piece.whole or piece.shape or ()
-            for rule in model.rules
-            for piece in rule.mcore
-            for key in (piece.key, *piece.aliases)
-        }
-        side = FolderSide(path, arguments(model), shapes, model)
+        side = _folder_side(path, arguments, is_trunk, options or Options())
     if reason := getattr(side.args, "megatron_mtp_untrainable", None):
         raise ValueError(f"{path} is a model that Megatron cannot run ({reason}); MTP layers are not grafted on such.")
     return side
 
 
-@dataclass(frozen=True)
-class Graft:
-    """A graft whose parts fit, before any of it is written.
+def plan_graft(
+    donor: Path, target: Path, arguments: Arguments, options: Options, trust_remote_code: bool = False
+) -> Conversion:
+    """`graft`, from names and shapes; of the tensors a few are read and compared.
 
-    Attributes:
-        donor, target: both sides.
-        fits: what both sides agree in, for people.
-        unknown: what cannot be known before the text is drafted, for people.
-    """
-
-    donor: GraftSide
-    target: GraftSide
-    fits: list[str]
-    unknown: list[str]
-
-    @classmethod
-    def of(cls, donor: Path, target: Path, arguments: Arguments, trust_remote_code: bool = False) -> "Graft":
-        """Open and compare both sides; of the tensors a few are read.
-
-        Args:
-            donor: folder or checkpoint with MTP layers.
-            target: folder or checkpoint without.
-            arguments: makes Megatron's arguments for the model of a folder.
-            trust_remote_code: whether to run the Python code of tokenizers' folders.
-
-        Raises:
-            ValueError: the MTP layers do not fit, or a side is damaged.
-        """
-        given, trunk = open_side(donor, arguments, is_trunk=False), open_side(target, arguments, is_trunk=True)
-        _check_depths(given, trunk)
-        _check_computation(given, trunk)
-        _check_layers(given, trunk)
-        tokens, new_tokens = _compare_tokens(given, trunk, trust_remote_code)
-        return cls(given, trunk, [*_agreed(trunk), *tokens], [*new_tokens, *_distance(given, trunk)])
-
-    def files(self, options: Options) -> dict[str, list[Group]]:
-        """Groups of tensors for every file of the new checkpoint."""
-        parts = [*self.target.groups(False, options), *self.donor.groups(True, options)]
-        return {f"__{index}_0.distcp": part for index, part in enumerate(parts)}
-
-    def common(self) -> dict[str, Any]:
-        """What the new checkpoint stores beside tensors."""
-        changes = {name: getattr(self.donor.args, name, value) for name, value in OF_DEPTHS.items()}
-        trunk, _ = self.target.layers
-        if trunk is not None:
-            pattern = self.target.args.hybrid_layer_pattern.split("/")[0]
-            changes["hybrid_layer_pattern"] = "/".join([pattern, *self.donor.layers[1]])
-        return self.target.common(changes)
-
-    def copies(self) -> frozenset[str]:
-        """Copies of embedding and head in the donor's folder that the target's family has in MTP layers, too."""
-        if not isinstance(self.target, FolderSide):
-            return frozenset()
-        return self.donor.features & self.target.model.family.features.keys() & COPIES.keys()
-
-
-def graft(plan: Graft, out: Path, options: Options) -> Converted:
-    """Write the target with the donor's MTP layers as a Megatron checkpoint.
+    Args:
+        donor: folder or checkpoint with MTP layers.
+        target: folder or checkpoint without.
+        arguments: makes Megatron's arguments for the model of a folder.
+        options: how to convert.
+        trust_remote_code: whether to run the Python code of tokenizers' folders.
 
     Raises:
-        ValueError: the place is taken.
-        OSError: it cannot be written.
+        ValueError: the MTP layers do not fit, or a side is damaged.
     """
-    check_place(out, plan.donor.path)
-    prints = {"donor": plan.donor.fingerprint(options), "target": plan.target.fingerprint(options)}
-    folder = PartialFolder(out, plan.target.path, prints, options.resume)
-    chunks = write_checkpoint(folder, plan.files(options), plan.common(), options)
-    plan.target.keep(folder.path)
-    correct_origin(folder.path / HF_FILES, plan.donor.depths, added=plan.copies())
-    folder.finish()
-    tensors = len({chunk.key for chunk in chunks})
-    return Converted("Megatron", plan.donor.depths, tensors, sum(chunk.length for chunk in chunks))
+    given = open_side(donor, arguments, is_trunk=False, options=options)
+    trunk = open_side(target, arguments, is_trunk=True, options=options)
+    _check_depths(given, trunk)
+    _check_computation(given, trunk)
+    _check_layers(given, trunk)
+    tokens, new_tokens = _compare_tokens(given, trunk, trust_remote_code)
+    changes = {name: getattr(given.args, name, value) for name, value in OF_DEPTHS.items()}
+    if trunk.layers[0] is not None:
+        pattern = trunk.args.hybrid_layer_pattern.split("/")[0]
+        changes["hybrid_layer_pattern"] = "/".join([pattern, *given.layers[1]])
+
+    def keep(folder: Path) -> None:
+        trunk.keep(folder)
+        # copies of embedding and head in the donor's folder that the target's family has in MTP layers, too
+        added = given.features & trunk.has & COPIES.keys()
+        correct_origin(folder / HF_FILES, given.depths, added=added)
+
+    return Conversion(
+        (target, donor),
+        "Megatron",
+        given.depths,
+        [*trunk.parts(False), *given.parts(True)],
+        {"donor": given.record, "target": trunk.record},
+        lambda folder, _: CheckpointFiles(folder.path, trunk.common(changes)),
+        keep,
+        notes={"fits": [*_agreed(trunk), *tokens], "not known": [*new_tokens, *_distance(given, trunk)]},
+    )
 
 
 # --- what has to fit -------------------------------------------------------------------------------------------------

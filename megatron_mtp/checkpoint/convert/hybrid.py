@@ -19,19 +19,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
+from megatron_mtp.checkpoint.convert.plan import moved
 from megatron_mtp.checkpoint.convert.stream import (
     UNTRAINED,
-    Converted,
+    CheckpointFiles,
+    Conversion,
+    Entry,
     Group,
     Options,
-    PartialFolder,
     keep_files,
-    write_checkpoint,
 )
 from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
 from megatron_mtp.checkpoint.mcore.iterations import RELEASE
@@ -41,16 +43,14 @@ from megatron_mtp.checkpoint.mcore.reader import (
     HEAD_STATE,
     STATE,
     DistReader,
-    Shape,
     StoredDepths,
     sharding_type,
 )
-from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.pattern import KINDS, SHARDED_STACK, trunk_and_depths
 
 FILE_BYTES = 2**30
-"""Size of a file, unless a single tensor is larger: what is made again at most after an interruption."""
+"""Size of a part, unless a single tensor is larger: what is made again at most after an interruption."""
 BY_BUCKET = "dp_reshardable"
 """The distributed optimizer's usual format: flat buffers of the parameters, in the model's order."""
 UNEVEN = (
@@ -60,39 +60,8 @@ UNEVEN = (
 """Arguments by which pipeline stages have other layers than an even cut gives them."""
 
 
-@dataclass(frozen=True)
-class Migration:
-    """A checkpoint in its other form, before any of it is written.
-
-    Attributes:
-        reader: the source.
-        pattern: the hybrid's layers.
-        keys: the source's key of every tensor, and its keys in the other form.
-        objects: new key of everything else, and the source's key.
-        common: what the new checkpoint stores beside tensors.
-        to_hybrid: whether the new one is the hybrid.
-    """
-
-    reader: DistReader
-    pattern: str
-    keys: dict[str, list[str]]
-    objects: dict[str, str]
-    common: dict[str, Any]
-    to_hybrid: bool
-
-    @property
-    def depths(self) -> int:
-        """Number of physical depths."""
-        return StoredDepths.of(self.reader.keys).layers
-
-    @property
-    def size(self) -> int:
-        """Size of all tensors that are written, bytes."""
-        return sum(len(keys) * _size(self.reader, key, self.reader.shape(key)) for key, keys in self.keys.items())
-
-
-def plan_migration(source: Path, to_hybrid: bool) -> Migration:
-    """What `migrate` will write, from names and shapes alone.
+def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
+    """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone.
 
     Args:
         source: the checkpoint.
@@ -114,32 +83,28 @@ def plan_migration(source: Path, to_hybrid: bool) -> Migration:
     keys = _new_keys(halves, [*reader.keys, *reader.state_keys], to_hybrid)
     depths = 1 if old.mtp_num_layers and getattr(old, "mtp_use_repeated_layer", False) else old.mtp_num_layers or 0
     halves.check((key for names in keys.values() for key in names) if to_hybrid else keys, depths, str(source))
+    common = _common(common, new, to_hybrid)
     objects = _objects(halves, reader, to_hybrid)
-    return Migration(reader, pattern, keys, objects, _common(common, new, to_hybrid), to_hybrid)
+    iteration = RELEASE if reader.folder.name == RELEASE else str(common["iteration"])
 
+    def files(folder: PartialFolder, _: Options) -> CheckpointFiles:
+        held = {key: reader.stored_bytes(stored) for key, stored in objects.items()}
+        return CheckpointFiles(folder.path, common, iteration, held)
 
-def migrate(source: Path, target: Path, to_hybrid: bool, options: Options) -> Converted:
-    """Write a GPT's checkpoint as that of a hybrid, or a hybrid's as that of a GPT.
-
-    Args:
-        source: the checkpoint.
-        target: the checkpoint to make.
-        to_hybrid: whether a GPT becomes a hybrid, or a hybrid a GPT.
-        options: number of workers, and whether to resume.
-
-    Raises:
-        ValueError: as `plan_migration`, or the target is taken.
-    """
-    plan = plan_migration(source, to_hybrid)
-    reader = plan.reader
-    folder = PartialFolder(target, source, {"source": reader.fingerprint(), "hybrid": to_hybrid}, options.resume)
-    objects = {key: reader.stored_bytes(old) for key, old in plan.objects.items()}
-    name = RELEASE if reader.folder.name == RELEASE else str(plan.common["iteration"])
-    chunks = write_checkpoint(folder, _files(plan), plan.common, options, name, objects)
-    keep_files(reader.folder.parent, folder.path)
-    folder.finish()
-    title = f"hybrid of layers {plan.pattern}" if to_hybrid else "GPT"
-    return Converted(title, plan.depths, len({chunk.key for chunk in chunks}), sum(chunk.length for chunk in chunks))
+    return Conversion(
+        (source,),
+        f"hybrid of layers {pattern}" if to_hybrid else "GPT",
+        StoredDepths.of(reader.keys).layers,
+        _parts(reader, keys),
+        {"source": reader.fingerprint(), "hybrid": to_hybrid},
+        files,
+        partial(keep_files, reader.folder.parent),
+        facts={
+            "layers": pattern,
+            "of the optimizer's state": len(reader.state_keys),
+            "names": moved(([key], [name]) for key, names in keys.items() for name in names),
+        },
+    )
 
 
 def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
@@ -187,36 +152,28 @@ def _common(old: dict[str, Any], args: Namespace, to_hybrid: bool) -> dict[str, 
     return {**old, "args": args, "content_metadata": metadata}
 
 
-def _files(plan: Migration) -> dict[str, list[Group]]:
-    """All pieces of all tensors, as many to a file as fit."""
-    files: list[list[Group]] = [[]]
+def _parts(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
+    """All pieces of all tensors, as many to a part as fit."""
+    parts: list[list[Group]] = [[]]
     room = FILE_BYTES
-    for group in _groups(plan):
-        if files[-1] and group.size > room:
-            files.append([])
+    for group in (group for key, names in keys.items() for group in _pieces(reader, key, names)):
+        if parts[-1] and group.size > room:
+            parts.append([])
             room = FILE_BYTES
-        files[-1].append(group)
+        parts[-1].append(group)
         room -= group.size
-    return {f"__{index}_0.distcp": groups for index, groups in enumerate(files)}
+    return parts
 
 
-def _groups(plan: Migration) -> Iterator[Group]:
-    reader = plan.reader
-    for key, names in plan.keys.items():
-        for offset, shape in reader.slabs(key):
-            yield Group(_size(reader, key, shape), partial(_write, reader, key, names, offset, shape))
+def _pieces(reader: DistReader, key: str, names: list[str]) -> Iterator[Group]:
+    """The stored pieces of a tensor, for its new keys."""
+    for offset, shape in reader.slabs(key):
+        entry = Entry(names, shape, reader.dtype(key), reader.shape(key), offset)
+        yield Group([entry], entry.bytes // len(names), partial(_piece, reader, key, entry))
 
 
-def _size(reader: DistReader, key: str, shape: Shape) -> int:
-    return torch.Size(shape).numel() * reader.dtype(key).itemsize
-
-
-def _write(
-    reader: DistReader, key: str, names: list[str], offset: Shape, shape: Shape, stream: IO[bytes], file: str
-) -> list[Chunk]:
-    """Copy a piece of a tensor to its new keys."""
-    piece = reader.read(key, offset, shape)
-    return [write_chunk(stream, file, name, reader.shape(key), offset, piece) for name in names]
+def _piece(reader: DistReader, key: str, entry: Entry) -> list[Tensor]:
+    return [reader.read(key, entry.offset, entry.shape)]
 
 
 ATTENTION = (Symbols.ATTENTION, Symbols.MLA)

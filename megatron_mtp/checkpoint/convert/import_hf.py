@@ -4,16 +4,17 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.acceptance import RECORD, carry_record
-from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
-from megatron_mtp.checkpoint.convert.stream import Converted, Group, Options, PartialFolder, write_checkpoint
+from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_of, sides
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Converted, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
@@ -21,50 +22,50 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.writer import Chunk, write_chunk
 from megatron_mtp.config import trained_depths
 from megatron_mtp.files import NOT_KEPT
 from megatron_mtp.model.arguments import parsed
 
 
-@dataclass(frozen=True)
-class Imported(Converted):
-    """What an import did.
-
-    Attributes:
-        notes: further facts, by name: files that transformers does not open, and why Megatron cannot run the trunk.
-    """
-
-    notes: dict[str, Any]
+def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
+    """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads."""
+    return plan_import(source, options, arguments).write(target, options)
 
 
-def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Imported:
-    """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads.
+def plan_import(source: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Conversion:
+    """`hf-to-mcore`, from names and shapes; of the tensors only copies and zeros are read.
 
     Args:
         source: the folder.
-        target: the checkpoint to make.
         options: how to convert.
         arguments: makes Megatron's arguments for the model, which the checkpoint keeps.
 
     Raises:
-        ValueError: the folder is damaged or contradicts itself, or the target is taken.
-        OSError: the target cannot be written.
+        ValueError: the folder is damaged or contradicts itself.
     """
     model = HFModel.read(source)
     model.check_numbers()
     args = arguments(model)
-    folder = PartialFolder(target, source, fingerprint_of(model, options), options.resume)
-    files = {
-        f"__{index}_0.distcp": [group_of(model.folder, rule, options) for rule in rules]
-        for index, rules in enumerate(parts_of(model.rules).values())
-    }
-    write_checkpoint(folder, files, common_of(model, args), options)
-    keep_hf_files(source, folder.path / HF_FILES, origin(model))
-    carry_record(source, folder.path)
-    folder.finish()
-    size = bytes_read(model.rules, model.folder)
-    return Imported(model.family.title, model.layout.depths, len(model.folder.tensors), size, notes(model, args))
+
+    def keep(folder: Path) -> None:
+        keep_hf_files(source, folder / HF_FILES, origin(model))
+        carry_record(source, folder)
+
+    return Conversion(
+        (source,),
+        model.family.title,
+        model.layout.depths,
+        [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()],
+        fingerprint_of(model, options),
+        lambda folder, _: CheckpointFiles(folder.path, common_of(model, args)),
+        keep,
+        facts={
+            "carried as they are": carried(model.rules),
+            "names": moved(map(sides, model.rules)),
+        },
+        notes=notes(model, args),
+        tensors=len(model.folder.tensors),
+    )
 
 
 def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
@@ -80,24 +81,27 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
     """A rule's tensors, which are read, moved and written together."""
-    return Group(bytes_read([rule], folder), partial(_write_rule, folder, rule, options))
+    first = rule.hf[0].name
+    shape, dtype = folder.shape(first), options.cast(first, folder.dtype(first))
+    entries = [
+        Entry(
+            (piece.key, *piece.aliases),
+            shape if piece.shape is None else piece.shape,
+            torch.float32 if piece.wide else dtype,
+            piece.whole,
+            piece.offset,
+        )
+        for piece in rule.mcore
+    ]
+    size = sum(prod(folder.shape(one.name)) * folder.dtype(one.name).itemsize for one in rule.hf)
+    return Group(entries, size, partial(_made, folder, rule, options))
 
 
-def _write_rule(folder: HFFolder, rule: Rule, options: Options, stream: IO[bytes], file: str) -> list[Chunk]:
-    chunks = []
+def _made(folder: HFFolder, rule: Rule, options: Options) -> list[Tensor]:
     given = [folder.read(tensor.name) for tensor in rule.hf]
-    given = [tensor.to(options.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, given, strict=True)]
-    for piece, tensor in zip(rule.mcore, rule.to_mcore(given), strict=True):
-        whole = piece.whole or tuple(tensor.shape)
-        offset = piece.offset or (0,) * len(whole)
-        chunks += [write_chunk(stream, file, key, whole, offset, tensor) for key in (piece.key, *piece.aliases)]
-    return chunks
-
-
-def bytes_read(rules: list[Rule], folder: HFFolder) -> int:
-    """Size of the rules' tensors in memory, FP8 as bfloat16."""
-    sizes = ((folder.shape(tensor.name), folder.dtype(tensor.name)) for rule in rules for tensor in rule.hf)
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
+    return rule.to_mcore(
+        [tensor.to(options.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, given, strict=True)]
+    )
 
 
 def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, form_of, hf_folder_form, written
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
-from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.convert.stream import Group, Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.mcore.reader import DistReader, Shape
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
@@ -66,7 +66,7 @@ def export_hf_weights(
     for rule in export.rules:
         if only_mtp and not _is_of_drafts(rule):
             continue
-        tensors = _tensors(rule, reader, options)
+        tensors = _tensors(export.group(rule, options), reader.device)
         size = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors)
         if bucket and held + size > bucket_bytes:
             yield from _emptied(bucket)
@@ -136,10 +136,9 @@ def _is_of_drafts(rule: Rule) -> bool:
     return any(piece.key.startswith("mtp.") or piece.key in (EMBEDDING, HEAD) for piece in rule.mcore)
 
 
-def _tensors(rule: Rule, reader: "LiveReader", options: Options) -> list[tuple[str, Tensor]]:
-    pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-    made = zip(written(rule, reader, options), rule.to_hf(pieces), strict=True)
-    return [(name, value.to(reader.device, dtype).contiguous()) for (name, _, dtype), value in made]
+def _tensors(group: Group, device: torch.device) -> list[tuple[str, Tensor]]:
+    made = zip(group.entries, group.make(), strict=True)
+    return [(entry.keys[0], value.to(device, entry.dtype).contiguous()) for entry, value in made]
 
 
 class LiveReader(DistReader):

@@ -341,6 +341,28 @@ def unnumbered(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
 
 
+def counted(keys: Iterable[str]) -> list[str] | str:
+    """Keys, one line for all layers and experts of the same kind."""
+    return [times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()] or "nothing"
+
+
+def moved(pairs: Iterable[tuple[Iterable[str], Iterable[str]]]) -> list[str]:
+    """Old names and new ones, one line for all layers and experts of the same kind."""
+    counts = Counter((unnumbered(old), unnumbered(new)) for old, new in pairs)
+    return [times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items() if old != new]
+
+
+def sides(rule: Rule) -> tuple[list[str], list[str]]:
+    """The names of a rule's tensors in the folder and in the checkpoint."""
+    return [tensor.name for tensor in rule.hf], [piece.key for piece in rule.mcore]
+
+
+def carried(rules: Iterable[Rule]) -> list[str] | str:
+    """Names of the tensors that are carried as they are."""
+    keys = [piece.key for rule in rules for piece in rule.mcore if piece.key.startswith(CARRIED)]
+    return [key.removeprefix(CARRIED) for key in keys] or "nothing"
+
+
 def _line(rule: Rule, shape_of: ShapeOf) -> str:
     hf = unnumbered(f"{tensor.name} {list(_shape(tensor, rule, shape_of))}" for tensor in rule.hf)
     keys = (f"{piece.key} {list(piece.whole or _shape(piece, rule, shape_of))}" for piece in rule.mcore)

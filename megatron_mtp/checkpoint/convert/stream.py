@@ -1,34 +1,38 @@
-"""Groups of tensors through bounded memory into a folder beside the target, which is renamed when all are written.
+"""One pass for every conversion: groups of tensors, through bounded memory, into a folder beside the target.
 
-In:  files, each a list of groups of tensors; a group is made and written at once, and several workers share the files.
-Out: the folder; for a Megatron checkpoint with its catalogue and tracker.
+    verb  ->  Conversion (from names and shapes alone)  ->  described(): --dry-run
+                                                        ->  write(): the folder, renamed to the target when it is whole
 
-Each finished part leaves a record with checksums. An interrupted conversion leaves `<target>.partial`, which `--resume`
-completes. A lock beside the target keeps a second process out.
+A conversion lists parts, which are recorded and resumed as one, a part lists groups, and a group makes its tensors at
+once. Several workers share the parts. The target is a Megatron checkpoint (`CheckpointFiles`) or a Hugging Face folder
+(`export_hf.FolderFiles`).
 """
 
 import functools
-import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
+from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
-from megatron_mtp.checkpoint.mcore.writer import Chunk, chunks_are_in, read_chunk, write_catalogue
-from megatron_mtp.files import check_outside, default_workers, is_inside, one_writer, sync, synced, written_beside
+from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
+from megatron_mtp.files import default_workers, synced
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 """Endings of the tensors that models keep in float32 beside bfloat16 weights."""
@@ -41,7 +45,7 @@ class Options:
     Attributes:
         dtype: type of all floating-point tensors except those of `STAYS_WIDE`; None keeps each tensor's own.
         shard_bytes: size of the largest safetensors file.
-        workers: number of layers that are converted at a time.
+        workers: number of parts that are converted at a time.
         resume: whether to continue an interrupted conversion.
         quiet: whether to show no progress bar.
         quantize: the forms of an export.
@@ -62,137 +66,227 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A tensor that is written, or the slab at `offset` of a tensor whose shape is `whole`.
+
+    Attributes:
+        keys: its names; several where Megatron's modules with and without Transformer Engine use different ones.
+        shape, dtype: of the slab.
+    """
+
+    keys: Sequence[str]
+    shape: Shape
+    dtype: torch.dtype
+    whole: Shape | None = None
+    offset: Shape | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Size under all names."""
+        return len(self.keys) * prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are made together.
+
+    Attributes:
+        entries: what is written.
+        size: of what is read for it, bytes.
+        make: reads and makes the tensors of the entries.
+    """
+
+    entries: list[Entry]
+    size: int
+    make: Callable[[], Sequence[Tensor]]
+
+    @classmethod
+    def single(cls, key: str, shape: Shape, dtype: torch.dtype, make: Callable[[], Tensor]) -> "Group":
+        """A tensor that is made alone."""
+        entry = Entry([key], shape, dtype)
+        return cls([entry], entry.bytes, lambda: [make()])
+
+
+Made = Iterable[tuple[Entry, Tensor]]
+
+
+class Files(Protocol):
+    """The files of a new folder, which several workers write."""
+
+    def write(self, part: int, made: Made) -> Any:
+        """Write a part to the disk, and return its record in JSON."""
+
+    def holds(self, record: Any) -> bool:
+        """Whether the files hold what a record of an interrupted run describes."""
+
+    def finish(self, records: list[Any]) -> None:
+        """Complete the files, given the records of all parts."""
+
+
+@dataclass(frozen=True)
 class Converted:
-    """What a conversion did: the family's title, and the numbers of depths, tensors and bytes."""
+    """What a conversion did; `notes` are further facts for people, by name."""
 
     family: str
     depths: int
     tensors: int
     bytes: int
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
-RECORDS = "progress"
-PLAN = "progress.json"
-"""Marks a folder as unfinished. A single file, unlike a folder, can be removed in one step."""
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion before any of it is written.
+
+    Attributes:
+        sources: the folders that it reads.
+        title: of the family.
+        depths: number of MTP layers in the result.
+        parts: all groups; those of a part are resumed as one.
+        record: everything that determines the output; a resumed conversion must have the same.
+        files: makes the files in the folder beside the target.
+        keep: writes what stands beside the tensors: config, tokenizer.
+        facts: what `--dry-run` prints further.
+        notes: what is printed with and without `--dry-run`.
+        tensors: number of tensors; None for those that are written.
+        begin: called once before the first part.
+    """
+
+    sources: tuple[Path, ...]
+    title: str
+    depths: int
+    parts: list[list[Group]]
+    record: Mapping[str, Any]
+    files: Callable[[PartialFolder, Options], Files]
+    keep: Callable[[Path], object]
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    tensors: int | None = None
+    begin: Callable[[], object] | None = None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All tensors that are written."""
+        return [entry for part in self.parts for group in part for entry in group.entries]
+
+    @property
+    def done(self) -> Converted:
+        """The result, once it is written."""
+        tensors = len({key for entry in self.entries for key in entry.keys}) if self.tensors is None else self.tensors
+        size = sum(group.size for part in self.parts for group in part)
+        return Converted(self.title, self.depths, tensors, size, self.notes)
+
+    def described(self, target: Path) -> dict[str, Any]:
+        """What `--dry-run` prints: counts, names, and whether the target has room.
+
+        Raises:
+            ValueError: the target is taken, or lies inside a source.
+        """
+        for source in self.sources:
+            check_free(target, source)
+        there = next(path for path in (target, *target.absolute().parents) if path.exists())
+        size, free = sum(entry.bytes for entry in self.entries), shutil.disk_usage(there).free
+        done = asdict(self.done)
+        counts = {"bytes read" if name == "bytes" else name: done[name] for name in done if name != "notes"}
+        disk = {"target": str(target), "bytes written": size, "bytes free": free, "fits": size < free}
+        return counts | disk | self.facts | self.notes
+
+    def write(self, target: Path, options: Options) -> Converted:
+        """Write the target; parts that an interrupted run has written are kept.
+
+        Raises:
+            ValueError: the target is taken, or what is read is damaged.
+            OSError: the target cannot be written.
+        """
+        for source in self.sources[1:]:
+            check_place(target, source)
+        folder = PartialFolder(target, self.sources[0], self.record, options.resume)
+        files, budget = self.files(folder, options), Budget()
+        if self.begin is not None:
+            self.begin()  # here, not in a worker, which Ctrl-C does not stop
+        work = [
+            (sum(group.size for group in part), partial(_write_part, files, number, part, budget))
+            for number, part in enumerate(self.parts)
+        ]
+        files.finish(run_parts(folder, work, options.workers, options.quiet, files.holds))
+        self.keep(folder.path)
+        folder.finish()
+        return self.done
 
 
-class PartialFolder:
-    """The folder beside the target, in which a conversion works; a link is followed first.
+def _write_part(files: Files, number: int, groups: list[Group], budget: "Budget", report: "Report") -> Any:
+    def made() -> Generator[tuple[Entry, Tensor]]:
+        for group in groups:
+            with budget.taking(group.size):
+                yield from zip(group.entries, group.make(), strict=True)
+            report(group.size)
+
+    with closing(made()) as tensors:  # where writing fails, the room is free at once for other workers
+        return files.write(number, tensors)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+UNTRAINED: dict[str, Any] = {
+    "iteration": 0,
+    "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
+}
+"""What a converted checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
+
+
+class CheckpointFiles:
+    """Files of a Megatron checkpoint, one for each part.
 
     Args:
-        target: the folder to make; it must not exist, or be empty.
-        source: the folder that is converted.
-        plan: everything that determines the output; a resumed conversion must have the same.
-        resume: whether to continue an interrupted conversion.
-
-    Raises:
-        ValueError: the target holds something, is a mount point or lies inside the source, or another process writes
-            it, or there is a partial folder that is not to be resumed.
+        folder: of the checkpoint.
+        common: what Megatron stores beside tensors; `UNTRAINED` where it does not say otherwise.
+        iteration: its name in the tracker: a number, or `RELEASE`.
+        objects: further objects by key (`write_catalogue`).
     """
 
-    def __init__(self, target: Path, source: Path, plan: Mapping[str, Any], resume: bool) -> None:
-        target = _resolved(target)
-        check_place(target, source)
-        self.target, self.path = target, target.with_name(f"{target.name}.partial")
-        self._lock = ExitStack()
-        self._lock.enter_context(one_writer(target, str(target)))
-        try:
-            self._begin(json.dumps(plan, sort_keys=True), resume)
-        except BaseException:
-            self.release()
-            raise
+    def __init__(
+        self,
+        folder: Path,
+        common: dict[str, Any],
+        iteration: str = RELEASE,
+        objects: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        self._folder, self._iteration, self._common, self._objects = folder, iteration, common, objects
+        self._inside = folder / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
+        self._inside.mkdir(exist_ok=True)
+        torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half the time
 
-    def _begin(self, text: str, resume: bool) -> None:
-        target = self.target
-        if resume and not self.path.exists() and _planned(target) == text:
-            target.rename(self.path)  # killed before the records were removed
-        _check_empty(target)
-        self.resumed = self.path.exists() and not self._blank()
-        if self.resumed and not resume:
-            raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
-        if self.resumed and _planned(self.path) != text:
-            raise ValueError(
-                f"{self.path} is left from a conversion of another source or with other options; remove it."
-            )
-        (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path / PLAN, text)
+    def write(self, part: int, made: Made) -> list[dict[str, Any]]:
+        """Write a file; its record is that of every chunk."""
+        chunks, name = [], f"__{part}_0.distcp"
+        with open(self._inside / name, "wb") as stream:
+            for entry, tensor in made:
+                whole = entry.whole or tuple(tensor.shape)
+                offset = entry.offset or (0,) * len(whole)
+                chunks += [write_chunk(stream, name, key, whole, offset, tensor) for key in entry.keys]
+                del tensor
+            synced(stream)
+        return [asdict(chunk) for chunk in chunks]
 
-    def _blank(self) -> bool:
-        """Whether a killed run had not yet written its plan, which it does first."""
-        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.partial"}
+    def holds(self, record: Any) -> bool:
+        """Compare chunks with their checksums."""
+        return chunks_are_in(self._inside, record)
 
-    def record(self, part: int) -> Any:
-        """The record of a part; None if the part is not finished."""
-        try:
-            return json.loads(self._record(part).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-
-    def keep(self, part: int, record: Any) -> None:
-        """Write the record of a finished part."""
-        _write_whole(self._record(part), json.dumps(record))
-
-    def _record(self, part: int) -> Path:
-        return self.path / RECORDS / f"{part}.json"
-
-    def finish(self) -> None:
-        """Rename the folder to the target, once all files are on the disk, and remove the records."""
-        sync(self.path)
-        if self.target.exists():
-            self.target.rmdir()
-        self.path.rename(self.target)
-        shutil.rmtree(self.target / RECORDS)
-        (self.target / PLAN).unlink()
-        self.release()
-
-    def release(self) -> None:
-        """Release the lock of the target."""
-        self._lock.close()
+    def finish(self, records: list[Any]) -> None:
+        """Write the catalogue and the tracker."""
+        chunks = [read_chunk(record) for part in records for record in part]
+        write_catalogue(self._inside, chunks, UNTRAINED | self._common, self._objects)
+        (self._folder / TRACKER).write_text(self._iteration)
 
 
-def check_free(target: Path, source: Path) -> None:
-    """Check that a folder can be made at this path from a source.
-
-    Raises:
-        ValueError: something is there already, or it is a mount point, or one of both lies inside the other.
-    """
-    target = _resolved(target)
-    check_place(target, source)
-    _check_empty(target)
+def keep_files(source: Path, target: Path) -> None:
+    """Copy the files of Hugging Face and of the tokenizer beside the iterations of a checkpoint, where it has some."""
+    for name in (HF_FILES, KEPT_TOKENIZER):
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
-def _check_empty(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; name a new folder.")
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
-
-
-def _resolved(target: Path) -> Path:
-    try:
-        return target.resolve()
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"{target} is a link that leads to itself; name a new folder.") from error
-
-
-def check_place(target: Path, source: Path) -> None:
-    """Raises ValueError where a folder is a mount point, or it and its source lie inside one another."""
-    check_outside(target, source)
-    if is_inside(source, target):
-        raise ValueError(f"{target} holds {source}, which it would be made from; name a new folder.")
-    if target.is_mount():
-        raise ValueError(f"{target} is a mount point, which nothing can be renamed to; name a new folder in it.")
-
-
-def _planned(folder: Path) -> str | None:
-    path = folder / PLAN
-    return path.read_text() if path.is_file() else None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    with written_beside(path) as beside:
-        beside.write_text(text)
-
+# --- workers ----------------------------------------------------------------------------------------------------------
 
 IN_FLIGHT = 2**28
 """Largest number of bytes of tensors that all workers hold at a time, unless a single group is larger."""
@@ -281,80 +375,3 @@ def _run_part(
         print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
     partial.keep(index, work(report))
     return partial.record(index)  # as read from the file: a pickle shows whether strings are shared
-
-
-UNTRAINED: dict[str, Any] = {
-    "iteration": 0,
-    "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
-}
-"""What a converted checkpoint stores beside tensors: no step was taken, and each layer has tensors of its own."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tensors that are made together.
-
-    Attributes:
-        size: in memory, bytes.
-        write: appends the tensors to an open file of the given name, and returns their chunks.
-    """
-
-    size: int
-    write: Callable[[IO[bytes], str], list[Chunk]]
-
-
-def write_checkpoint(
-    folder: PartialFolder,
-    files: Mapping[str, list[Group]],
-    common: dict[str, Any],
-    options: Options,
-    iteration: str = RELEASE,
-    objects: Mapping[str, bytes] = MappingProxyType({}),
-) -> list[Chunk]:
-    """Write the tensors of a checkpoint, its catalogue and its tracker; parts that are already there are kept.
-
-    Args:
-        folder: the folder beside the target.
-        files: name of each `.distcp` file to its groups.
-        common: what Megatron stores beside tensors; `UNTRAINED` where it does not say otherwise.
-        options: number of workers, and whether to show progress.
-        iteration: name of the iteration in the tracker: its number, or `RELEASE`.
-        objects: further objects by key (`write_catalogue`).
-
-    Returns:
-        The chunks of all tensors.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    inside = folder.path / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
-    inside.mkdir(exist_ok=True)
-    torch.serialization.set_crc32_options(False)  # torch never checks these sums; making them takes half of the time
-    budget = Budget()
-    work = [
-        (sum(group.size for group in groups), partial(_write_file, inside / name, groups, budget))
-        for name, groups in files.items()
-    ]
-    records = run_parts(folder, work, options.workers, options.quiet, partial(chunks_are_in, inside))
-    chunks = [read_chunk(record) for part in records for record in part]
-    write_catalogue(inside, chunks, UNTRAINED | common, objects)
-    (folder.path / TRACKER).write_text(iteration)
-    return chunks
-
-
-def keep_files(source: Path, target: Path) -> None:
-    """Copy the files of Hugging Face and of the tokenizer beside the iterations of a checkpoint, where it has some."""
-    for name in (HF_FILES, KEPT_TOKENIZER):
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
-
-
-def _write_file(file: Path, groups: list[Group], budget: Budget, report: Report) -> list[dict[str, Any]]:
-    chunks: list[Chunk] = []
-    with open(file, "wb") as stream:
-        for group in groups:
-            with budget.taking(group.size):
-                chunks += group.write(stream, file.name)
-            report(group.size)
-        synced(stream)
-    return [asdict(chunk) for chunk in chunks]

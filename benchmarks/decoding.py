@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
-from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
+from benchmarks.harness import Goal, Spent, Table, add_common_flags, hardware, interleave, limit_threads, report
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
@@ -232,7 +232,7 @@ def goals_of(model: str, dtype: str, spent: dict[str, list[Spent]], results: dic
     ]
 
 
-def rates_table(results: dict[str, Any]) -> str:
+def rates_table(results: dict[str, Any]) -> Table:
     """Tokens a second, a case a line."""
     cases = {name: one for name, one in results.items() if name != "compiled"}
     sides = list(next(iter(cases.values()))["tokens_per_second"])
@@ -240,7 +240,7 @@ def rates_table(results: dict[str, Any]) -> str:
         [name, *one["tokens_per_second"].values(), one["llama.cpp"], one["bound"], one["accepted_length"]]
         for name, one in cases.items()
     ]
-    return table(["tokens a second", *sides, "llama.cpp", "bound", "accepted length"], rows)
+    return Table(["tokens a second", *sides, "llama.cpp", "bound", "accepted length"], rows)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from megatron.training import get_args
 
 from benchmarks.harness import (
     Goal,
+    Table,
     add_common_flags,
     compare,
     count,
@@ -28,7 +29,6 @@ from benchmarks.harness import (
     interleave,
     limit_threads,
     report,
-    table,
 )
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
@@ -67,7 +67,7 @@ def main() -> None:
         {"sizes": asdict(sizes), "seconds without depths": statistics.median(wall["0"]), **results},
         [Goal(f"time added / arithmetic added, {name}", one["ratio"], GOAL) for name, one in results.items()],
         [
-            table(
+            Table(
                 ("depths", "s a step", "added", "arithmetic", "ratio"),
                 [(n, *one.values()) for n, one in results.items()],
             )

@@ -138,13 +138,13 @@ def _end_of(log: Path) -> str:
 
 def report_of(found: list[dict[str, Any]], on_cpu: bool) -> int:
     """Print all tables and goals; 1 if a part has not ended well, or not met its goals."""
-    from benchmarks.harness import cpu_name, report, table
+    from benchmarks.harness import Table, cpu_name, report
 
     machine = next((one["hardware"] for one in found if one["hardware"]), None) or {"device": cpu_name()}
     goals = [goal for one in found for goal in record.goals_of(one)]
-    tables = [f"{one['title']}\n{table(one['header'], one['rows'])}" for each in found for one in each["tables"]]
+    tables = [f"{one['title']}\n{Table(one['header'], one['rows'])}" for each in found for one in each["tables"]]
     rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in found]
-    tables.append(table(("part", "outcome", "s", "why"), rows))
+    tables.append(str(Table(("part", "outcome", "s", "why"), rows)))
     tables += [f"not run: {each['part']}: {piece}: {why}" for each in found for piece, why in each["not run"].items()]
     results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in found}
     report("gpu_check", machine, results, goals, tables)

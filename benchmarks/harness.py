@@ -3,7 +3,8 @@
 Input: the sides to compare, as functions that do one step each. Output: seconds of every round, a peak, and a report
 whose last line is one JSON object
 
-    {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...]}
+    {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...],
+     "tables": [{"header": [...], "rows": [...]}]}
 
 Nothing here imports Megatron.
 """
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -283,12 +284,23 @@ def _from_status(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns flush right; floats with three decimals."""
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+class Table(NamedTuple):
+    """Figures with a header; `str` is for a terminal, `markdown` for a page."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def __str__(self) -> str:
+        """Columns flush right; floats with three decimals."""
+        cells = [list(self.header), *([_cell(value) for value in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown; floats with four digits that count."""
+        cells = [[_written(value) for value in row] for row in self.rows]
+        return ["| " + " | ".join(row) + " |" for row in (list(self.header), ["---"] * len(self.header), *cells)]
 
 
 def _cell(value: Any) -> str:
@@ -297,8 +309,18 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
 def report(
-    benchmark: str, machine: dict[str, Any], results: dict[str, Any], goals: Sequence[Goal], tables: Sequence[str] = ()
+    benchmark: str,
+    machine: dict[str, Any],
+    results: dict[str, Any],
+    goals: Sequence[Goal],
+    tables: Sequence[Table | str] = (),
 ) -> None:
     """Print the tables, the goals in words, and as the last line everything as one JSON object."""
     sys.stderr.flush()
@@ -315,5 +337,6 @@ def report(
         "versions": versions(),
         "results": results,
         "goals": [goal.as_dict() for goal in goals],
+        "tables": [one._asdict() for one in tables if isinstance(one, Table)],
     }
     print(json.dumps(summary), flush=True)

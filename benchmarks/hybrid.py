@@ -41,13 +41,13 @@ from megatron.training.argument_utils import hybrid_config_from_args
 
 from benchmarks.harness import (
     Goal,
+    Table,
     add_common_flags,
     compare,
     hardware,
     interleave,
     limit_threads,
     report,
-    table,
 )
 from benchmarks.sides import (
     ON_CPU,
@@ -103,7 +103,7 @@ def main() -> None:
     set_up_megatron(SIZES[where], DEPTHS[0], "--hybrid-layer-pattern", pattern(TRUNK, DEPTHS[0]), *MAMBA.split())
     sys.argv = command
     results: dict[str, Any] = {"sizes": asdict(SIZES[where])}
-    goals, tables = list[Goal](), list[str]()
+    goals, tables = list[Goal](), list[Table]()
     for name, part in PARTS.items():
         if wanted.part in (name, "all"):
             results[name], found, shown = part(where, wanted)
@@ -126,7 +126,7 @@ def pattern(trunk: str, depths: int) -> str:
     return "/".join([trunk, *[DEPTH] * depths])
 
 
-Found = tuple[dict[str, Any], list[Goal], str]
+Found = tuple[dict[str, Any], list[Goal], Table]
 """Results, goals and a table."""
 
 
@@ -155,7 +155,7 @@ def train(where: str, wanted: argparse.Namespace) -> Found:
         (name, one["seconds"][OURS], one["seconds"][THEIRS], one["ratio"], one["paired_ratio"])
         for name, one in results.items()
     ]
-    return results, goals, table(("depths", "s ours", "s Megatron", "ratio", "by round"), rows)
+    return results, goals, Table(("depths", "s ours", "s Megatron", "ratio", "by round"), rows)
 
 
 def build_sides() -> dict[str, Side]:
@@ -211,7 +211,7 @@ def decode(where: str, wanted: argparse.Namespace) -> Found:
         for number, text in enumerate(each, start=1)
     ]
     goal = Goal(f"seconds of token {late} / of token {early}, plain decoding of {MAMBA_TRUNK}", ratio, TOKEN_GOAL)
-    return results, [goal], table(("by", "text", f"ms at {early}", f"ms at {late}"), rows)
+    return results, [goal], Table(("by", "text", f"ms at {early}", f"ms at {late}"), rows)
 
 
 def mamba_runners() -> dict[str, Runner]:

@@ -31,6 +31,7 @@ from megatron.training import get_args
 from benchmarks import loss_alone
 from benchmarks.harness import (
     Goal,
+    Table,
     add_common_flags,
     allocated_peak,
     compare,
@@ -39,7 +40,6 @@ from benchmarks.harness import (
     interleave,
     limit_threads,
     report,
-    table,
 )
 from benchmarks.sides import (
     ON_CPU,
@@ -163,7 +163,7 @@ def _goals(what: str, result: dict[str, Any], many: bool) -> list[Goal]:
     ]
 
 
-def _table(results: dict[str, Any]) -> str:
+def _table(results: dict[str, Any]) -> Table:
     alone = [f"loss alone, {dtype}" for dtype in loss_alone.DTYPES]
     depth, step = ("MiB a depth, ours", "Megatron's", "ratio"), ("s a step, ours", "Megatron's", "ratio")
     header = ("tokens x entries", *alone, *depth, *step)
@@ -178,7 +178,7 @@ def _table(results: dict[str, Any]) -> str:
         )
         for what, result in results.items()
     ]
-    return table(header, rows)
+    return Table(header, rows)
 
 
 if __name__ == "__main__":

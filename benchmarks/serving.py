@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
-from benchmarks.harness import Goal, Spent, add_common_flags, hardware, interleave, limit_threads, report, table
+from benchmarks.harness import Goal, Spent, Table, add_common_flags, hardware, interleave, limit_threads, report
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -88,9 +88,9 @@ def rates_of(spent: dict[str, list[Spent]], requests: list[Request]) -> dict[str
     }
 
 
-def rates_table(results: dict[str, Any]) -> str:
+def rates_table(results: dict[str, Any]) -> Table:
     """A side a line."""
-    return table(["side", "tokens a second"], [[side, rate] for side, rate in results["tokens_per_second"].items()])
+    return Table(["side", "tokens a second"], [[side, rate] for side, rate in results["tokens_per_second"].items()])
 
 
 def runner_of(checkpoint: Path, quick: bool) -> Runner:

@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
-from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
+from benchmarks.harness import Goal, Table, compare, count, hardware, interleave, report
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.shift import documents_from_offsets
 from megatron_mtp.runtime import prepare
@@ -54,7 +54,7 @@ def main() -> None:
         hardware(ON_CPU),
         {"documents": documents, "depths": wanted.depths, "repeats": repeats, **results},
         [Goal("times faster than Megatron's rolling", results["times_faster"], GOAL, ">=")],
-        [table(("ms ours", "ms Megatron", "times faster"), [row])],
+        [Table(("ms ours", "ms Megatron", "times faster"), [row])],
     )
 
 

@@ -29,6 +29,7 @@ from megatron.training import get_args
 
 from benchmarks.harness import (
     Goal,
+    Table,
     add_common_flags,
     allocated_peak,
     compare,
@@ -38,7 +39,6 @@ from benchmarks.harness import (
     limit_threads,
     report,
     resident_peak,
-    table,
 )
 from benchmarks.sides import (
     ON_CPU,
@@ -145,7 +145,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _table(results: dict[str, dict[str, Any]]) -> str:
+def _table(results: dict[str, dict[str, Any]]) -> Table:
     """Seconds a step, their ratio, the same by round and of CPU time, the steps' peaks; the noise where asked."""
     header = (
         "depths",
@@ -164,7 +164,7 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
         rows.append((name, *_cells(result, result["seconds"], OURS), *peaks))
         if "self_check" in result:
             rows.append(("noise", *_cells(result["self_check"], result["seconds"], THEIRS_AGAIN), None, None))
-    return table(header, rows)
+    return Table(header, rows)
 
 
 def _cells(comparison: dict[str, Any], seconds: dict[str, float], side: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Goal, table
+from benchmarks.harness import Goal, Table
 from megatron_mtp.drafting import generate, method
 from megatron_mtp.drafting.kv_cache import FORBIDDEN, KVCache, Rows, chain_rows
 from megatron_mtp.drafting.proposers import PROPOSERS
@@ -243,7 +243,7 @@ def accepted_table(results: dict[str, Any]) -> str:
         for name, one in results.items()
         if isinstance(one, dict) and "accepted_length" in one
     ]
-    return table(["method", "accepted length", "perplexity", "conditional acceptance"], rows)
+    return Table(["method", "accepted length", "perplexity", "conditional acceptance"], rows)
 
 
 class SinglePosition(Vanilla):

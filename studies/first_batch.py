@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.agreeing import agreeing_model
-from benchmarks.harness import Goal, compare, count, hardware, interleave, report, table
+from benchmarks.harness import Goal, compare, count, hardware, interleave, report, Table
 from megatron_mtp.drafting import generate
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.model.build import join_world
@@ -57,7 +57,7 @@ def main() -> None:
                 goals.append(Goal(f"automatic K over plain, {name}", rows[-1][2], GOAL, ">="))
     settings = {"prompt": PROMPT, "new tokens": new, "repeats": repeats}
     header = ("model", "depths", "speed over plain", "drafts")
-    report("first_batch", hardware(ON_CPU), {**settings, **results}, goals, [table(header, rows)])
+    report("first_batch", hardware(ON_CPU), {**settings, **results}, goals, [Table(header, rows)])
 
 
 def measure(shape: tuple[int, int, int], noise: float, repeats: int, new: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.decoding import check_tokens
-from benchmarks.harness import Goal, count, hardware, interleave, report, some_of, table
+from benchmarks.harness import Goal, count, hardware, interleave, report, some_of, Table
 from megatron_mtp.drafting import generate, load_runner
 from megatron_mtp.drafting.api import Generated
 from megatron_mtp.drafting.runner import Runner
@@ -55,7 +55,7 @@ def main() -> None:
     ]
     header = ("", "", "accepted length", "tokens/s", "speed-up", "median", f"same of {len(prompts)}")
     goals = [Goal("bfloat16: drafting over plain decoding, the best K", best, GOAL, ">=")]
-    report("gain", hardware(ON_CPU), {"checkpoint": str(wanted.checkpoint), **results}, goals, [table(header, rows)])
+    report("gain", hardware(ON_CPU), {"checkpoint": str(wanted.checkpoint), **results}, goals, [Table(header, rows)])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

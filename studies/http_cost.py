@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.harness import add_common_flags, hardware, limit_threads, report, table
+from benchmarks.harness import add_common_flags, hardware, limit_threads, report, Table
 from megatron_mtp.drafting.requests import Finish, Load, Request, Update
 from megatron_mtp.drafting.types import AcceptanceStats
 from megatron_mtp.serving.answers import Served
@@ -68,7 +68,7 @@ def main() -> None:
     micros = measured(requests, tokens, args.repeats or (1 if args.quick else 3))
     results = {"requests": requests, "tokens": tokens, "microseconds_per_token": [round(one, 1) for one in micros]}
     rows = [["streamed token", round(statistics.median(micros), 1)]]
-    report("http_cost", hardware(True), results, [], [table(["", "processor time, microseconds"], rows)])
+    report("http_cost", hardware(True), results, [], [Table(["", "processor time, microseconds"], rows)])
 
 
 def measured(requests: int, tokens: int, repeats: int) -> list[float]:

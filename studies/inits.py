@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.harness import Goal, count, hardware, report, some_of, table
+from benchmarks.harness import Goal, count, hardware, report, some_of, Table
 from studies.losses import ON_CPU, trained
 from studies.self_generated import LENGTH, SPLIT, run, trunk_of
 
@@ -38,7 +38,7 @@ def main() -> None:
         lengths.setdefault(loss, {})[init] = after(loss, init, wanted)
     results = {"steps": wanted.steps, "checkpoint": str(wanted.checkpoint), "expected accepted length": lengths}
     rows = [(when, *each.values()) for when, each in lengths.items()]
-    report("inits", hardware(ON_CPU), results, goals(lengths), [table(("", *INITS), rows)])
+    report("inits", hardware(ON_CPU), results, goals(lengths), [Table(("", *INITS), rows)])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

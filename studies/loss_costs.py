@@ -31,7 +31,7 @@ from benchmarks.harness import (
     interleave,
     limit_threads,
     report,
-    table,
+    Table,
 )
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
@@ -77,7 +77,7 @@ def main() -> None:
         {"sizes": asdict(sizes), "depths": DEPTHS, **results},
         [Goal(f"{what}, {COUPLED} / {BASE}", results[COUPLED][ratio], GOAL) for what, ratio in measured.items()],
         [
-            table(
+            Table(
                 ("loss", "s a step", f"/ {BASE}", "MiB a depth", f"/ {BASE}"),
                 [(loss, *one.values()) for loss, one in results.items()],
             )

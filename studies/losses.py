@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.harness import Goal, count, hardware, report, table
+from benchmarks.harness import Goal, count, hardware, report, Table
 from megatron_mtp.platform import prepare
 
 ON_CPU = prepare()
@@ -55,7 +55,7 @@ def main() -> None:
             Goal("first depth, greedy: the better of kd and tv less ce, points", max(greedy.values()), GOAL, ">="),
             Goal("first depth, sampled: tv less ce, points", sampled["tv"], GOAL, ">="),
         ],
-        [table(("loss", *names), [(loss, *one.values()) for loss, one in points.items()])],
+        [Table(("loss", *names), [(loss, *one.values()) for loss, one in points.items()])],
     )
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.harness import Goal, count, hardware, report, some_of, table
+from benchmarks.harness import Goal, count, hardware, report, some_of, Table
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER, iteration_folder
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import StoredDepths
@@ -298,7 +298,7 @@ def tables(results: Results, wanted: argparse.Namespace) -> list[str]:
             (f"{variant} {loss}", *(mean_length(results, equal, variant, loss, kind, k) for k in passes))
             for variant, loss in product(wanted.variants, wanted.losses)
         ]
-        found.append(f"{kind}, equal {equal}\n" + table(("run", *(f"K={k}" for k in passes)), rows))
+        found.append(f"{kind}, equal {equal}\n" + Table(("run", *(f"K={k}" for k in passes)), rows))
     return found
 
 

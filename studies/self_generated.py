@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
-from benchmarks.harness import Goal, count, hardware, report, table
+from benchmarks.harness import Goal, count, hardware, report, Table
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.reader import stored_depths
 from studies.losses import ON_CPU, ROOT, TRAINING
@@ -158,7 +158,7 @@ def shown(results: dict[str, dict[str, Any]]) -> str:
         for test, figures in tests.items():
             rates = [round(100 * rate, 1) for key, rate in figures.items() if key != LENGTH]
             rows.append((name, test, *rates, round(figures[LENGTH], 3)))
-    return table(("loss, trained on", "measured on", "depth 1, %", "depth 2, %", LENGTH), rows)
+    return Table(("loss, trained on", "measured on", "depth 1, %", "depth 2, %", LENGTH), rows)
 
 
 def goals(results: dict[str, dict[str, Any]], wanted: argparse.Namespace) -> list[Goal]:

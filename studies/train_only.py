@@ -32,7 +32,7 @@ from benchmarks.harness import (
     interleave,
     limit_threads,
     report,
-    table,
+    Table,
 )
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
@@ -83,7 +83,7 @@ def main() -> None:
         hardware(ON_CPU),
         results,
         [Goal(f"{what} of the joint side's", results[f"{what} ratio"], GOAL) for what in ("time", "memory")],
-        [table(("", "s a step", "MiB"), [(name, results["seconds"][name], peaks[name]) for name in settings])],
+        [Table(("", "s a step", "MiB"), [(name, results["seconds"][name], peaks[name]) for name in settings])],
     )
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.harness import Goal, count, hardware, report, some_of, table
+from benchmarks.harness import Goal, count, hardware, report, some_of, Table
 from megatron_mtp.drafting import load_runner
 from studies.accepted import trunk_logits
 from studies.drafting import held_out
@@ -189,7 +189,7 @@ def rows(results: Results, wanted: argparse.Namespace) -> str:
         (equal, factor, *(mean(results, equal, factor, one) for one in ("steps", *MEASURES)))
         for equal, factor in product(wanted.equal, wanted.factors)
     ]
-    return table(header, cells)
+    return Table(header, cells)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import PARTS, record
+from benchmarks.harness import Table
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -36,21 +37,21 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "Written by `scripts/gpu_check.sh --merge` from the records of its runs. Every part names its own card,",
         "versions, date and command.",
         "",
-        *_table(
+        *Table(
             ("part", "card", "date", "seconds", "outcome"),
             [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records],
-        ),
+        ).markdown(),
     ]
     for one in records:
         lines += ["", f"## {one['part']}", "", *_about(one)]
         for table in one["tables"]:
-            lines += ["", f"{table['title']}:", "", *_table(table["header"], table["rows"])]
+            lines += ["", f"{table['title']}:", "", *Table(table["header"], table["rows"]).markdown()]
         if one["goals"]:
             rows = [
                 (goal["what"], goal["value"], f"{goal['op']} {goal['goal']}", "yes" if goal["met"] else "no")
                 for goal in one["goals"]
             ]
-            lines += ["", *_table(("goal", "measured", "wanted", "met"), rows)]
+            lines += ["", *Table(("goal", "measured", "wanted", "met"), rows).markdown()]
         lines += ["", *(f"Not run: {piece}: {why}" for piece, why in one["not run"].items())] if one["not run"] else []
     return "\n".join(lines) + "\n"
 
@@ -66,11 +67,3 @@ def _card(one: dict[str, Any]) -> str:
 
 def _outcome(one: dict[str, Any]) -> str:
     return one["status"] + ("" if one["why"] is None else f": {one['why']}".replace("|", "/"))
-
-
-def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A table of Markdown; floats with four digits that count."""
-    cells = [
-        ["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in r] for r in rows
-    ]
-    return ["| " + " | ".join(row) + " |" for row in (list(header), ["---"] * len(header), *cells)]

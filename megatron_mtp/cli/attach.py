@@ -28,7 +28,7 @@ from megatron_mtp.training.run_files import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PASSES = 2
-"""Default of --unroll: the best number that docs/objectives.md has measured."""
+"""Default of --unroll: the best number that docs/attaching.md has measured."""
 
 EXAMPLES = """examples:
   # one MTP layer, which drafts as often as it is asked to; 600 steps; all output is in runs/attached

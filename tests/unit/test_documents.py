@@ -4,6 +4,7 @@ tests/functional/test_document_commands.py runs the commands that stand in block
 """
 
 import re
+import runpy
 
 import pytest
 from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands, flags_in, launcher, spans
@@ -101,6 +102,29 @@ def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", DOCUMENTS[name].read_text())
     here = [link for link in links if "://" not in link]
     assert [link for link in here if not (DOCUMENTS[name].parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_headings_that_are_there(name: str) -> None:
+    here = DOCUMENTS[name]
+    links = re.findall(r"\]\(([^):]*)#([^)]*)\)", here.read_text())
+    pages = {link: (here.parent / link if link else here) for link, _ in links}
+    anchors = {link: anchors_of(page.read_text()) for link, page in pages.items() if page.suffix == ".md"}
+    assert [f"{link}#{anchor}" for link, anchor in links if link in anchors and anchor not in anchors[link]] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them: lower case, no punctuation, spaces as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_page_of_numbers_has_the_tables_of_the_records() -> None:
+    page = DOCUMENTS["docs/numbers.md"].read_text(encoding="utf-8")
+    updated = runpy.run_path(str(ROOT / "tools/docs/number_tables.py"))["updated"]
+    assert updated(page) == page, "run python tools/docs/number_tables.py"
+    named = set(re.findall(r"<!-- benchmarks/results/(\w+)\.json", page))
+    assert named == {record.stem for record in (ROOT / "benchmarks/results").glob("*.json")}
 
 
 def test_the_readme_leads_to_every_page() -> None:

@@ -148,14 +148,17 @@ def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
 
 
 def rows_of_the_page() -> list[str]:
-    """The table of the page: refused, seen to work, untried."""
+    """The table of the page: refused, seen to work, untried; flags with the same words share a row."""
     refused = [
         (row.flags, "refused" if row.depths_alone else "refused, without depths too", row.because)
         for row in UNSUPPORTED
     ]
     works = [(row.flags, "works", shown(row)) for row in TRIED]
     untried = [(flag, "untried", why) for flag, why in UNTRIED.items()]
-    return [f"| `{flags}` | {state} | {why} |" for flags, state, why in (*refused, *works, *untried)]
+    rows = dict[tuple[str, str], list[str]]()
+    for flags, state, why in (*refused, *works, *untried):
+        rows.setdefault((state, why), []).append(f"`{flags}`")
+    return [f"| {', '.join(flags)} | {state} | {why} |" for (state, why), flags in rows.items()]
 
 
 def shown(row: Tried) -> str:

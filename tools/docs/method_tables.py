@@ -1,4 +1,4 @@
-"""Write the tables of methods and verifiers in docs/drafting.md from what each of them states in its own file.
+"""Write the tables of methods and verifiers in docs/decoding.md from what each of them states in its own file.
 
 python tools/docs/method_tables.py
 """
@@ -9,7 +9,7 @@ from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.settings import Settings, keys
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/drafting.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/decoding.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"
 
 

@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_mtp.data.corpus import Work, dataset_builder, published, with_sidecar, worked
+from megatron_mtp.data.corpus import Work, dataset_writer, worked
 from megatron_mtp.data.documents import Document, find_files
 from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
 
@@ -368,43 +367,28 @@ def write_chats(
     workers: int,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write the chats in lines, in their order, into PREFIX.bin, PREFIX.idx and PREFIX.json.
-
-    A failed or killed run leaves no PREFIX.idx. More than one worker means spawned processes.
+    """Write the chats in lines of .jsonl files, in their order; the rest as in `write_corpus`.
 
     Args:
-        lines: of .jsonl files.
         encoder: names the tokenizer.
-        prefix, workers, settings: as in `write_corpus`.
         counts_empty_thinking: as in `ChatEncoder`.
-
-    Returns:
-        The contents of PREFIX.json.
 
     Raises:
         ValueError: a line is no chat or the template refuses it, or nothing counts in any.
     """
-    started, lengths, highest, counted, left_out = time.monotonic(), list[int](), 0, 0, 0
+    counted, left_out = 0, 0
     start = functools.partial(_chat_work, encoder.folder, encoder.trust_remote_code, counts_empty_thinking)
-    with published(prefix) as partial:
-        with worked(start, lines, workers) as encoded:
-            builder = dataset_builder(partial["bin"], encoder.vocab_size, multimodal=True)
-            for _, of_chat in encoded:
-                left_out += not of_chat
-                for ids, spans in of_chat:
-                    sizes = np.diff([0, *(edge for span in spans for edge in span)]).tolist()
-                    parts = [(size, place % 2) for place, size in enumerate(sizes) if size]
-                    builder.add_document(ids, *zip(*parts, strict=True))
-                    lengths.append(len(ids))
-                    highest = max(highest, int(ids.max()))
-                    counted += sum(sizes[1::2])
-        if not lengths:
+    with worked(start, lines, workers) as encoded, dataset_writer(prefix, encoder, has_modes=True) as writer:
+        for _, of_chat in encoded:
+            left_out += not of_chat
+            for ids, spans in of_chat:
+                sizes = np.diff([0, *(edge for span in spans for edge in span)]).tolist()
+                parts = [(size, place % 2) for place, size in enumerate(sizes) if size]
+                writer.add(ids, *zip(*parts, strict=True))
+                counted += sum(sizes[1::2])
+        if not counted:
             raise ValueError("--chat: no token counts, since no chat has an answer of the assistant; give other chats.")
-        builder.finalize(partial["idx"])
-        record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
-        record |= {"chats": len(lines), "counted_tokens": counted, "chats_without_counted_tokens": left_out}
-        record["bin_bytes"] = os.path.getsize(partial["bin"])
-        return with_sidecar(record, encoder, partial, settings, started)
+        return writer.finish(settings, chats=len(lines), counted_tokens=counted, chats_without_counted_tokens=left_out)
 
 
 def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, settings: dict[str, Any]) -> str:

@@ -41,31 +41,32 @@ Work = Callable[[list[Document]], list[Any]]
 def write_corpus(
     documents: Sequence[Document], encoder: Encoder, prefix: str, json_key: str, workers: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokenize documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json.
+    """Tokenize documents in their order into PREFIX.bin, PREFIX.idx and PREFIX.json; returns what the last one holds.
 
     A failed or killed run leaves no PREFIX.idx. More than one worker means spawned processes: a script that calls this
     needs a `__main__` guard.
 
     Args:
-        documents: the documents.
-        encoder: the tokenizer.
-        prefix: path of the files, without their endings.
         json_key: key of the text in the lines of .jsonl files.
         workers: number of processes, which does not change the files.
         settings: flags to store in the sidecar.
 
-    Returns:
-        The contents of PREFIX.json.
-
     Raises:
         ValueError: a document cannot be read (`read_document`), there is no text at all, or a worker process died.
     """
-    started = time.monotonic()
-    with published(prefix) as partial:
-        record = _write_tokens(documents, encoder, partial, json_key, workers)
-        if not record["tokens"]:
+    eod, tokens = np.array([encoder.eod_id], dtype=np.int32), list[np.ndarray]()
+    every = [part for document in documents for part in parts(document)]
+    start = functools.partial(_text_work, encoder, json_key)
+    with worked(start, every, workers) as encoded, dataset_writer(prefix, encoder) as writer:
+        for part, part_tokens in encoded:
+            tokens.append(part_tokens)
+            if part.ends and any(ids.size for ids in tokens):
+                writer.add(np.concatenate([*tokens, eod]))
+            if part.ends:
+                tokens.clear()
+        if not writer.record["tokens"]:
             raise ValueError("--input: the files hold no text, only blanks; give files with text.")
-        return with_sidecar(record, encoder, partial, settings, started)
+        return writer.finish(settings, text_bytes=sum(document.size for document in documents))
 
 
 def write_sequences(
@@ -78,88 +79,81 @@ def write_sequences(
     """Write documents that are token ids already, each without its EOD, and which of their tokens are answers.
 
     Args:
-        sequences: the documents.
         answers: the first token of every document's answer, and the one behind its last, which may be the EOD.
         encoder: the tokenizer that the ids are of.
-        prefix, settings: as in `write_corpus`.
-
-    Returns:
-        The contents of PREFIX.json.
+        prefix, settings: as in `write_corpus`, whose result this has.
     """
-    started, lengths, highest = time.monotonic(), list[int](), 0
-    with published(prefix, "answers.npy") as partial:
-        builder = dataset_builder(partial["bin"], encoder.vocab_size)
+    with dataset_writer(prefix, encoder, "answers.npy") as writer:
         for ids in sequences:
-            sequence = np.array([*ids, encoder.eod_id], dtype=np.int32)
-            builder.add_document(sequence, [len(sequence)])
-            lengths.append(len(sequence))
-            highest = max(highest, int(sequence.max()))
-        builder.finalize(partial["idx"])
-        with open(partial["answers.npy"], "wb") as file:
+            writer.add(np.array([*ids, encoder.eod_id], dtype=np.int32))
+        with open(writer.paths["answers.npy"], "wb") as file:
             np.save(file, np.array(answers, dtype=np.int32))
-        record = {"documents": len(lengths), "tokens": sum(lengths), "max_token_id": highest}
-        record["bin_bytes"] = os.path.getsize(partial["bin"])
-        return with_sidecar(record, encoder, partial, settings, started)
+        return writer.finish(settings)
 
 
 @contextmanager
-def published(prefix: str, *more: str) -> Iterator[dict[str, str]]:
-    """Paths to write the files at, by their ending; they replace the old ones when the block ends well."""
+def dataset_writer(prefix: str, encoder: Encoder, *more: str, has_modes: bool = False) -> Iterator["DatasetWriter"]:
+    """Write a dataset's files beside the old ones, which they replace when the block ends well.
+
+    Args:
+        more: endings of further files.
+        has_modes: sequences have modes.
+    """
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
         # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
         targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin", *more)}
-        yield {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
+        paths = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
+        yield DatasetWriter(paths, encoder, has_modes)
         targets["idx"].unlink(missing_ok=True)
 
 
-def with_sidecar(
-    record: dict[str, Any], encoder: Encoder, partial: dict[str, str], settings: dict[str, Any], started: float
-) -> dict[str, Any]:
-    """Write the sidecar, and return it: the counts, the tokenizer and the settings."""
-    record |= {"vocab_size": encoder.vocab_size, "eod_token": encoder.eod_token, "eod_id": encoder.eod_id}
-    record |= {"tokenizer": encoder.folder, "vocabulary_sha256": vocabulary_digest(encoder.folder)}
-    record |= {"seconds": round(time.monotonic() - started, 1), "settings": settings}
-    Path(partial["json"]).write_text(json.dumps(record, indent=2) + "\n")
-    return record
+class DatasetWriter:
+    """Megatron's builder, with the smallest type that holds the ids, and what the sidecar says of the documents.
+
+    Attributes:
+        paths: where the files are written, by their ending.
+        record: counts of the documents so far.
+    """
+
+    def __init__(self, paths: dict[str, str], encoder: Encoder, has_modes: bool) -> None:
+        with warnings.catch_warnings():
+            # Importing megatron.core on a machine without Transformer Engine warns half a dozen times about optimizers.
+            warnings.simplefilter("ignore")
+            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+        dtype = DType.optimal_dtype(encoder.vocab_size)
+        self._builder = IndexedDatasetBuilder(paths["bin"], dtype=dtype, multimodal=has_modes)
+        self.paths, self._encoder, self._started = paths, encoder, time.monotonic()
+        self.record = {"documents": 0, "tokens": 0, "max_token_id": 0}
+
+    def add(self, ids: np.ndarray, sizes: Sequence[int] | None = None, modes: Sequence[int] | None = None) -> None:
+        """Add a document, of one sequence or of sequences of these sizes and modes."""
+        self._builder.add_document(ids, [len(ids)] if sizes is None else sizes, modes)
+        self.record["documents"] += 1
+        self.record["tokens"] += len(ids)
+        self.record["max_token_id"] = max(self.record["max_token_id"], int(ids.max()))
+
+    def finish(self, settings: dict[str, Any], **counts: int) -> dict[str, Any]:
+        """Write index and sidecar, with these counts and settings in it; returns the sidecar."""
+        self._builder.finalize(self.paths["idx"])
+        encoder = self._encoder
+        made = {
+            **self.record,
+            **counts,
+            "bin_bytes": os.path.getsize(self.paths["bin"]),
+            "vocab_size": encoder.vocab_size,
+            "eod_token": encoder.eod_token,
+            "eod_id": encoder.eod_id,
+            "tokenizer": encoder.folder,
+            "vocabulary_sha256": vocabulary_digest(encoder.folder),
+            "seconds": round(time.monotonic() - self._started, 1),
+            "settings": settings,
+        }
+        Path(self.paths["json"]).write_text(json.dumps(made, indent=2) + "\n")
+        return made
 
 
-def _write_tokens(
-    documents: Sequence[Document], encoder: Encoder, partial: dict[str, str], json_key: str, workers: int
-) -> dict[str, Any]:
-    eod = np.array([encoder.eod_id], dtype=np.int32)
-    lengths: list[int] = []
-    highest = 0
-    every = [part for document in documents for part in parts(document)]
-    with worked(functools.partial(_text_work, encoder, json_key), every, workers) as encoded:
-        builder = dataset_builder(partial["bin"], encoder.vocab_size)  # imports Megatron while the workers start
-        tokens: list[np.ndarray] = []
-        for part, part_tokens in encoded:
-            tokens.append(part_tokens)
-            if part.ends and any(ids.size for ids in tokens):
-                sequence = np.concatenate([*tokens, eod])
-                builder.add_document(sequence, [len(sequence)])
-                lengths.append(len(sequence))
-                highest = max(highest, int(sequence.max()))
-            if part.ends:
-                tokens = []
-    builder.finalize(partial["idx"])
-    return {
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "max_token_id": highest,
-        "text_bytes": sum(document.size for document in documents),
-        "bin_bytes": os.path.getsize(partial["bin"]),
-    }
-
-
-def dataset_builder(bin_path: str, vocab_size: int, multimodal: bool = False) -> Any:
-    """Megatron's builder, with the smallest type that holds the ids; with `multimodal`, sequences have modes."""
-    with warnings.catch_warnings():
-        # Importing megatron.core on a machine without Transformer Engine warns half a dozen times about optimizers.
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(vocab_size), multimodal=multimodal)
+# --- workers ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -179,14 +173,26 @@ def worked(
         ValueError: a worker process died.
     """
     chunks = list(_chunks(documents))
-    size = sum(document.size for document in documents)
-    # A terminal shows a moving bar, a log file gets a line now and then.
-    pause = 0.2 if sys.stderr.isatty() else 10.0
-    with (
-        _chunk_results(start, chunks, min(workers, len(chunks))) as results,
-        tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing", mininterval=pause, smoothing=0) as bar,
-    ):
-        yield _counted(chunks, results, bar)
+    workers, size = min(workers, len(chunks)), sum(document.size for document in documents)
+    pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
+    with ExitStack() as ending:
+        if workers <= 1:
+            results: Iterator[list[Any]] = map(start(), chunks)
+        else:
+            pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(start,))
+            ending.callback(pool.shutdown, cancel_futures=True)
+            # Workers start with SIGINT blocked: on Ctrl-C only the parent prints a message.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            ending.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            results = pool.map(_work, chunks)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing", mininterval=pause, smoothing=0)
+        try:
+            yield _counted(chunks, results, ending.enter_context(bar))
+        except BrokenProcessPool as error:
+            raise ValueError(
+                f"--workers: one of {workers} worker processes died, most likely for lack of memory; give fewer."
+            ) from error
 
 
 def _counted(
@@ -196,33 +202,6 @@ def _counted(
         for document, result in zip(chunk, made, strict=True):
             yield document, result
             bar.update(document.size)
-
-
-@contextmanager
-def _chunk_results(
-    start: Callable[[], Work], chunks: list[list[Document]], workers: int
-) -> Iterator[Iterator[list[Any]]]:
-    if workers <= 1:
-        yield map(start(), chunks)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(start,))
-    try:
-        yield _start_work(pool, chunks)
-    except BrokenProcessPool as error:
-        raise ValueError(
-            f"--workers: one of {workers} worker processes died, most likely for lack of memory; give fewer."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_work(pool: ProcessPoolExecutor, chunks: list[list[Document]]) -> Iterator[list[Any]]:
-    """Start the workers with SIGINT blocked: on Ctrl-C only the parent prints a message."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.map(_work, chunks)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _text_work(encoder: Encoder, json_key: str) -> Work:

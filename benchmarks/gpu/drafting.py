@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.agreeing import agreeing_model
 from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal, interleave
+from megatron_mtp.decoding import batch as steps
 from megatron_mtp.decoding import cached_attention, generate
-from megatron_mtp.decoding import graphs as graph_steps
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.cost import NO_METER, start_meter
 from megatron_mtp.decoding.proposers.base import Proposer
@@ -55,7 +55,7 @@ def cudnn(setting: Setting) -> Found:
 def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:
     """One text, bfloat16, medians over rounds in which all sides take turns; the prompt's time is left out."""
     size, runner = model_of(setting)
-    recorded = graph_steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0, "greedy")
+    recorded = steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0, "greedy")
     bound = bytes_read(runner) / copy_bandwidth(2**20 if setting.quick else 2**30)
     sides = [(count, graphed) for count in counts for graphed in (False, True)]
     runs: dict[tuple[int, bool], list[dict[str, Any]]] = {side: [] for side in sides}
@@ -99,7 +99,7 @@ def decoded(runner: Runner, new_tokens: int, count: int, graphed: bool) -> dict[
     """A text with K = `count`; with graphs where they can be."""
     config = {"method": "mtp", "num_speculative_tokens": count} if count else None
     joules = start_meter()
-    with contextlib.nullcontext() if graphed else mock.patch.object(graph_steps, "can_record", return_value=False):
+    with contextlib.nullcontext() if graphed else mock.patch.object(steps, "can_record", return_value=False):
         made = generate(runner, [PROMPT], new_tokens, None, config)
     stats = made.stats
     return {

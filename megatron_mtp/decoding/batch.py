@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
-from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors, can_record
+from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors
 from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
-from megatron_mtp.decoding.method import Method
+from megatron_mtp.decoding.proposers.base import Method, Proposer
 from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
 from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
 from megatron_mtp.decoding.rows import Rows, rounded
@@ -175,7 +175,7 @@ class PrefillBatch:
         window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
         live_BR = self._not_yet_run(first_B, counts)
         rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
-        hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.cache)
+        hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.memory.cache)
         sequences.put_states(hidden_SBH, rows)
         for row, (seq, count) in enumerate(zip(self.seqs, counts, strict=True)):
             if seq.request.prompt_logprobs is not None:
@@ -436,6 +436,13 @@ class DecodeBatch:
             self._graphed = GraphedStep(take, sequences, own.proposer, recorded)
 
 
+def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
+    """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
+    runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
+    recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
+    return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
+
+
 def auto_of(runner: Runner, method: Method, seqs: int) -> AutoK | None:
     """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
@@ -479,7 +486,7 @@ def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, r
     rows = sequences.rows_of(draft)
     newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
     tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
-    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.cache)
+    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.memory.cache)
     sequences.put_states(hidden_SBH, rows)
     logits_BRV = runner.logits(hidden_SBH)
     method.proposer.observe(sequences, draft, logits_BRV)

@@ -17,7 +17,8 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND
-from megatron_mtp.decoding.method import Method, make_method
+from megatron_mtp.decoding.method import make_method
+from megatron_mtp.decoding.proposers.base import Method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import DEVICE, Sequences
 from megatron_mtp.decoding.types import StepOutput
-from megatron_mtp.decoding.verifiers import VERIFIERS
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +56,6 @@ class Recorded:
 
 Record = Callable[[Callable[[], StepOutput], Any], Recorded]
 """Records a step without running it, in the pool of an earlier one or a new one (None)."""
-
-
-def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
-    """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
-    runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
-    recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
 
 
 def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:

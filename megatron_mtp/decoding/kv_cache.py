@@ -111,6 +111,41 @@ class KVCache:
         return like_BGRC.new_zeros(self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3))
 
 
+class Memory:
+    """All caches of an engine, in the same blocks, and the trunk's states.
+
+    Attributes:
+        cache: the trunk's keys and values.
+        depths: those of each depth.
+        drafter: those of the small model, if there is one.
+        states_N1SH: the trunk's states, from which depths draft.
+        free_entries: of recurrent layers, which no sequence has.
+    """
+
+    def __init__(self, cache: KVCache, depths: list[KVCache], drafter: KVCache | None, states_N1SH: Tensor) -> None:
+        self.cache, self.depths, self.drafter, self.states_N1SH = cache, depths, drafter, states_N1SH
+        self.free_entries = list(range(cache.kept_entries))
+
+    def take_entry(self) -> int:
+        """An entry for a sequence without rows; nothing is left there of a sequence that had it."""
+        entry = self.free_entries.pop()
+        for cache in self.caches:
+            if cache.recurrence is not None:
+                cache.recurrence.forget(entry)
+        return entry
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make all rows in some blocks zero, as those of a new memory are."""
+        self.states_N1SH[blocks] = 0
+        for cache in self.caches:
+            cache.clear(blocks)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """All of them."""
+        return [self.cache, *self.depths, *([self.drafter] if self.drafter else [])]
+
+
 class Scope:
     """The cache and the rows of the forward that is about to run."""
 

@@ -1,76 +1,11 @@
-"""Memory of an engine: keys and values of the trunk, of depths and of a small model, and the trunk's states.
+"""Bytes of an engine's memory: of a block of slots, and of what recurrent layers keep of a sequence that runs."""
 
-All of it is divided into the same blocks of slots (kv_cache.py).
-Recurrent layers keep as much of a short sequence as of a long one: an entry for each sequence that runs
-    (recurrent_state.py).
-"""
-
-import torch
-
-from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.recurrent_state import state_bytes
-from megatron_mtp.decoding.rows import BLOCK, BlockTables
+from megatron_mtp.decoding.rows import BLOCK
 from megatron_mtp.decoding.runner import Runner
 
 MOST_GIB = 4.0
 """Cache that is taken unasked."""
-
-
-class Memory:
-    """Of an engine.
-
-    Args:
-        runner: the target.
-        tables: any of the memory's, for its sizes.
-
-    Attributes:
-        cache: the trunk's keys and values.
-        states_N1SH: the trunk's states, from which depths draft.
-        free_entries: of recurrent layers, which no sequence has.
-    """
-
-    def __init__(self, runner: Runner, tables: BlockTables) -> None:
-        self._tables, self._depth_layers = tables, runner.depth_layers
-        self.cache = KVCache(runner.trunk_layers, tables)
-        self._depths: list[KVCache] = []
-        self._drafter: tuple[Runner, KVCache] | None = None
-        sizes = tables.blocks, 1, tables.size, runner.state_size
-        self.states_N1SH = torch.zeros(sizes, dtype=runner.dtype, device=runner.device)
-        self.free_entries = list(range(tables.kept_entries))
-
-    def depth_caches(self, depths: int) -> list[KVCache]:
-        """Caches for a drafter's depths."""
-        for _ in range(len(self._depths), depths):
-            self._depths.append(KVCache(self._depth_layers, self._tables))
-        return self._depths[:depths]
-
-    def drafter_cache(self, drafter: Runner) -> KVCache:
-        """A cache for a small model; of another model, a new one."""
-        if self._drafter is None or self._drafter[0] is not drafter:
-            self._drafter = drafter, KVCache(drafter.trunk_layers, self._tables)
-        return self._drafter[1]
-
-    def take_entry(self) -> int:
-        """An entry for a sequence without rows; nothing is left there of a sequence that had it."""
-        entry = self.free_entries.pop()
-        for cache in self._caches:
-            if cache.recurrence is not None:
-                cache.recurrence.forget(entry)
-        return entry
-
-    def give_entry(self, entry: int) -> None:
-        """A sequence has ended, or is put back."""
-        self.free_entries.append(entry)
-
-    def clear(self, blocks: list[int]) -> None:
-        """Make all rows in some blocks zero, as those of a new memory are."""
-        self.states_N1SH[blocks] = 0
-        for cache in self._caches:
-            cache.clear(blocks)
-
-    @property
-    def _caches(self) -> list[KVCache]:
-        return [self.cache, *self._depths, *(() if self._drafter is None else self._drafter[1:])]
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:

@@ -2,17 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.sampling import Sampling, SamplingByText
+from megatron_mtp.decoding.proposers.base import Method, Proposer
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.settings import Settings, keys
 from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.decoding.verifiers.base import Rule, Verifier
+from megatron_mtp.decoding.verifiers.base import Verifier
 from megatron_mtp.registry import Registry
 
 if TYPE_CHECKING:
@@ -22,31 +21,6 @@ MOST_TRIED = 6
 """The largest K that 'auto' considers where the method has no limit of its own."""
 
 _EXAMPLE = """give for example '{"method": "mtp", "num_speculative_tokens": 2}'."""
-
-
-@dataclass
-class Method:
-    """A proposer with its verifier.
-
-    Attributes:
-        config: with the verifier's name filled in.
-        count: K of every step.
-        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
-        stats: what the last step has cost and gained.
-    """
-
-    proposer: Proposer
-    verifier: Rule
-    config: SpeculativeConfig
-    sampling: Sampling | SamplingByText
-    count: int
-    auto: bool = False
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-
-    @property
-    def slots(self) -> int:
-        """Slots behind the tokens of a text that two steps may write."""
-        return 2 + self.proposer.nodes(self.count) + self.count
 
 
 def parse_config(text: str) -> SpeculativeConfig:

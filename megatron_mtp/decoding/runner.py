@@ -15,11 +15,11 @@ from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.decoding.kv_cache import BEYOND, KVCache
+from megatron_mtp.decoding.kv_cache import BEYOND, KVCache, Memory
 from megatron_mtp.decoding.latent_attention import cache_latents
 from megatron_mtp.decoding.recurrent_layers import attach_stack
 from megatron_mtp.decoding.recurrent_state import RecurrentScope
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.rows import BlockTables, Rows
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPTrunk
@@ -117,6 +117,16 @@ class Runner:
     def state_size(self) -> int:
         """Numbers of a state of the trunk, as sequences keep it: H, and as many of the feature that a drafter reads."""
         return self.hidden_size * (1 if self.model.drafter is None else 2)
+
+    def new_memory(self, tables: BlockTables, drafter: "Runner | None" = None) -> Memory:
+        """Memory for sequences whose slots such tables name, and for a small model that drafts."""
+        sizes = tables.blocks, 1, tables.size, self.state_size
+        return Memory(
+            KVCache(self.trunk_layers, tables),
+            [KVCache(self.depth_layers, tables) for _ in range(self.depths)],
+            None if drafter is None else KVCache(drafter.trunk_layers, tables),
+            torch.zeros(sizes, dtype=self.dtype, device=self.device),
+        )
 
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """h_0 of the rows, after the final norm, [S, B, H]; with a drafter's feature behind it, [S, B, 2 H]."""

@@ -24,7 +24,7 @@ from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.graphs import KeptTensors
 from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK
-from megatron_mtp.decoding.memory import Memory, entry_bytes
+from megatron_mtp.decoding.memory import entry_bytes
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.rows import BLOCK, BlockTables
 from megatron_mtp.decoding.runner import Runner
@@ -91,7 +91,7 @@ class Scheduler:
         self._spare = int(self._pages_of_a_sequence > 1)  # block 0, which pages without a block point to
         self._longest = longest
         self.block_manager = BlockManager(settings.blocks, settings.block_size, runner.depths, self._spare)
-        self.memory = Memory(runner, self.block_tables_of([]))
+        self.memory = runner.new_memory(self.block_tables_of([]), drafter)
         self._kept = KeptTensors()
         self.seqs: dict[int, Sequence] = {}
         self.waiting: list[int] = []
@@ -243,7 +243,7 @@ class Scheduler:
         """Let others have what a sequence has of the memory."""
         self.block_manager.give_back(seq.block_table)
         if seq.entry is not None:
-            self.memory.give_entry(seq.entry)
+            self.memory.free_entries.append(seq.entry)
             seq.entry = None
 
     def _take_out(self, seqs: list[Sequence]) -> None:
@@ -257,7 +257,7 @@ class Scheduler:
     def _prefill_batch(self, parts: list[tuple[Sequence, int]]) -> PrefillBatch:
         seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
         tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
-        sequences = Sequences(self.runner, tokens, seeds, self.memory, self.block_tables_of(seqs))
+        sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
         return PrefillBatch(self.runner, seqs, counts, sequences)
 
     def _next_parts(self, rows: int) -> list[tuple[Sequence, int]]:

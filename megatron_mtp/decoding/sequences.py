@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import KVCache, read_rows, write_rows
-from megatron_mtp.decoding.memory import Memory
+from megatron_mtp.decoding.kv_cache import Memory, read_rows, write_rows
 from megatron_mtp.decoding.rows import BlockTables, Rows, ancestors_of, rounded
-from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
@@ -55,7 +53,6 @@ class Sequences:
     """A batch of sequences.
 
     Args:
-        runner: the target.
         prompts: token ids of each, at least one.
         seeds: of each.
         memory: of the engine.
@@ -77,13 +74,11 @@ class Sequences:
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
     """
 
-    def __init__(
-        self, runner: Runner, prompts: list[list[int]], seeds: list[int], memory: Memory, tables: BlockTables
-    ) -> None:
-        device, batch = runner.device, len(prompts)
+    def __init__(self, prompts: list[list[int]], seeds: list[int], memory: Memory, tables: BlockTables) -> None:
+        device, batch = tables.table_BL.device, len(prompts)
         self.few_shapes = wants_few_shapes(device)
         self.capacity = tables.capacity
-        self._memory, self.tables = memory, tables
+        self.memory, self.tables = memory, tables
         self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.token_ids = [list(prompt) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
@@ -98,19 +93,6 @@ class Sequences:
         self.length_B = torch.tensor(self.prompt_lengths, device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
         self.seed_B = torch.tensor(seeds, device=device)
-
-    @property
-    def cache(self) -> KVCache:
-        """The trunk's keys and values."""
-        return self._memory.cache
-
-    def depth_caches(self, depths: int) -> list[KVCache]:
-        """Caches for a drafter's depths."""
-        return self._memory.depth_caches(depths)
-
-    def drafter_cache(self, drafter: Runner) -> KVCache:
-        """A cache for a small model; of another model, a new one."""
-        return self._memory.drafter_cache(drafter)
 
     def join(self, other: "Sequences") -> None:
         """Take in sequences whose slots are in the same blocks, behind those that are here."""
@@ -199,7 +181,7 @@ class Sequences:
     def states_at(self, first_B: Tensor, count: int) -> Tensor:
         """h_0 of `count` rows from `first_B` on, [S, B, H]."""
         place_BR = self._places(first_B, count).clamp(min=0)
-        return read_rows(self._memory.states_N1SH, self.tables.places(place_BR))[:, 0].transpose(0, 1)
+        return read_rows(self.memory.states_N1SH, self.tables.places(place_BR))[:, 0].transpose(0, 1)
 
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a sequence that has ended keeps its own."""
@@ -210,7 +192,7 @@ class Sequences:
 
     def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
         """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
-        write_rows(self._memory.states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.memory_places)
+        write_rows(self.memory.states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.memory_places)
 
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
@@ -279,6 +261,6 @@ class Sequences:
         source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
         target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
         source, target = self.tables.places(source_BR), self.tables.places(target_BR)
-        self.cache.keep(source, target)
-        states_N1SH = self._memory.states_N1SH
+        self.memory.cache.keep(source, target)
+        states_N1SH = self.memory.states_N1SH
         write_rows(states_N1SH, read_rows(states_N1SH, source), target)

@@ -20,7 +20,6 @@ from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.experts import place_static_experts
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.memory import Memory
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request
@@ -236,11 +235,11 @@ def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int
     return Rows(base_B, depth_BR.size(1), window, tables, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
 
 
-def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int) -> Sequences:
+def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int, drafter: Runner | None = None) -> Sequences:
     """A batch whose prompts have not run."""
     tables = runs(len(prompts), capacity)
     tables = replace(tables, table_BL=tables.table_BL.to(runner.device))
-    return Sequences(runner, prompts, list(range(len(prompts))), Memory(runner, tables), tables)
+    return Sequences(prompts, list(range(len(prompts))), runner.new_memory(tables, drafter), tables)
 
 
 def two_steps(kind: str) -> None:
@@ -379,7 +378,7 @@ def run(
     for text in texts:
         text.block_table.blocks, text.entry = held[text.number]
     memory, tables = engine.scheduler.memory, engine.scheduler.block_tables_of(texts)
-    used = Sequences(runner, [text.tokens for text in texts], [*range(len(texts))], memory, tables)
+    used = Sequences([text.tokens for text in texts], [*range(len(texts))], memory, tables)
     used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
     return used, Driven(proposer, engine.stats)
 

@@ -273,7 +273,7 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
         ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
         assert ours.token_ids == theirs.token_ids
         for row, text in enumerate(ours.token_ids):
-            mine, right = (first_rows(one.cache, one.tables, row, len(text) - 1) for one in (ours, theirs))
+            mine, right = (first_rows(one.memory.cache, one.tables, row, len(text) - 1) for one in (ours, theirs))
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
     assert runner_of("gqa").backend.all_short
 
@@ -369,7 +369,7 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: 
     kind = "eagle3-own-head" if method.startswith("eagle3") else "gqa"
     target, drafter, prompts = runner_of(kind), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        sequences = sequences_of(target, prompts, 60)
+        sequences = sequences_of(target, prompts, 60, drafter)
         chosen = make_method(target, config, Sampling(temperature), drafter)
         sequences.growth, sequences.fixed = 4, True
         for _ in range(2):

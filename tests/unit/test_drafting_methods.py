@@ -84,8 +84,9 @@ Placed = tuple[KVCache, BlockTables]
 def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
     """The drafter's, of depth 1, 2, ... where there are several."""
     if proposer.drafter is not None:
-        return [sequences.drafter_cache(proposer.drafter)]
-    return sequences.depth_caches(proposer.runner.depths if isinstance(proposer, Vanilla) else 1)
+        assert sequences.memory.drafter is not None
+        return [sequences.memory.drafter]
+    return sequences.memory.depths[: None if isinstance(proposer, Vanilla) else 1]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mtp_trunk_states"])
@@ -99,7 +100,9 @@ def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))
     assert driven.stats.accepted > (0 if name == "lookahead" else 20)
     fresh, redone = case.run(target, [text[:-1] for text in used.token_ids], 12)
-    assert_same_rows((used.cache, used.tables), (fresh.cache, fresh.tables), [len(text) - 1 for text in used.token_ids])
+    assert_same_rows(
+        (used.memory.cache, used.tables), (fresh.memory.cache, fresh.tables), [len(text) - 1 for text in used.token_ids]
+    )
     inner: Any = driven.proposer.inner  # type: ignore[attr-defined]
     if case.settings["method"] in ("ngram", "lookahead"):
         assert not any(one.seen for one in used.progress)

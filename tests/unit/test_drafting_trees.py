@@ -18,8 +18,9 @@ from drafting_single import (
 from torch import Tensor
 
 from megatron_mtp.decoding.batch import verify
-from megatron_mtp.decoding.method import Method, config_from, make_method
+from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
+from megatron_mtp.decoding.proposers.base import Method
 from megatron_mtp.decoding.proposers.lookahead import Window, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
 from megatron_mtp.decoding.rows import ancestors_of
@@ -71,7 +72,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
         sequences.settle(row, gained, ended=False)
     fresh = prefilled(target, [text[:-1] for text in sequences.token_ids])
     for row, text in enumerate(sequences.token_ids):
-        ours, theirs = (first_rows(one.cache, one.tables, row, len(text) - 1) for one in (sequences, fresh))
+        ours, theirs = (first_rows(one.memory.cache, one.tables, row, len(text) - 1) for one in (sequences, fresh))
         assert ours[0] is not None
         torch.testing.assert_close(ours, theirs)
     seen: list[Tensor] = []

@@ -762,7 +762,7 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     engine.add(request_of([1, 2, 3], 9))
     drained(engine)
     memory = engine.scheduler.memory
-    caches = [memory.cache, *memory.depth_caches(3)]
+    caches = [memory.cache, *memory.depths]
     held = sum(one.nbytes for cache in caches for one in (*cache.keys, *cache.values) if one is not None)
     assert held + memory.states_N1SH.nbytes == 6 * block_bytes(runner_of())
     assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, 16, runner_of()) == 5

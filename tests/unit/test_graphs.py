@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.decoding import batch, graphs, rows
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step, can_record
+from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.base import Proposer
@@ -354,7 +355,7 @@ def test_an_earlier_text_leaves_nothing_in_the_memory(request: pytest.FixtureReq
     request.getfixturevalue("on_tape")
     generate(target, prompts, 20, speculative=settings_of("mtp"))
     memory = target.kept.scheduler.memory
-    for cache in (memory.cache, *memory.depth_caches(3)):
+    for cache in (memory.cache, *memory.depths):
         for held in (*cache.keys, *cache.values):
             held[1:].fill_(torch.nan)
     memory.states_N1SH[1:].fill_(torch.nan)

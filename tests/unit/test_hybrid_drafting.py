@@ -240,7 +240,9 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
             made = [sequences.tokens_BT[row, :length].tolist() for row, length in enumerate(sequences.length_B)]
             fresh = prefilled(target, [text[:-1] for text in made]).sequences
             assert_same_memory(
-                (sequences.cache, sequences.tables), (fresh.cache, fresh.tables), [len(text) - 1 for text in made]
+                (sequences.memory.cache, sequences.tables),
+                (fresh.memory.cache, fresh.tables),
+                [len(text) - 1 for text in made],
             )
             assert made == [answer[: len(text)] for answer, text in zip(answers, made, strict=True)]
 
@@ -254,10 +256,12 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
     assert driven.stats.accepted > 100
     fresh, _ = run(target, [text[:-1] for text in used.token_ids], 8, settings)
     lengths = [len(text) for text in used.token_ids]
-    assert_same_memory((used.cache, used.tables), (fresh.cache, fresh.tables), [length - 1 for length in lengths])
+    assert_same_memory(
+        (used.memory.cache, used.tables), (fresh.memory.cache, fresh.tables), [length - 1 for length in lengths]
+    )
     if settings is not NGRAM:
         depths = 1 if settings is EAGLE else target.depths
-        ours, theirs = (one.depth_caches(depths) for one in (used, fresh))
+        ours, theirs = (one.memory.depths[:depths] for one in (used, fresh))
         for depth, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
             # the drafter has not run the last step's tokens, and depth d is d - 1 rows behind
             assert_same_memory((one, used.tables), (other, fresh.tables), [length - 7 - depth for length in lengths])
@@ -295,10 +299,10 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
     assert driven.stats.accepted_at[14] >= 1
     fresh, _ = run(target, [text[:-1] for text in used.token_ids], 2, settings, drafter=drafter)
     counts = [len(text) - 18 for text in used.token_ids]
-    assert_same_memory((used.cache, used.tables), (fresh.cache, fresh.tables), counts)
+    assert_same_memory((used.memory.cache, used.tables), (fresh.memory.cache, fresh.tables), counts)
     if method != "ngram":
         ours, theirs = (
-            one.drafter_cache(drafter) if method == "draft_model" else one.depth_caches(1)[0] for one in (used, fresh)
+            one.memory.drafter if method == "draft_model" else one.memory.depths[0] for one in (used, fresh)
         )
         assert_same_memory((ours, used.tables), (theirs, fresh.tables), counts)
 
@@ -336,7 +340,7 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
 def test_what_is_remembered_does_not_grow_with_the_text() -> None:
     target, sizes = runner_of("M-G-"), []
     for new in (10, 300):
-        recurrence = run(target, [[1, 2, 3]], new, None)[0].cache.recurrence
+        recurrence = run(target, [[1, 2, 3]], new, None)[0].memory.cache.recurrence
         assert recurrence is not None
         memories = recurrence.layers.values()
         sizes.append(sum(one.numel() for each in memories for one in vars(each).values() if isinstance(one, Tensor)))

@@ -219,7 +219,7 @@ def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypa
     for method in ("mtp", "draft_model"):
         engine.add(request_of([1, 2, 3], 9, method))
     drained(engine)
-    kept = [*engine.scheduler.memory._caches]
+    kept = [*engine.scheduler.memory.caches]
     assert len(kept) == 5
     keys = sum(one.nbytes for cache in kept for one in (*cache.keys, *cache.values) if one is not None)
     layers = [one for cache in kept if cache.recurrence is not None for one in cache.recurrence.layers.values()]
@@ -252,7 +252,7 @@ def agree(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
     """Keys and values of every depth, [G, rows, C]."""
-    for cache in sequences.depth_caches(3):
+    for cache in sequences.memory.depths:
         for held in (*cache.keys, *cache.values):
             assert held is not None
             yield sequences.tables.first_slots(held, rows)[0]

@@ -78,12 +78,12 @@ def drafted_logits(runner: Runner, tokens_BS: Tensor) -> dict[str, Tensor]:
     """Logits [S, V] of trunk and depths over the cache: chunks as of a prompt, then one row at a time."""
     slots = tokens_BS.size(1) - runner.depths
     sequences = sequences_of(runner, tokens_BS.tolist(), tokens_BS.size(1) + 1)
-    caches = sequences.depth_caches(runner.depths)
+    caches = sequences.memory.depths
     found: dict[str, list[Tensor]] = {}
     for first, count in pieces(slots):
         first_B = torch.tensor([first], device=runner.device)
         rows = sequences.chain(first_B, count, 0)
-        state_SBH = runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.cache)
+        state_SBH = runner.trunk(sequences.tokens_at(first_B, count), rows, sequences.memory.cache)
         found.setdefault("trunk", []).append(runner.logits(state_SBH)[0])
         for depth, cache in enumerate(caches, start=1):
             state_SBH = runner.depth(depth, state_SBH, sequences.tokens_at(first_B + depth, count), rows, cache)

@@ -1,16 +1,18 @@
-"""What every proposer is: it looks at the sequences and offers a draft."""
+"""What every proposer is: it looks at the sequences and offers a draft. A method is one with its verifier."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal, override
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, override
 
 from torch import Tensor
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.sampling import DRAFT, draw
+from megatron_mtp.decoding.sampling import DRAFT, Sampling, SamplingByText, draw
 from megatron_mtp.decoding.settings import Settings
 from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.verifiers.base import Rule
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.runner import Runner
     from megatron_mtp.decoding.sequences import Sequences
 
 Kind = Literal["sequential", "parallel", "eagle3"]
@@ -21,7 +23,7 @@ class Proposer:
     """A way to draft. A class states its facts; lists, checks, help texts and the pages' tables are made of them.
 
     Args:
-        runner: the target.
+        runner: the target, a `Runner`; its type stands with those that run its layers.
         config: the method's settings among others.
         drafter: the small model, for a method that needs one.
 
@@ -49,9 +51,10 @@ class Proposer:
     recordable: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
-    drafter: "Runner | None" = None
+    drafter: Any = None
+    runner: Any
 
-    def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
+    def __init__(self, runner: Any, config: SpeculativeConfig, drafter: Any = None) -> None:
         self.runner, self.config, self.settings = runner, config, config.settings
 
     @classmethod
@@ -98,6 +101,31 @@ class Proposer:
 
     def observe(self, sequences: "Sequences", draft: Draft, logits_BRV: Tensor) -> None:
         """The target's logits of the rows, before the verdict."""
+
+
+@dataclass
+class Method:
+    """A proposer with its verifier (method.py makes one).
+
+    Attributes:
+        config: with the verifier's name filled in.
+        count: K of every step.
+        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
+        stats: what the last step has cost and gained.
+    """
+
+    proposer: Proposer
+    verifier: Rule
+    config: SpeculativeConfig
+    sampling: Sampling | SamplingByText
+    count: int
+    auto: bool = False
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    @property
+    def slots(self) -> int:
+        """Slots behind the tokens of a sequence that two steps may write."""
+        return 2 + self.proposer.nodes(self.count) + self.count
 
 
 class OneCache(Proposer):

@@ -59,7 +59,8 @@ class DraftModel(OneCache):
 
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         """Drafts also at positions beyond those that the small model was trained for."""
-        cache = sequences.drafter_cache(self.drafter)
+        cache = sequences.memory.drafter
+        assert cache is not None
         logits_BV = self._catch_up(sequences, cache)
         picked = [pick(logits_BV, round, 0)]
         sure_B = torch.ones_like(sequences.live_B)

@@ -36,6 +36,7 @@ class Vanilla(Proposer):
     remedy = "choose mtp_eagle, which reuses a module"
     keeps_states = True
     recordable = True
+    runner: "Runner"
 
     @property
     @override
@@ -53,7 +54,7 @@ class Vanilla(Proposer):
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         draft, run = None, self._depths_run(count)
-        caches = sequences.depth_caches(self.runner.depths)
+        caches = sequences.memory.depths
         for first_B, width, is_last in self._windows(sequences, run):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
@@ -134,7 +135,7 @@ class TrunkStates(Vanilla):
     def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
         """What each depth picks; without `round` nothing, and the next one reads what the sequence has there."""
         picked: list[tuple[Tensor, Tensor | None]] = []
-        caches = sequences.depth_caches(self.runner.depths)
+        caches = sequences.memory.depths
         for first_B, width, is_last in self._windows(sequences, count):
             rows = sequences.chain(first_B, width, 0)
             tokens_BT = sequences.tokens_at(first_B + 1, width + count)
@@ -164,6 +165,7 @@ class Eagle(OneCache):
     """
 
     line = "the first module reused on its own states, any K"
+    runner: "Runner"
     depths: ClassVar[Kind | None] = "sequential"
     keeps_states = True
     recordable = True
@@ -184,7 +186,7 @@ class Eagle(OneCache):
         """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
-        (cache,) = sequences.depth_caches(1)
+        cache = sequences.memory.depths[0]
         for first_B, rows, is_last in windows(sequences, width):
             given_SBH, tokens_BR = sequences.states_at(first_B, rows), sequences.tokens_at(first_B + 1, rows)
             chunk = MTPRows(1, given_SBH, tokens_BR, sequences.chain(first_B, rows, 0), cache)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_mtp.decoding.cached_attention import StandIn
 from megatron_mtp.decoding.dense_layer import activation, default_settings
-from megatron_mtp.model.latent import PortableLatentAttention
+from megatron_mtp.model.portable import PortableLatentAttention
 
 MOST_ROWS = 1024
 """With more rows, all experts for all rows take longer than sorting the rows, and much memory."""

@@ -22,8 +22,7 @@ from torch.nn.functional import silu, softplus
 
 from megatron_mtp.decoding.cached_attention import StandIn, attach
 from megatron_mtp.decoding.recurrent_state import Memory, Piece, RecurrentScope, Sizes
-from megatron_mtp.model.delta import of_length_one
-from megatron_mtp.model.mamba import GatedNorm
+from megatron_mtp.model.recurrent import GatedNorm, of_length_one
 
 NOT_COMPILED = "no compiled code for this recurrent layer"
 
@@ -121,7 +120,7 @@ class CachedRecurrence(StandIn):
 
 
 class CachedMamba(CachedRecurrence):
-    """That of a `MambaMixer`: keys are B, queries C, and values dt x (see model/mamba.py)."""
+    """That of a `MambaMixer`: keys are B, queries C, and values dt x (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:
@@ -165,7 +164,7 @@ class CachedMamba(CachedRecurrence):
 
 
 class CachedDelta(CachedRecurrence):
-    """That of a `GatedDeltaNet`: values are the corrections u (see model/delta.py)."""
+    """That of a `GatedDeltaNet`: values are the corrections u (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:

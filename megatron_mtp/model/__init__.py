@@ -2,7 +2,7 @@
 
 arguments.py         Megatron's arguments of a model; MACHINE_SETTINGS says what changes without TE, Apex or CUDA
 build.py             arguments to configuration to model, and the process group: the only place that builds one
-trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT
+trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT; a frozen trunk
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 pattern.py           patterns of hybrids: their symbols, the layers of trunk and depths
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
@@ -12,14 +12,10 @@ eagle3.py            an EAGLE-3 drafter in the place of MTP layers (--drafter)
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool
-frozen.py            a trunk that stays as it is while depths are trained on it
 draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from
 padding.py           rows that pad the vocabulary have no probability
 causal.py            the causal mask, for queries at any positions
 rope.py              rotary modules at any positions
 portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
-latent.py            MLA's gradients under tensor parallelism, without TE
-recurrence.py        what Mamba-2 and Gated DeltaNet share: documents, convolution, decays, context parallelism
-mamba.py             Mamba-2 without mamba_ssm
-delta.py             Gated DeltaNet without fla
+recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

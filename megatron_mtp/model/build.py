@@ -35,9 +35,9 @@ from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, trained_depths
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.eagle3 import Drafter, check_layers, default_layers, drafter_spec, layer_config
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
-from megatron_mtp.model.latent import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
+    PLAIN_QUERIES,
     PortableAttention,
     PortableNorm,
     with_modules,

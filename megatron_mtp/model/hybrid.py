@@ -3,7 +3,7 @@
     M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two depths of attention and MLP each
 
 `pattern.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
-without the libraries of their kernels, or without a GPU, `M` and `G` are those of mamba.py and delta.py.
+without the libraries of their kernels, or without a GPU, `M` and `G` are those of recurrent.py.
 """
 
 import copy
@@ -34,12 +34,10 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_mtp import runtime
-from megatron_mtp.model.delta import PortableGatedDeltaNet
-from megatron_mtp.model.latent import PLAIN_QUERIES
-from megatron_mtp.model.mamba import PortableMamba
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.pattern import SHARDED_STACK
-from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.portable import PLAIN_QUERIES, PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
 from megatron_mtp.model.trunk import MTPTrunk, Objective
 
 

@@ -1,4 +1,4 @@
-"""Norm, attention and latent projections of experts for machines without Transformer Engine.
+"""Norm, attention, latent attention and latent projections of experts for machines without Transformer Engine.
 
 `with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place, in
 layouts that Megatron's refuse.
@@ -17,14 +17,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     get_cuda_rng_tracker,
+    scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,8 +42,7 @@ from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_pr
 
 from megatron_mtp.data.batch import positions_of_ranks
 from megatron_mtp.model.causal import causal_mask
-from megatron_mtp.model.latent import PortableLatentAttention
-from megatron_mtp.model.recurrence import having
+from megatron_mtp.model.recurrent import having, offsets_of
 
 
 class PortableNorm(torch.nn.Module):
@@ -174,10 +177,9 @@ class PortableAttention(torch.nn.Module):
             raise ValueError("attention without Transformer Engine takes no bias; leave attention_bias out.")
         if packed_seq_params is None:
             return self._documents(query, key, value, [0, self.cp_group.size() * key.size(0)], attention_mask)
-        padded = packed_seq_params.cu_seqlens_q_padded
-        bounds = (packed_seq_params.cu_seqlens_q if padded is None else padded).tolist()
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         self.chain = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in self.chain]
+        bounds: list[int] = offsets_of(packed_seq_params).tolist()
         return self._documents(query, key, value, bounds, None).squeeze(1)
 
     def _documents(
@@ -380,3 +382,59 @@ def with_modules(spec: Any, swaps: dict[Any, Any]) -> Any:
         swapped = {field.name: with_modules(getattr(spec, field.name), swaps) for field in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **swapped)
     return swaps.get(spec, spec) if isinstance(spec, type) else spec
+
+
+# --- multi-latent attention ------------------------------------------------------------------------------------------
+#
+# Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight.
+# Megatron's own module puts one inside their projection, behind the layer's input norm; only TE has such a projection.
+#
+# Without TE the down-projections are column-parallel. Megatron gathers their output, and takes the gradients of a
+# gathered tensor to be the same on all ranks. Two are not (megatron-core 0.19.2): the rotary part of the keys goes
+# straight to each rank's own heads, which is a part of its gradient; and gradients of anything called `q_layernorm` are
+# summed over the ranks, also where each rank has all of it.
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's MLA, without a norm of queries that are not compressed."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Classes of the norms and of the projections behind them, by attribute."""
+        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
+
+
+PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
+"""What stands in specs of Transformer Engine's layers for Megatron's own module."""
+
+
+class PortableLatentAttention(LatentSelfAttention):
+    """The same on Megatron's own linear layers, with the gradients of one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
+            for weight in self.q_layernorm.parameters():
+                weight.register_hook(self._share_of_sum)
+
+    def _share_of_sum(self, gradient: Tensor) -> Tensor:
+        return gradient / self.tp_group.size()
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compressed queries, and compressed keys and values with the rotary part of the keys behind, both whole."""
+        q_compressed, kv_part = super()._qkv_down_projection(hidden_states)
+        kv_combined = gather_from_tensor_model_parallel_region(kv_part, group=self.tp_group)
+        if self.config.sequence_parallel:  # Megatron gathers the rotary part again, and sums its gradient
+            return q_compressed, scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        kv_compressed, rotary = kv_combined.split(widths, dim=-1)
+        rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
+        return q_compressed, torch.cat([kv_compressed, rotary], dim=-1)

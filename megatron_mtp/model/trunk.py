@@ -6,7 +6,7 @@ the depths' hidden states; without one it is the plain model.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
 from megatron_mtp.model.eagle3 import Drafter, Eagle3Block
-from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
@@ -343,3 +342,38 @@ def _await_gathered(module: torch.nn.Module) -> None:
     for hook in module._forward_pre_hooks.values():
         if inspect.getmodule(hook) is distributed_data_parallel:
             hook(module, ())
+
+
+# --- a trunk that stays as it was loaded (--mtp-train-only) ----------------------------------------------------------
+
+
+def freeze_trunk(model: nn.Module) -> None:
+    """Turn gradients off for all but the MTP block: layers, norms, embedding and head, and the embedding's copy."""
+    for module in trunk_modules(model):
+        module.requires_grad_(False)
+
+
+def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a stage that are not the MTP block."""
+    return (module for name, module in model.named_children() if name != "mtp")
+
+
+def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+    """The hidden state [S, B, H]; its backward pass gives the stage's input a gradient of zeros.
+
+    The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
+    """
+    apply: Callable[[Tensor, Tensor], Tensor] = _ZeroGradient.apply  # torch types it from 2.15 on
+    return apply(hidden_SBH, stage_input_SBH)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+        ctx.like = stage_input_SBH.shape, stage_input_SBH.dtype, stage_input_SBH.device
+        return hidden_SBH.clone()  # a view could not be freed by the schedule
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        shape, dtype, device = ctx.like
+        return None, torch.zeros(shape, dtype=dtype, device=device)

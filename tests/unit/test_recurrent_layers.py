@@ -1,4 +1,4 @@
-"""model/recurrence.py, mamba.py and delta.py: against recurrences position by position, and against transformers.
+"""model/recurrent.py: against recurrences position by position, and against transformers.
 
 Tensor and context parallelism need several processes: tests/functional/test_layouts.py.
 """
@@ -21,10 +21,17 @@ from transformers import NemotronHConfig, Qwen3NextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from megatron_mtp.model.delta import PortableGatedDeltaNet, gated_delta_rule, of_length_one
-from megatron_mtp.model.mamba import PortableMamba, scan
 from megatron_mtp.model.portable import PortableNorm
-from megatron_mtp.model.recurrence import causal_convolution, columns_of_ranks, documents_of
+from megatron_mtp.model.recurrent import (
+    PortableGatedDeltaNet,
+    PortableMamba,
+    causal_convolution,
+    columns_of_ranks,
+    documents_of,
+    gated_delta_rule,
+    of_length_one,
+    scan,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -32,8 +32,7 @@ from megatron_single import (
 )
 
 from megatron_mtp.model import mtp
-from megatron_mtp.model.frozen import freeze_trunk
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.trunk import MTPGPTModel, freeze_trunk
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -276,7 +276,7 @@ class _Target:
 
 
 def check_query_norms(reader: DistReader, name: str) -> None:
-    """Refuse a checkpoint with norms of queries that are not compressed, which no layer here has (`model/latent.py`).
+    """Refuse a checkpoint with norms of queries that are not compressed, which no layer here has (`model/portable.py`).
 
     Raises:
         ValueError: there is one.

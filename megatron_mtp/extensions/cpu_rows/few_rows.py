@@ -25,8 +25,8 @@ from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_o
 from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.extensions.cpu_rows.compiled import library
-from megatron_mtp.model.mamba import GatedNorm
 from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.recurrent import GatedNorm
 
 MOST_ROWS = 64
 """Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""

@@ -209,8 +209,8 @@ class Export:
         for entry in self._whole(rule, options):
             name = entry.keys[0]
             encoding = coded[name].encoding if name in coded else None
-            parts = (encoding.parts(entry.shape) if encoding is not None else None) or {}
-            entries += [Entry([name_of(name, part)], shape, kind) for part, (shape, kind) in parts.items() if kind]
+            parts = {} if encoding is None else encoding.parts(entry.shape)
+            entries += [Entry([name_of(name, part)], shape, kind) for part, (shape, kind) in parts.items()]
             if not parts:
                 plain = options.quantize.depths == PLAIN and name in self.depth_names
                 kind = replace(options, dtype=torch.bfloat16).cast(name, entry.dtype) if plain else entry.dtype

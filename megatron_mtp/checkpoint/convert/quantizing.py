@@ -56,17 +56,15 @@ class Quantize:
         """The form in which a rule's tensor is written; None if it is not quantized.
 
         Args:
-            rule: its rule.
-            name: in the folder.
-            shape: in the folder.
+            rule, name, shape: of the tensor in the folder.
             in_depth: whether it is a depth's.
         """
         form = WRITTEN.get((self.depths if in_depth else self.trunk) or "")
-        if form is None or form.encoding is None or len(shape) != 2 or not rule.mcore:
+        if form is None or form.encoding is None or not rule.mcore:
             return None
         carried = rule.mcore[0].key.startswith(CARRIED)
         linear = _CARRIED_LINEAR.match(name) if carried else all(_LINEAR.match(piece.key) for piece in rule.mcore)
-        return form if linear and form.encoding.parts(shape) is not None else None
+        return form if linear and form.encoding.parts(shape) else None
 
 
 def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str]) -> dict[str, Any]:
@@ -80,7 +78,8 @@ def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str
     forms = list(dict.fromkeys(coded.values()))
     (first, *_) = says = [form.encoding.says for form in forms if form.encoding is not None]
     mixed = {_experts_of(name) for name in coded}
-    modules = list(dict.fromkeys(_module(name) if _experts_of(name) in mixed else _experts_of(name) for name in plain))
+    named = ((name.removesuffix(".weight"), _experts_of(name)) for name in plain)
+    modules = list(dict.fromkeys(module if experts in mixed else experts for module, experts in named))
     if "quant_method" in first:
         return {**first, "modules_to_not_convert": modules}
     inside = set(depths)
@@ -100,10 +99,6 @@ def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str
     }
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _experts_of(name: str) -> str:
     """The common module of a layer's experts, for the weight of one; the module of other weights."""
-    return _EXPERT.sub(r"\1", _module(name))
+    return _EXPERT.sub(r"\1", name.removesuffix(".weight"))

@@ -82,15 +82,10 @@ class HFConfig:
         return replace(self, keys={**defaults, **self.keys})
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The value of the first of these keys that is present.
-
-        Args:
-            names: keys, in order of preference.
-            default: value if none is present; None if one must be.
-            least: smallest allowed value.
+        """The value of the first of these keys that is present, a whole number of at least `least`.
 
         Raises:
-            ValueError: no key is present, or the value is no whole number in range.
+            ValueError: no key is present and there is no default, or the value is no such number.
         """
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
@@ -101,11 +96,7 @@ class HFConfig:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The value of the first of these keys that is present, a number above 0.
-
-        Raises:
-            ValueError: no key is present, or the value is no such number.
-        """
+        """The value of the first of these keys that is present, a number above 0; raises ValueError as `integer`."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
             raise ConfigError(
@@ -114,11 +105,7 @@ class HFConfig:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """A truth value; false if it is null or absent.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """A truth value, false if it is null or absent; raises ValueError for anything else."""
         value = self.keys.get(name)
         if not isinstance(value, bool | None):
             raise ConfigError(f"{self.source}: '{name}' is {value!r:.40}; it must be true or false.")
@@ -128,12 +115,12 @@ class HFConfig:
         """The first `length` entries of a list with one word per layer; None if the key is absent.
 
         Raises:
-            ValueError: it is no list of words, or too short.
+            ValueError: it is no such list.
         """
         value = self.keys.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) < length or not all(isinstance(word, str) for word in value):
+        if not _are_words(value) or len(value) < length:
             raise ConfigError(f"{self.source}: '{name}' must be a list of {length} words, one a layer.")
         return value[:length]
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
 from megatron_mtp.checkpoint.hf.forms import Numbers, Shape
-from megatron_mtp.checkpoint.hf.quantized import (
-    Settings,
-    activation_scales,
-    quantized_weights,
-    readable,
-    readable_methods,
-)
+from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights, readable_methods
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,13 +48,7 @@ ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        file: the file.
-        shape: as stored.
-        kind: name of the type in safetensors: "BF16".
-    """
+    """A tensor in a file; `kind` is the name of its type in safetensors: "BF16"."""
 
     file: Path
     shape: Shape
@@ -73,7 +62,7 @@ class Stored:
     @property
     def bytes(self) -> int:
         """Size in the file."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class HFFolder:
@@ -103,22 +92,19 @@ class HFFolder:
         self._hide_parts()
 
     def _add(self, file: Path, promised: Sequence[str] | None) -> None:
-        found = stored_in(file)
-        unknown = next((f"{name}' of type '{one.kind}" for name, one in found.items() if one.kind not in DTYPES), None)
-        if unknown is not None:
-            raise ValueError(f"{file} has '{unknown}', which is not known here; known are {', '.join(DTYPES)}.")
+        for name, stored in (found := stored_in(file)).items():
+            if stored.kind not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise ValueError(f"{file} has '{name}' of type '{stored.kind}', which is none of {known}.")
+            if name in self.tensors:
+                other = self.tensors[name].file
+                raise ValueError(f"'{name}' is both in {other} and in {file}; remove the file that does not belong.")
+            self.tensors[name] = stored
         missing = sorted(
             name for name in set(promised or ()) - set(found) if not (self._tied and name.endswith("lm_head.weight"))
         )
         if missing:
             raise ValueError(f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again.")
-        for name, stored in found.items():
-            if name in self.tensors:
-                raise ValueError(
-                    f"'{name}' is both in {self.tensors[name].file} and in {file}; remove the file that does not "
-                    "belong."
-                )
-            self.tensors[name] = stored
 
     def _hide_parts(self) -> None:
         """List weights in the place of the tensors that hold them, and leave out scales of activations."""
@@ -131,7 +117,7 @@ class HFFolder:
         for name in activation_scales(self.tensors.keys()) if self._quantized else ():
             del self.tensors[name]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         """Shape of a tensor."""
         return self.tensors[name].shape
 
@@ -160,20 +146,12 @@ class HFFolder:
         return weight.decode({part: self._read(self._parts[one], one) for part, one in weight.parts.items()})
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
-        """Check that a weight has a floating-point type.
-
-        Args:
-            name: name of the tensor.
-            must_be_weight: whether the tensor is a weight; any tensor named `.weight` counts as one.
-
-        Raises:
-            ValueError: a weight has another type.
-        """
+        """Raises ValueError where a weight, which any tensor named `.weight` is, has no floating-point type."""
         dtype, file = self.dtype(name), self.tensors[name].file
         if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
             raise ValueError(
-                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are floating-point "
-                "numbers; the model is quantized or damaged, so give it in bfloat16."
+                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are "
+                "floating-point numbers; the model is quantized or damaged, so give it in bfloat16."
             )
 
     def _read(self, stored: Stored, name: str) -> Tensor:
@@ -221,11 +199,8 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     named |= {file: None for file in files if file not in named}
     if named:
         return named
-    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
-    if pickles:
-        raise ValueError(
-            f"{pickles[0]} is a pickle, which can run code and is never opened here; save the model as safetensors."
-        )
+    for pickle in sorted(file for end in ("bin", "pt", "pth") for file in folder.glob(f"*.{end}")):
+        raise ValueError(f"{pickle} is a pickle, which can run code and is not opened; save the model as safetensors.")
     raise ValueError(f"{folder} holds no safetensors files; give the folder of a Hugging Face model.")
 
 
@@ -234,7 +209,7 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise ValueError(f"{folder / INDEX} has no 'weight_map' from tensors to files; fetch it again.")
-    files: dict[Path, list[str] | None] = {}
+    files: dict[Path, list[str]] = {}
     for name, file in weights.items():
         path = folder / file
         if Path(file).name != file or not path.is_file():
@@ -242,10 +217,8 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
             raise ValueError(
                 f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file{whole}."
             )
-        names = files.setdefault(path, [])
-        assert names is not None
-        names.append(name)
-    return files
+        files.setdefault(path, []).append(name)
+    return {**files}
 
 
 def check_kind(folder: Path, known: Container[str]) -> None:
@@ -258,26 +231,48 @@ def check_kind(folder: Path, known: Container[str]) -> None:
     Raises:
         ValueError: the folder is of such a kind, or no folder.
     """
-    _check_is_folder(folder)
-    _check_links(folder)
+    of_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    if of_gguf or (folder.is_file() and folder.suffix == ".gguf"):
+        raise ValueError(f"{folder} is a GGUF model, as llama.cpp runs it; give the folder that it was made from.")
+    if not folder.is_dir():
+        what = "is a file; give the folder that it is in" if folder.is_file() else "is no folder; give that of a model"
+        raise ValueError(f"{folder} {what}.")
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
     if is_adapter(folder):
         base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
         raise ValueError(
             f"{folder} is an adapter (LoRA) of {base!s:.100}; merge it into that model (merge_and_unload() of peft), "
             "save the result, and give its folder."
         )
-    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
-        raise ValueError(_gguf(folder))
     if (folder / CONFIG).is_file():
-        keys = _object(folder / CONFIG)
-        _check_whole(folder, keys)
-        method = Settings.of(folder, keys).method
-        if method is not None and not readable(method):
+        _check_config(folder, _object(folder / CONFIG), known)
+
+
+def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
+    """Refuse a draft model (an MTP layer cut out for an engine), other quantizations, and unknown wrappers."""
+    classes = keys.get("architectures")
+    for name in classes if isinstance(classes, list) else ():
+        if re.search(r"(NextN|MTP(Model)?)$", str(name)):
             raise ValueError(
-                f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
-                f"{', '.join(readable_methods())}."
+                f"{folder} holds one MTP layer without a trunk ('architectures' names {name:.60}), as engines load it "
+                "beside a model; give the folder of the whole model."
             )
-        _check_wrapper(folder, keys, known)
+    method, methods = Settings.of(folder, keys).method, readable_methods()
+    if method is not None and not method.startswith(tuple(methods)):
+        raise ValueError(
+            f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
+            f"{', '.join(methods)}."
+        )
+    outer, text = keys.get("model_type"), keys.get("text_config")
+    if str(outer) not in known and isinstance(text, dict):
+        inner = text.get("model_type")
+        status = "which converts by itself" if str(inner) in known else "which is unknown here too"
+        raise ValueError(
+            f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save "
+            "the text model alone with transformers, and give its folder."
+        )
 
 
 def is_adapter(folder: Path) -> bool:
@@ -285,50 +280,6 @@ def is_adapter(folder: Path) -> bool:
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)
     return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())
-
-
-def _check_is_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    if folder.is_file():
-        kind = _gguf(folder) if folder.suffix == ".gguf" else f"{folder} is a file; give the folder that it is in."
-        raise ValueError(kind)
-    raise ValueError(f"{folder} is no folder; give the folder of a Hugging Face model.")
-
-
-def _gguf(path: Path) -> str:
-    return f"{path} is a GGUF model, as llama.cpp runs it; give the safetensors folder that it was made from."
-
-
-def _check_links(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not path.exists():
-            raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
-
-
-def _check_whole(folder: Path, keys: dict[str, Any]) -> None:
-    """Refuse a draft model: one MTP layer that was cut out of a model for an engine."""
-    classes = keys.get("architectures")
-    cut = (
-        [name for name in classes if re.search(r"(NextN|MTP(Model)?)$", str(name))] if isinstance(classes, list) else []
-    )
-    if cut:
-        raise ValueError(
-            f"{folder} holds one MTP layer without a trunk ('architectures' names {cut[0]:.60}), as engines load it "
-            "beside a model; give the folder of the whole model."
-        )
-
-
-def _check_wrapper(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
-    outer, text = keys.get("model_type"), keys.get("text_config")
-    if str(outer) in known or not isinstance(text, dict):
-        return
-    inner = text.get("model_type")
-    status = "which converts by itself" if str(inner) in known else "which is unknown here too"
-    raise ValueError(
-        f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save the "
-        "text model alone with transformers, and give its folder."
-    )
 
 
 def _object(path: Path) -> dict[str, Any]:

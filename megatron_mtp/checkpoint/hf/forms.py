@@ -67,15 +67,23 @@ class Encoding:
 
     Attributes:
         flag: names the form in `--quantize`.
-        parts: shapes and types of the parts of a weight [O, I]; None for a shape that the form does not have.
-        encode: the parts of weights that engines multiply at once (query, key and value; gate and up).
+        encode: the parts of weights [O, I] that engines multiply at once (query, key and value; gate and up).
         says: what `quantization_config` says of it; of compressed-tensors, a group.
+        group: divides the columns of a weight.
     """
 
     flag: str
-    parts: Callable[[Shape], dict[str, Part] | None]
     encode: Callable[[Sequence[Tensor]], list[dict[str, Tensor]]]
     says: Mapping[str, Any]
+    group: int = 1
+
+    @functools.cache  # noqa: B019 - the encodings of `FORMS` live as long as the program
+    def parts(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Shapes and types of the parts of a weight; empty for one that the form does not have."""
+        if len(shape) != 2 or shape[1] % self.group:
+            return {}
+        (parts,) = self.encode([torch.empty(shape, device="meta")])
+        return {name: (tuple(one.shape), one.dtype) for name, one in parts.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,31 +162,20 @@ def _blocks_of(shape: Shape, block: tuple[int, int]) -> Shape:
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=False)))
 
 
-def _fp8_misfit(shape: Shape, scale: Shape, block: tuple[int, int]) -> MisfitError:
-    turned = scale in (_blocks_of(shape, block)[::-1], (1, *shape[:1])) and len(scale) == 2
-    says = f"is FP8 of shape {by(shape)} with scales of shape {by(scale)}, which are neither blocks of {by(block)} nor "
-    return MisfitError(f"{says}one or one a row{'; the scales are transposed' if turned else ''}")
-
-
-def _shape_of_blocks(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_fp8(by_what: str, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
     shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
-    if len(shape) < 2 or scale != _blocks_of(shape, numbers.block):
-        raise _fp8_misfit(shape, scale, numbers.block)
-    return shape
-
-
-def _shape_of_rows(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
-    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
-    if not shape or scale != (*shape[:1], 1):
-        raise _fp8_misfit(shape, scale, numbers.block)
-    return shape
-
-
-def _shape_of_tensor(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
-    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
-    if any(size != 1 for size in scale) or ("weight_scale_inv" in parts and len(scale) > 1):
-        raise _fp8_misfit(shape, scale, numbers.block)
-    return shape
+    fits = {
+        "block": len(shape) > 1 and scale == _blocks_of(shape, numbers.block),
+        "row": len(shape) > 0 and scale == (*shape[:1], 1),
+        "tensor": all(size == 1 for size in scale) and not ("weight_scale_inv" in parts and len(scale) > 1),
+    }
+    if fits[by_what]:
+        return shape
+    turned = scale in (_blocks_of(shape, numbers.block)[::-1], (1, *shape[:1])) and len(scale) == 2
+    raise MisfitError(
+        f"is FP8 of shape {by(shape)} with scales of shape {by(scale)}, which are neither blocks of "
+        f"{by(numbers.block)} nor one or one a row{'; the scales are transposed' if turned else ''}"
+    )
 
 
 def from_blocks(parts: Tensors, numbers: Numbers) -> Tensor:
@@ -446,31 +443,23 @@ def _unknown_shape(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
 # --- written by an export ---------------------------------------------------------------------------------------------
 
 
-def _parts_of_blocks(shape: Shape) -> dict[str, Part]:
-    return {"weight": (shape, E4M3), "weight_scale_inv": (_blocks_of(shape, (BLOCK, BLOCK)), torch.float32)}
-
-
 def to_blocks(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """FP8 with a scale for each block of 128 x 128, its largest number / 448, as DeepSeek-V3's release."""
-    return [_in_blocks(weight.float()) for weight in weights]
-
-
-def _in_blocks(weight: Tensor) -> dict[str, Tensor]:
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = _scale(blocks.abs().amax((1, 3)), LARGEST_8)
-    coded = (blocks / scale[:, None, :, None]).clamp(-LARGEST_8, LARGEST_8)
-    return {"weight": coded.flatten(2).flatten(0, 1)[:rows, :columns].to(E4M3), "weight_scale_inv": scale}
+    out = []
+    for weight in (one.float() for one in weights):
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = _scale(blocks.abs().amax((1, 3)), LARGEST_8)
+        coded = (blocks / scale[:, None, :, None]).clamp(-LARGEST_8, LARGEST_8)
+        whole = coded.flatten(2).flatten(0, 1)[:rows, :columns]
+        out.append({"weight": whole.to(E4M3), "weight_scale_inv": scale})
+    return out
 
 
 def _scale(largest: Tensor, of: float) -> Tensor:
     """The scale that makes the largest number that of the form; 1 where all numbers are 0."""
     return torch.where(largest > 0, largest / of, 1.0)
-
-
-def _parts_of_rows(shape: Shape) -> dict[str, Part]:
-    return {"weight": (shape, E4M3), "weight_scale": ((shape[0], 1), torch.float32)}
 
 
 def to_rows(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -481,17 +470,6 @@ def to_rows(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         coded = (weight / scale).clamp(-LARGEST_8, LARGEST_8).to(E4M3)
         out.append({"weight": coded, "weight_scale": scale})
     return out
-
-
-def _parts_of_nvfp4(shape: Shape) -> dict[str, Part] | None:
-    rows, columns = shape
-    if columns % GROUP_16:
-        return None
-    return {
-        "weight_packed": ((rows, columns // 2), torch.uint8),
-        "weight_scale": ((rows, columns // GROUP_16), E4M3),
-        "weight_global_scale": ((1,), torch.float32),
-    }
 
 
 def to_nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -540,24 +518,24 @@ _BYTE = (torch.uint8,)
 _EITHER = ("weight_scale_inv|weight_scale",)
 FORMS = (
     Form(
-        "FP8, blocks", "weight", FP8[:2], _EITHER, _shape_of_blocks, from_blocks,
+        "FP8, blocks", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "block"), from_blocks,
         methods=("fp8",), scheme=("float", 8, ("block",)), engines=ALL,
-        encoding=Encoding("fp8", _parts_of_blocks, to_blocks, BLOCKS_SAY),
+        encoding=Encoding("fp8", to_blocks, BLOCKS_SAY),
     ),
     Form(
-        "FP8, rows", "weight", FP8[:2], _EITHER, _shape_of_rows, from_rows,
+        "FP8, rows", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "row"), from_rows,
         methods=("fbgemm_fp8", "modelopt FP8"), scheme=("float", 8, ("channel",)), engines=ALL,
-        encoding=Encoding("fp8-channel", _parts_of_rows, to_rows, ROWS_SAY),
+        encoding=Encoding("fp8-channel", to_rows, ROWS_SAY),
     ),
     Form(
-        "FP8, tensor", "weight", FP8[:2], _EITHER, _shape_of_tensor, from_rows,
+        "FP8, tensor", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "tensor"), from_rows,
         methods=("fp8", "modelopt FP8"), scheme=("float", 8, ("tensor",)), engines=ALL,
     ),
     Form(
         "NVFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale", "weight_global_scale"),
         functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4,
         scheme=("float", 4, ("tensor_group",)), engines=ALL,
-        encoding=Encoding("nvfp4", _parts_of_nvfp4, to_nvfp4, NVFP4_SAYS),
+        encoding=Encoding("nvfp4", to_nvfp4, NVFP4_SAYS, GROUP_16),
     ),
     Form(
         "NVFP4, modelopt", "weight", _BYTE, ("weight_scale", "weight_scale_2"),

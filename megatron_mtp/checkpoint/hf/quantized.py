@@ -71,11 +71,7 @@ class Quantized:
         return self.forms[0]
 
     def decode(self, tensors: Tensors) -> Tensor:
-        """The weight of its tensors, by part.
-
-        Raises:
-            ValueError: the form is not read, or the tensors do not fit each other.
-        """
+        """The weight of its tensors, by part; raises ValueError where the form is not read."""
         if self.form.decode is None:
             raise ValueError(f"weights in the form '{self.form.name}' are not read")
         return self.form.decode(tensors, self.numbers)
@@ -99,15 +95,14 @@ class Weights:
 def quantized_weights(stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None) -> Weights:
     """Find the weights that are stored as several tensors, and those whose tensors do not fit each other.
 
-    Args:
-        stored: the tensors of a folder.
-        numbers: what their config says of them.
-        read: reads a tensor by name: the shape of packed integers is stored in one.
+    `read` reads a tensor by name: the shape of packed integers is stored in one.
     """
     weights = Weights()
     for name, (_, dtype) in stored.items():
         forms = {form: weight for form in FORMS if dtype in form.types and (weight := form.weight_of(name))}
-        if forms and (dtype in FP8 or not _is_lone(name, forms, stored)):
+        # a vector of integers without a scale of any form is no weight
+        lone = dtype not in FP8 and len(stored[name][0]) < 2
+        if forms and not (lone and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())):
             _add(weights, name, forms, stored, numbers, read)
         elif scale := _left_over(name, dtype, stored):
             weights.wrong[name] = (
@@ -115,11 +110,6 @@ def quantized_weights(stored: Stored, numbers: Numbers, read: Callable[[str], Te
                 "remove the scale if the weight was replaced, or restore the quantized weight"
             )
     return weights
-
-
-def _is_lone(name: str, forms: Mapping[Form, str], stored: Stored) -> bool:
-    """Whether a vector of integers has no scale of any form beside it: it is no weight."""
-    return len(stored[name][0]) < 2 and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())
 
 
 def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | None:
@@ -197,14 +187,10 @@ class Settings:
 
     @classmethod
     def of(cls, folder: Path, keys: dict[str, Any]) -> "Settings":
-        """Read the settings of a folder.
-
-        Args:
-            folder: the folder.
-            keys: of its `config.json`.
+        """Read what a folder says in its `config.json`, which has these keys, and in side files.
 
         Raises:
-            ValueError: the side file that has them is damaged.
+            ValueError: a side file is damaged.
         """
         found, source = quantization_settings(keys) or {}, CONFIG
         side = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
@@ -341,13 +327,8 @@ def _matches(pattern: str, module: str) -> bool:
         return False
 
 
-def readable(method: str) -> bool:
-    """Whether a folder of this method is read; its tensors decide how."""
-    return any(method.startswith(known) for known in readable_methods())
-
-
 def readable_methods() -> list[str]:
-    """The methods that are read: their names, or of modelopt those of its algorithms begin so."""
+    """Beginnings of the methods that are read; tensors decide how."""
     methods = [one for form in FORMS if form.decode is not None for one in form.methods]
     return list(dict.fromkeys([*methods, COMPRESSED, f"{MODELOPT} MIXED_PRECISION"]))
 

@@ -19,10 +19,7 @@ _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
 def repair_tracker(folder: Path) -> int | None:
-    """Write the newest whole iteration into a tracker that a killed run left empty.
-
-    Returns:
-        The iteration; None if the tracker was not empty.
+    """Write the newest whole iteration into a tracker that a killed run left empty; None if it was not empty.
 
     Raises:
         ValueError: as `unnamed_iteration`.
@@ -55,11 +52,7 @@ def unnamed_iteration(folder: Path) -> int | None:
 
 
 def named_iteration(folder: Path, step: int | None = None) -> Path:
-    """The folder of an iteration: the one that the tracker names, or `step`.
-
-    Args:
-        folder: the folder that Megatron saves to.
-        step: value of --ckpt-step, which needs no tracker; None for the tracker's.
+    """The folder of the iteration `step` (--ckpt-step, which needs no tracker), or of the one that the tracker names.
 
     Raises:
         ValueError: the folder or the iteration does not exist, or the tracker names none.

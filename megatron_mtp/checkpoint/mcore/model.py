@@ -34,9 +34,7 @@ def load_model(folder: Path) -> MTPTrunk:
 def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTrunk:
     """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
 
-    Args:
-        stored: Megatron's arguments.
-        draft_vocabulary: ids [N] of the tokens that the depths draft; None for all.
+    `draft_vocabulary` has the ids [N] of the tokens that the depths draft; None for all.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         join_world(alone=True)
@@ -51,38 +49,23 @@ def model_config(stored: Namespace) -> MTPModelConfig:
 
 
 def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
-    """Load parameters with Megatron's own loader.
-
-    Args:
-        model: the model.
-        reader: the checkpoint.
-        parts: prefixes of the parameters to load; by default all.
+    """Load parameters with Megatron's own loader: all, or those whose names begin with one of `parts`.
 
     Raises:
         ValueError: the checkpoint has norms that the model lacks.
-        DamagedError: they cannot be loaded.
+        DamagedError: it cannot be loaded.
     """
     check_query_norms(reader, str(reader.folder))
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
     every = model.sharded_state_dict(metadata=metadata)
     entries: dict[str, Any] = {"model": {name: every[name] for name in every if name.startswith(parts)}}
-    _drop_extra_states(entries["model"])
-    _name_as_stored(entries["model"], reader)
-    with read_errors(f"{reader.folder} cannot be loaded"):
-        loaded = dist_checkpointing.load(entries, str(reader.folder))
-    model.load_state_dict(loaded["model"], strict=False)
-
-
-def _drop_extra_states(entries: dict[str, Any]) -> None:
-    """Remove the state of kernels, which checkpoints of other kernels lack."""
-    for name in [name for name in entries if name.endswith("_extra_state")]:
-        del entries[name]
-
-
-def _name_as_stored(entries: dict[str, Any], reader: DistReader) -> None:
-    """Ask for norms by the key that a checkpoint of the other kind of modules has them under."""
-    for entry in entries.values():
+    for name in [name for name in entries["model"] if name.endswith("_extra_state")]:
+        del entries["model"][name]  # the state of kernels, which checkpoints of other kernels lack
+    for entry in entries["model"].values():
         if isinstance(entry, ShardedTensor) and not reader.holds(entry.key):
             other = other_key(entry.key)
             if other is not None and reader.holds(other):
-                entry.key = other
+                entry.key = other  # of norms, in a checkpoint of the other kind of modules
+    with read_errors(f"{reader.folder} cannot be loaded"):
+        loaded = dist_checkpointing.load(entries, str(reader.folder))
+    model.load_state_dict(loaded["model"], strict=False)

@@ -13,7 +13,7 @@ import time
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,12 +124,11 @@ class DistReader:
 
     def fingerprint(self) -> dict[str, Any]:
         """A record that differs when the checkpoint differs: names, sizes and times of its files."""
-        files = [self.folder / name for name in sorted({place.relative_path for place in self._where.values()})]
-        catalogue = zlib.crc32((self.folder / CATALOGUE).read_bytes())
-        stats = [(file.name, file.stat()) for file in files]
+        names = sorted({place.relative_path for place in self._where.values()})
+        stats = [(name, (self.folder / name).stat()) for name in names]
         return {
             "folder": str(self.folder.resolve()),
-            "catalogue": catalogue,
+            "catalogue": zlib.crc32((self.folder / CATALOGUE).read_bytes()),
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         }
 
@@ -171,11 +170,7 @@ class DistReader:
         return {_unstacked(key): key for key in stored if key != COMMON}
 
     def stored_bytes(self, key: str) -> bytes:
-        """An object as it is stored, by its stored key.
-
-        Raises:
-            ValueError: it is damaged, or holds what no checkpoint of Megatron's holds.
-        """
+        """An object as it is stored, by its stored key; raises ValueError where it is damaged or not Megatron's."""
         register_safe_globals()
         held = self._bytes(key)
         with read_errors(f"{self.folder} does not hold '{key}' whole"):
@@ -224,18 +219,13 @@ class DistReader:
         return state
 
     def state(self) -> dict[str, Any]:
-        """What the checkpoint stores beside tensors.
-
-        Raises:
-            ValueError: the state is none of Megatron's.
-        """
+        """What the checkpoint stores beside tensors; raises ValueError where that is none of Megatron's."""
         register_safe_globals()
         legacy = self.folder / "common.pt"
         with read_errors(f"{self.folder} lacks Megatron's arguments"):
-            if legacy.is_file():
-                state = torch.load(legacy, map_location="cpu", weights_only=True)
-            else:
-                state = torch.load(io.BytesIO(self._bytes(COMMON)), map_location="cpu", weights_only=True)[0]
+            held = legacy.read_bytes() if legacy.is_file() else self._bytes(COMMON)
+            state = torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
+            state = state if legacy.is_file() else state[0]
         if not isinstance(state, dict):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
         return state
@@ -253,12 +243,7 @@ class _Storage(FileSystemReader):
 
 @dataclass
 class _Target:
-    """The part of a `LoadPlanner` that torch's reader calls.
-
-    Attributes:
-        out: the tensor to fill.
-        held: the object that was read.
-    """
+    """The part of a `LoadPlanner` that torch's reader calls: fills the tensor `out`, or keeps the object `held`."""
 
     out: Tensor = field(default_factory=lambda: torch.empty(0))
     held: bytes = b""
@@ -276,11 +261,7 @@ class _Target:
 
 
 def check_query_norms(reader: DistReader, name: str) -> None:
-    """Refuse a checkpoint with norms of queries that are not compressed, which no layer here has (`model/portable.py`).
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raises ValueError for norms of queries that are not compressed, which no layer here has (`model/portable.py`)."""
     if any(_QUERY_NORM in key for key in reader.keys):
         raise ValueError(
             f"{name} has norms in front of linear_q_proj, which Megatron-LM computes with Transformer Engine and no "
@@ -402,10 +383,7 @@ def absent_layers(
 
 
 def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | None:
-    """Ids [N] of the tokens that the depths of the checkpoint in an iteration's folder draft, or its drafter.
-
-    Returns None if they draft all tokens, or if the format has no list of tensors.
-    """
+    """Ids [N] of the tokens that the depths of an iteration's checkpoint draft, or its drafter; None for all tokens."""
     if not (folder / FORMAT).is_file():
         return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
     reader, key = DistReader(folder), f"{DRAFTER}draft_vocabulary" if of_drafter else DRAFT_VOCABULARY
@@ -421,11 +399,7 @@ READ_ERRORS = (
 
 @contextmanager
 def read_errors(where: str) -> Iterator[None]:
-    """Turn errors of torch and Megatron while they read a checkpoint into a `DamagedError` of one sentence.
-
-    Args:
-        where: the beginning of the sentence.
-    """
+    """Turn errors of torch and Megatron while they read a checkpoint into a sentence that begins with `where`."""
     try:
         yield
     except DamagedError:
@@ -452,11 +426,7 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
-    """Check that the files of a checkpoint exist, and are as long as its catalogue requires.
-
-    Args:
-        folder: folder of an iteration.
-        places: torch's records of where the entries are.
+    """Check that the files of a checkpoint exist, and are as long as its catalogue (`places`) requires.
 
     Raises:
         ValueError: a file is missing or too short.
@@ -469,10 +439,8 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
         if not file.is_file():
             raise ValueError(f"{file} is missing; give another iteration, or fetch the checkpoint again.")
         if (size := file.stat().st_size) < end:
-            raise ValueError(
-                f"{file} has {size} bytes, but the checkpoint put {end} into it; give another iteration, or fetch the "
-                "file again."
-            )
+            remedy = "give another iteration, or fetch the file again"
+            raise ValueError(f"{file} has {size} bytes, but the checkpoint put {end} into it; {remedy}.")
 
 
 def check_entries(folder: Path) -> dict[str, Any]:
@@ -488,10 +456,21 @@ def check_entries(folder: Path) -> dict[str, Any]:
     places = {(place.relative_path, place.offset): place for place in read_catalogue(folder).storage_data.values()}
     check_files(folder, places)
     by_file: dict[str, list[Any]] = {}
-    for place in places.values():
-        by_file.setdefault(place.relative_path, []).append(place)
+    for name, offset in sorted(places):
+        by_file.setdefault(name, []).append(places[name, offset])
+
+    def differing(name: str) -> list[str]:
+        errors = []
+        with open(folder / name, "rb") as stream:
+            for place in by_file[name]:
+                try:
+                    check_entry(stream, place, str(folder / name))
+                except ValueError as error:
+                    errors.append(str(error))
+        return errors
+
     with ThreadPoolExecutor(default_workers()) as pool:
-        found = [error for errors in pool.map(_differing(folder), by_file.items()) for error in errors]
+        found = [error for errors in pool.map(differing, by_file) for error in errors]
     if found:
         others = f" ({len(found) - 1} other entries are damaged, too)" if len(found) > 1 else ""
         raise ValueError(f"{found[0]}{others}")
@@ -502,18 +481,3 @@ def check_entries(folder: Path) -> dict[str, Any]:
         "bytes compared": sum(place.length for place in summed),
         "seconds": round(time.monotonic() - began, 2),
     }
-
-
-def _differing(folder: Path) -> Callable[[tuple[str, list[Any]]], list[str]]:
-    def check(of_file: tuple[str, list[Any]]) -> list[str]:
-        name, places = of_file
-        errors = []
-        with open(folder / name, "rb") as stream:
-            for place in sorted(places, key=lambda place: place.offset):
-                try:
-                    check_entry(stream, place, str(folder / name))
-                except ValueError as error:
-                    errors.append(str(error))
-        return errors
-
-    return check

@@ -20,13 +20,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
-    """The folder of a model's tokenizer; None if there is none.
+    """The folder of the tokenizer of the model in `checkpoint`, which holds all iterations; None if there is none.
 
     It is the checkpoint's copy, else the folder that the run was given, else the files that a conversion kept.
-
-    Args:
-        args: Megatron's arguments, from the checkpoint.
-        checkpoint: the folder of all iterations.
     """
     given = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
     copy, converted = checkpoint / KEPT_TOKENIZER, checkpoint / HF_FILES
@@ -39,10 +35,6 @@ def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
     """Copy a run's tokenizer beside the iterations of its checkpoint, unless an equal copy is there.
 
     A relative path in the arguments is replaced by the absolute one.
-
-    Args:
-        args: Megatron's arguments of the run.
-        checkpoint: the folder of all iterations.
     """
     source = Path(getattr(args, "tokenizer_model", None) or NOWHERE)
     if not source.is_dir():

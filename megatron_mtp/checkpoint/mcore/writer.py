@@ -3,6 +3,7 @@
 Every chunk keeps a checksum, so that an interrupted conversion goes on behind the chunks that are whole.
 """
 
+import io
 import json
 import pickle
 import re
@@ -53,15 +54,9 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
     """Append a tensor to a `.distcp` file.
 
     Args:
-        stream: the open file.
-        file: its name.
-        key: key of the tensor.
-        whole: shape of the whole tensor.
-        offset: start of the slab in it.
-        tensor: the slab.
-
-    Raises:
-        OSError: the file cannot grow.
+        stream, file: the open file, and its name.
+        key, whole: of the tensor.
+        offset, tensor: the slab, and where it starts.
     """
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
@@ -115,10 +110,10 @@ def write_catalogue(
     """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
 
     Args:
-        folder: folder of the iteration.
-        chunks: all chunks in its files.
+        folder: of the iteration.
+        chunks: in its files.
         common: what Megatron stores beside tensors.
-        objects: other objects by key, as `DistReader.stored_bytes` gives them.
+        objects: others by key, as `DistReader.stored_bytes` gives them.
     """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
@@ -129,10 +124,9 @@ def write_catalogue(
         where[MetadataIndex(chunk.key, chunk.offset)] = _place(chunk.file, chunk.start, chunk.length, chunk.crc32)
     file = "__common_0.distcp"
     with open(folder / file, "wb") as stream:
-        places = {COMMON: _write_object(stream, file, [common])}
-        empty = _write_object(stream, file, [None])  # one entry for all kernels
-        places |= dict.fromkeys(_kernel_states(tensors), empty)
-        places |= {key: _write_bytes(stream, file, held) for key, held in objects.items()}
+        places = {COMMON: _append(stream, file, _pickled([common]))}
+        places |= dict.fromkeys(_kernel_states(tensors), _append(stream, file, _pickled([None])))  # one for all
+        places |= {key: _append(stream, file, held) for key, held in objects.items()}
         synced(stream)
     for name, place in places.items():
         tensors[name], where[MetadataIndex(name)] = BytesStorageMetadata(), place
@@ -143,13 +137,13 @@ def write_catalogue(
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
-def _write_object(stream: IO[bytes], file: str, held: list[Any]) -> _StorageInfo:
-    start, summed = stream.tell(), Summed(stream)
-    torch.save(held, cast(IO[bytes], summed))
-    return _place(file, start, stream.tell() - start, summed.crc32)
+def _pickled(held: list[Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(held, buffer)
+    return buffer.getvalue()
 
 
-def _write_bytes(stream: IO[bytes], file: str, held: bytes) -> _StorageInfo:
+def _append(stream: IO[bytes], file: str, held: bytes) -> _StorageInfo:
     start = stream.tell()
     stream.write(held)
     return _place(file, start, len(held), zlib.crc32(held))

@@ -15,7 +15,7 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.iterations import RELEASE, named_iteration, repair_tracker
+from megatron_mtp.checkpoint.mcore.iterations import named_iteration, repair_tracker
 from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
     absent_layers,
@@ -130,7 +130,7 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     """The MTP layers that the checkpoint to load lacks; a checkpoint that lacks all of them starts a new run.
 
     Raises:
-        ValueError: it has other layers, depths, positions or another optimizer than this run.
+        ValueError: it has other layers, depths or positions than this run.
     """
     if (found := loaded_iteration(args)) is None:
         return ()
@@ -152,8 +152,6 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
         absent = _changed_layers(args, settings, folder, common)
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
-    if stored is not None and name == "load" and not args.finetune and folder.name != RELEASE:
-        _check_optimizer(args, stored, source)
     return absent
 
 
@@ -285,36 +283,6 @@ def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
             )
         if args.rank == 0:
             say(f"> {said}")
-
-
-def _check_optimizer(args: Namespace, stored: Namespace, source: str) -> None:
-    """Check whether the optimizer's state is there, and can be loaded by this run, where it is to be."""
-    parts = {"optim": "state of an optimizer", "rng": "state of random numbers"}
-    unsaved = [part for part in parts if getattr(stored, f"no_save_{part}", False)]
-    if absent := [part for part in unsaved if not getattr(args, f"no_load_{part}")]:
-        raise ValueError(
-            f"{source} was saved without the {' and the '.join(parts[part] for part in absent)} "
-            f"(--no-save-{' --no-save-'.join(absent)}); give --no-load-{' --no-load-'.join(absent)} to go on with new "
-            "ones, or --finetune for a new run."
-        )
-    was = getattr(stored, "use_distributed_optimizer", None)
-    if args.no_load_optim or was is None:
-        return
-    if bool(was) != args.use_distributed_optimizer:
-        theirs, own = ("a distributed", "a plain") if was else ("a plain", "a distributed")
-        change = "give --use-distributed-optimizer" if was else "leave out --use-distributed-optimizer"
-        raise ValueError(
-            f"{source} holds the state of {theirs} optimizer, and this run has {own} one; {change}, or start "
-            "with a new state (--no-load-optim)."
-        )
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    other = [name for name in sizes if getattr(stored, name, None) != getattr(args, name)]
-    if was and other and not getattr(stored, "dist_ckpt_optim_fully_reshardable", True):
-        raise ValueError(
-            f"{source} holds the state of a distributed optimizer for {flag_of(other[0])} {getattr(stored, other[0])}, "
-            f"and this run has {getattr(args, other[0])}; save with --dist-ckpt-optim-fully-reshardable to change the "
-            "layout, or start with a new state (--no-load-optim)."
-        )
 
 
 # --- the draft vocabulary --------------------------------------------------------------------------------------------

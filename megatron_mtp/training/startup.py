@@ -44,10 +44,11 @@ PHASES = {
 }
 """Functions of Megatron and how the sentence begins if one is running; the innermost counts. {} is a flag's value."""
 
+OPTIMIZER = "give the flags that it was trained with, or --no-load-optim if only its optimizer differs"
 ADVICE = {
     "OptimizerParamScheduler": "give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
     "that of the flags",
-    "not in state dict": "give the flags that it was trained with, or --no-load-optim if only its optimizer differs",
+    **dict.fromkeys(("not in state dict", "flattened_range", "'optimizer'"), OPTIMIZER),
 }
 """Advice by a part of Megatron's message."""
 
@@ -124,7 +125,7 @@ def _has_diverged(running: list[str], args: Namespace) -> bool:
 def reason(error: BaseException) -> str:
     """The message on one line; without one, the condition of an assertion or the kind of the error."""
     error = root_of(error)
-    message = " ".join(str(error).split())[:400].rstrip(".")
+    message = " ".join(str(error).split())[:250].rstrip(".")
     if isinstance(error, AssertionError):
         condition = re.sub(r"^assert\s+", "", _statements(error)[-1]) if error.__traceback__ else "a condition"
         return message or f"{condition} does not hold"

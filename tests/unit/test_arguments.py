@@ -5,7 +5,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
-from megatron_mtp.training import arguments, loading
+from megatron_mtp.training import arguments
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.run import main
@@ -247,37 +246,6 @@ def test_other_depths_than_stored_need_a_word(
     flags: str, says: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(f"{ROPE} {MOCK} {flags} --load {checkpoint}", monkeypatch, capsys)
-
-
-@pytest.mark.parametrize(
-    ("stored", "flags", "says"),
-    [
-        (
-            {"no_save_optim": True, "no_save_rng": True},
-            "",
-            "without the state of an optimizer and the state of random numbers (--no-save-optim --no-save-rng); give "
-            "--no-load-optim --no-load-rng to go on",
-        ),
-        ({"no_save_optim": True}, "--no-load-rng", "(--no-save-optim); give --no-load-optim to go on"),
-        (
-            {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
-            "--use-distributed-optimizer",
-            "for --tensor-model-parallel-size 2, and this run has 1; save with --dist-ckpt-optim-fully-reshardable",
-        ),
-    ],
-)
-def test_a_state_that_was_not_saved_for_this_run_is_one_sentence(
-    stored: dict[str, Any],
-    flags: str,
-    says: str,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    saved = Namespace(**stored, dist_ckpt_optim_fully_reshardable=False)
-    monkeypatch.setattr(loading.DistReader, "state", lambda _: {"args": saved})
-    words = f"{ROPE} {MOCK} --mtp-num-layers 1 --load {checkpoint} {flags}"
-    assert says in refusal(words, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

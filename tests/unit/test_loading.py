@@ -98,14 +98,18 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
         ("nothing there", "--mtp-init", "--mtp-init random was given with --load "),
         ("nothing there", "--skip-train", "checkpoint does not exist; give a folder"),
         ("whole", "--ckpt-step to nowhere", "--ckpt-step is 9, but "),
-        ("whole", "distributed optimizer", "holds the state of a plain optimizer, and this run has a distributed one"),
+        (
+            "whole",
+            "distributed optimizer",
+            "not supported; give the flags that it was trained with, or --no-load-optim if",
+        ),
         ("whole", "other positions", "was trained with rotary_base 10000, and this run has 500000; give the flags"),
         ("whole", "longer schedule", "or --override-opt-param-scheduler to take that of the flags"),
         ("whole", "another model", "Global shape mismatch for loaded "),
         (
             "of a distributed optimizer",
             "as it is",
-            "holds the state of a distributed optimizer, and this",
+            "give the flags that it was trained with, or --no-load-optim if only its optimizer differs; the",
         ),
     ],
 )

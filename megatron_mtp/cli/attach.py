@@ -21,7 +21,7 @@ from megatron_mtp.cli import train
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import number_of
 from megatron_mtp.data.chat import is_chat
-from megatron_mtp.errors import Parser, check_counts, named, sentences
+from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.training.run_files import read_run_record
@@ -52,15 +52,7 @@ The same command continues after an interruption.
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Run all steps, or the one of --only.
-
-    Args:
-        arguments: the arguments after the verb.
-        program: the name of the command in messages.
-
-    Returns:
-        0, or the exit status of the step that failed.
-    """
+    """Run all steps, or the one of --only; returns 0, or the exit status of the step that failed."""
     args, more = parser(program).parse_known_args(arguments)
     args.more = more
     with sentences(program):
@@ -71,7 +63,11 @@ def main(arguments: list[str], program: str) -> int:
         _check(args)
         _check_texts(args)
     if args.dry_run:
-        return _plan(args)
+        for name, step in STEPS.items():
+            if args.only in (None, name):
+                command = step.command(args)
+                print(f"> {step.line}: {'finished' if command is None else shlex.join([PROGRAM, *command])}")
+        return 0
     if args.only is not None:
         return _only(args)
     formless = None
@@ -148,11 +144,7 @@ def full_parser(program: str) -> ArgumentParser:
 
 
 def _set_donor(args: Namespace) -> None:
-    """Find the donor, and take as many layers as it has.
-
-    Raises:
-        ValueError: the flags contradict each other, or there is no donor.
-    """
+    """Find the donor, and take as many layers as it has. Raises ValueError where flags contradict each other."""
     if args.donor is None and args.mtp_init == "donor":
         raise ValueError("--mtp-init is donor, and there is none; give --donor, a model that has MTP layers.")
     if args.donor is None:
@@ -167,11 +159,7 @@ def _set_donor(args: Namespace) -> None:
 
 
 def _layers_of(donor: Path) -> int:
-    """The number of MTP layers in a folder or checkpoint.
-
-    Raises:
-        ValueError: it has none, or is damaged.
-    """
+    """The number of MTP layers in a folder or checkpoint. Raises ValueError if it has none, or is damaged."""
     from megatron_mtp.runtime import quieten
 
     quieten()
@@ -212,11 +200,7 @@ def _words(command: str) -> list[str]:
 
 
 def _check_texts(args: Namespace) -> None:
-    """Check whether the flags of own texts fit, and an earlier training of this folder had the same data.
-
-    Raises:
-        ValueError: they do not, or it had other data.
-    """
+    """Raises ValueError where flags of own texts do not fit, or an earlier training of this folder had other data."""
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
@@ -233,21 +217,12 @@ def _check_texts(args: Namespace) -> None:
 LEAST_TEXTS = 25
 
 
-def _plan(args: Namespace) -> int:
-    """Print what would be run; nothing is written."""
-    for name, step in STEPS.items():
-        if args.only in (None, name):
-            command = step.command(args)
-            said = "finished" if command is None else shlex.join([PROGRAM, *command])
-            print(f"> {step.line}: {said}")
-    return 0
-
-
 def _only(args: Namespace) -> int:
-    """Run the step of --only; steps of a folder that there can be none of are left out."""
-    if args.only in OF_THE_FOLDER and _warned(args):
+    """Run the step of --only in this process; steps of a folder that there can be none of are left out."""
+    if (args.only in OF_THE_FOLDER and _warned(args)) or (command := STEPS[args.only].command(args)) is None:
         return 0
-    status = _in_this_process(STEPS[args.only], args)
+    verb, *arguments = command
+    status: int = module_of(verb).main(arguments, f"{PROGRAM} {verb}")
     if args.only == "start" and not status:
         _warned(args)
     return status
@@ -278,21 +253,13 @@ def _warned(args: Namespace) -> bool:
     return False
 
 
-def _in_this_process(step: "Step", args: Namespace) -> int:
-    if (command := step.command(args)) is None:
-        return 0
-    verb, *arguments = command
-    status: int = module_of(verb).main(arguments, f"{PROGRAM} {verb}")
-    return status
-
-
 def _in_own_process(step: "Step", command: list[str], args: Namespace) -> int:
     """Run a step in one process, or in the ranks that --launch starts; on Ctrl-C the step itself prints a line."""
     launcher = _words(args.launch) if step.on_ranks and args.launch else [sys.executable]
     try:
         return subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -319,8 +286,7 @@ def _corpus(args: Namespace) -> list[str] | None:
     if not _has_corpus(args):
         return None
     source = "--chat" if _is_chat(args.corpus) else "--input"
-    flags = [source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
-    return ["preprocess", *flags]
+    return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
 
 
 def _data(args: Namespace) -> str:
@@ -345,10 +311,9 @@ def _sample(args: Namespace) -> list[str] | None:
 
 def _is_chat(corpus: str) -> bool:
     """Return whether it is a file of conversations."""
-    path = Path(corpus)
-    if path.suffix != ".jsonl" or not path.is_file():
+    if not corpus.endswith(".jsonl") or not Path(corpus).is_file():
         return False
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(corpus, encoding="utf-8", errors="replace") as file:
         line = next((line for line in file if line.strip()), "")
     try:
         return is_chat(json.loads(line))
@@ -460,4 +425,5 @@ STEPS = {
 
 AFTER_START = "sample"
 """The step before which it is known what the attached model is."""
+
 OF_THE_FOLDER = ("export", "verify")

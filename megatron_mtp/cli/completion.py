@@ -18,7 +18,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Print the script; arguments as in `attach.main`."""
+    """Print the script."""
     args = parser(program).parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # importing Megatron may print
         script = shtab.complete(whole(program.split()[0]), args.shell)

@@ -9,8 +9,8 @@ import json
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.errors import Parser
-from megatron_mtp.runtime import prepare
+from megatron_mtp.runtime import prepare, why_no_launcher, why_not
 
 DISTRIBUTION = "megatron-mtp"
 
@@ -99,14 +99,20 @@ def check_versions() -> list[Check]:
     except importlib.metadata.PackageNotFoundError:
         return [Check(DISTRIBUTION, None, False, True, "install it with `pip install -e .` in its folder")]
     required = [Requirement(line) for line in about.get_all("Requires-Dist") or []]
-    rows = [_version("Python", platform.python_version(), SpecifierSet(about["Requires-Python"]))]
-    rows += [_version(one.name, _installed(one.name), one.specifier) for one in required if one.marker is None]
-    return rows
-
-
-def _version(name: str, found: str | None, supported: SpecifierSet) -> Check:
-    range_ = f"supported is {supported}" if supported else "any version is supported"
-    return Check(name, found, found is not None and supported.contains(found, prereleases=True), True, range_)
+    rows: list[tuple[str, str | None, SpecifierSet]] = [
+        ("Python", platform.python_version(), SpecifierSet(about["Requires-Python"]))
+    ]
+    rows += [(one.name, _installed(one.name), one.specifier) for one in required if one.marker is None]
+    return [
+        Check(
+            name,
+            found,
+            found is not None and supported.contains(found, prereleases=True),
+            needed=True,
+            says=f"supported is {supported}" if supported else "any version is supported",
+        )
+        for name, found, supported in rows
+    ]
 
 
 def _installed(name: str) -> str | None:
@@ -122,10 +128,10 @@ def check_device() -> list[Check]:
     if torch is None:
         return []
     on_cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_properties(0) if on_cuda else None
-    named = None if device is None else f"{torch.cuda.device_count()} x {device.name}"
-    memory = "training runs on the CPU over gloo, with small models only"
-    if device is not None:
+    named, memory = None, "training runs on the CPU over gloo, with small models only"
+    if on_cuda:
+        device = torch.cuda.get_device_properties(0)
+        named = f"{torch.cuda.device_count()} x {device.name}"
         memory = f"{device.total_memory / 2**30:.0f} GiB of memory each, CUDA {torch.version.cuda}"
     nccl, gloo = torch.distributed.is_nccl_available(), torch.distributed.is_gloo_available()
     return [
@@ -145,54 +151,40 @@ def _torch() -> ModuleType | None:
 
 def check_kernels() -> list[Check]:
     """Libraries that make training faster."""
-    return [_transformer_engine(), _apex(), _triton(), _compiler()]
-
-
-def _transformer_engine() -> Check:
-    found = _installed("transformer-engine")
-    says = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
-    torch = _torch()
-    if found is None or torch is None:
-        return Check("Transformer Engine", found, False, False, says)
-    from megatron_mtp.runtime import why_not
-
-    broken = why_not("transformer_engine.pytorch")
-    if broken is not None:
-        return Check("Transformer Engine", found, False, False, f"{broken}; {says}")
-    idle = "it can be imported; without a CUDA device Megatron's own modules take its place"
-    return Check("Transformer Engine", found, True, False, "fused layers" if torch.cuda.is_available() else idle)
+    found, torch = _installed("transformer-engine"), _torch()
+    costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
+    broken = None if found is None or torch is None else why_not("transformer_engine.pytorch")
+    is_whole = found is not None and torch is not None and broken is None
+    if is_whole:
+        on_cuda = torch is not None and torch.cuda.is_available()
+        costs = (
+            "fused layers" if on_cuda else "it can be imported; without a CUDA device Megatron's own modules are used"
+        )
+    engine = Check("Transformer Engine", found, is_whole, False, f"{broken}; {costs}" if broken else costs)
+    triton, compiler = _installed("triton"), shutil.which("g++")
+    why = "it is not installed" if triton is None else why_no_launcher()
+    says = "the losses' kernels" if why is None else f"{why}; losses on a CUDA device are slower and take more memory"
+    return [
+        engine,
+        _apex(),
+        Check("Triton", triton, why is None, False, says),
+        Check("g++", compiler, compiler is not None, False, "torch.compile builds a CUDA device's kernels with it"),
+    ]
 
 
 def _apex() -> Check:
     """NVIDIA's Apex has fused optimizers; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
-    is_nvidias = any((Path(place) / "optimizers").is_dir() for place in places)
+    if any((Path(place) / "optimizers").is_dir() for place in places):
+        return Check("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
     costs = (
         "without Transformer Engine as well, torch's Adam takes the place of the fused one, and gradients are not "
         "accumulated in the matrix products; with it, those of the output layer alone are not"
     )
-    if is_nvidias:
-        return Check("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
     if spec is not None:
         costs = f"the installed package of that name is another project (NVIDIA's is built from its source); {costs}"
     return Check("Apex", None, False, False, costs)
-
-
-def _triton() -> Check:
-    """Kernels of the losses on a CUDA device: Triton, and a C compiler and Python's headers for its launcher."""
-    from megatron_mtp.runtime import why_no_launcher
-
-    found = _installed("triton")
-    why = "it is not installed" if found is None else why_no_launcher()
-    costs = "losses on a CUDA device are slower and take more memory"
-    return Check("Triton", found, why is None, False, "the losses' kernels" if why is None else f"{why}; {costs}")
-
-
-def _compiler() -> Check:
-    path = shutil.which("g++")
-    says = "torch.compile builds kernels with it on a CUDA device; on the CPU nothing needs it"
-    return Check("g++", path, path is not None, False, says)
 
 
 def patch_rows(probe: bool) -> list[dict[str, str]]:
@@ -206,34 +198,26 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     from megatron_mtp.patches.patch import is_known, state_of
     from megatron_mtp.patches.table import LOOP, PATCHES
 
-    rows = []
-    with _prepared() if probe else nullcontext():
-        for patch in (*PATCHES, *LOOP):
-            row = {name: getattr(patch, name) for name in ("target", "reason", "upstream")}
-            row["versions"] = f"{patch.package} {patch.versions}"
-            guess = KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
-            rows.append({**row, "state": state_of(patch).value if probe else guess})
-    return rows
-
-
-@contextmanager
-def _prepared() -> Iterator[None]:
-    """On a platform where Megatron can be imported; what that prints is not shown."""
-    with redirect_stdout(StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with suppress(RuntimeError):  # a function is missing, which its row shows
+    if probe:
+        with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # a function is missing
+            warnings.simplefilter("ignore")
             prepare()
-        yield
+    rows = []
+    for patch in (*PATCHES, *LOOP):
+        row = {name: getattr(patch, name) for name in ("target", "reason", "upstream")}
+        row["versions"] = f"{patch.package} {patch.versions}"
+        guess = KNOWN if is_known(patch) else f"{UNKNOWN} (--probe asks whether it has the fault)"
+        rows.append({**row, "state": state_of(patch).value if probe else guess})
+    return rows
 
 
 def check_patches(rows: list[dict[str, str]]) -> list[Check]:
     """Return whether every row is known to be right for the installed versions."""
-    if not rows:
-        return []
     states = [row["state"].partition(" (")[0] for row in rows]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     ok = set(states) <= {KNOWN, "applied", "not needed"}
-    return [Check("patches", counted, ok, "missing" in states, "functions of Megatron and torch that are replaced")]
+    says = "functions of Megatron and torch that are replaced"
+    return [Check("patches", counted, ok, "missing" in states, says)] if rows else []
 
 
 CHECKS: tuple[Callable[[], list[Check]], ...] = (check_versions, check_device, check_kernels)

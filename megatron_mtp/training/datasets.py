@@ -1,11 +1,9 @@
 """Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them.
 
 Three of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself,
-`PackedChats` (chats.py) packs chats, and `ChatDataset` reads conversations for `--sft` where the package `datasets`,
-with which Megatron reads, is missing.
+`PackedChats` (chats.py) packs chats, and `ChatDataset` reads conversations for `--sft` without the package `datasets`.
 """
 
-import importlib.util
 import json
 from argparse import Namespace
 from array import array
@@ -45,7 +43,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 def _kind(args: Namespace) -> type[GPTDataset]:
     if args.sft:
-        return sft_dataset()
+        return ChatDataset
     if args.reads_chats:
         return PackedChats
     if args.mock_data:
@@ -270,8 +268,3 @@ def trained_part(tokenizer: Any, messages: list[dict[str, Any]], prompt_format: 
     if messages[0]["role"] != "system":
         lines.append("lines without system messages are one document each, however many conversations they hold")
     return lines
-
-
-def sft_dataset() -> type[SFTDataset]:
-    """Megatron's own class if it can read files, else ours."""
-    return ChatDataset if importlib.util.find_spec("datasets") is None else SFTDataset

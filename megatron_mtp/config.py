@@ -11,12 +11,36 @@ from dataclasses import dataclass, field, fields
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-DRAFTERS = ("eagle3",)
-DRAFTER_SETTINGS = ("drafter", "drafter_layers", "drafter_ffn_hidden_size")
+EAGLE3, DFLASH, DSPARK = DRAFTERS = ("eagle3", "dflash", "dspark")
+FILL_BLOCKS = (DFLASH, DSPARK)
+"""Drafters that fill a block of tokens in one pass."""
+
+DRAFTER_LOSSES: dict[str, dict[str, str]] = {
+    EAGLE3: {"mtp_loss": "kd"},
+    DFLASH: {"mtp_loss": "ce"},
+    DSPARK: {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
+}
+"""What each learns unless --mtp-loss says otherwise."""
+
+DRAFTER_SETTINGS = (
+    *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
+    *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
+)
 """What a model with a drafter is built from."""
 
 DRAFTER_STEPS, DRAFTER_DECAY = 7, 0.8
-"""Steps that a drafter is trained for, and the weight of each step's loss over that of the step before."""
+"""Tokens that a drafter learns to draft, and the weight of a step's loss over that of the step before (EAGLE-3)."""
+
+BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
+"""Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
+
+READERS = {
+    "drafter_num_layers": FILL_BLOCKS,
+    "drafter_mask_token": FILL_BLOCKS,
+    "drafter_markov_rank": (DSPARK,),
+    "drafter_blocks": FILL_BLOCKS,
+}
+"""Settings of a drafter that some of them read."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperatures: below, a distribution is a single token in float32, above, all tokens are equal."""
@@ -216,25 +240,52 @@ class MTPConfig:
     drafter: str | None = _flag(
         None,
         "Train a drafter in the place of MTP layers, behind the frozen trunk of --load: 'eagle3' is one layer that "
-        "reads the trunk's states after three layers (arXiv:2503.01840). Default: MTP layers.",
+        "reads the trunk's states after three layers (arXiv:2503.01840), 'dflash' fills a block of tokens in one pass "
+        "(arXiv:2602.06036), and 'dspark' does so with a bias by the token before and a confidence "
+        "(arXiv:2607.05147). Default: MTP layers.",
         choices=DRAFTERS,
     )
     drafter_steps: int | None = _flag(
         None,
-        f"Steps of the drafter in training, each on its own states of the step before. Default: {DRAFTER_STEPS}.",
+        "Tokens that the drafter learns to draft: of 'eagle3' steps, each on its own states of the step before, of "
+        f"others the drafts of a block. Default: {DRAFTER_STEPS}.",
         allowed=FROM_1,
         metavar="K",
     )
     drafter_layers: Sequence[int] | None = _flag(
         None,
-        "Three layers of the trunk whose states the drafter reads, counted from 1. Default: the second, the middle one "
-        "and the fourth from the end (2, L / 2, L - 3 of L).",
+        "Layers of the trunk whose states the drafter reads, counted from 1; 'eagle3' reads three. Default: the "
+        "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L); of others as many as they have "
+        "layers, from the second to the third from the end.",
         type=int,
         nargs="+",
         metavar="N",
     )
     drafter_ffn_hidden_size: int | None = _flag(
         None, "Hidden size of the drafter's MLP. Default: --ffn-hidden-size.", allowed=FROM_1, metavar="F"
+    )
+    drafter_num_layers: int | None = _flag(
+        None, f"Layers of a block drafter. Default: {BLOCK_LAYERS}.", allowed=FROM_1, metavar="N"
+    )
+    drafter_mask_token: int | None = _flag(
+        None,
+        "Token whose embedding stands at the places of a block that are to be drafted. Default: the last one of the "
+        "vocabulary.",
+        allowed=FROM_0,
+        metavar="ID",
+    )
+    drafter_markov_rank: int | None = _flag(
+        None,
+        f"Rank of the bias that the token before gives the drafts of 'dspark'. Default: {MARKOV_RANK}.",
+        allowed=FROM_1,
+        metavar="R",
+    )
+    drafter_blocks: int | None = _flag(
+        None,
+        "Blocks of a sequence that a block drafter is trained on, drawn anew at every step. Default: "
+        f"{BLOCKS}, and at most one behind every position.",
+        allowed=FROM_1,
+        metavar="A",
     )
     mtp_linear_ce_main: bool = _flag(
         False,
@@ -249,16 +300,21 @@ class MTPConfig:
                 raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
             if value is not None and allowed and not allowed[1](value):
                 raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            if one.name.startswith("drafter_") and value is not None and self.drafter is None:
-                raise ValueError(
-                    f"{flag_of(one.name)} was given without --drafter; give --drafter {DRAFTERS[0]}, or drop it."
-                )
+            readers = READERS.get(one.name, DRAFTERS)
+            if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
+                given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
+                raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
         is_constant = self.mtp_loss_schedule == "constant"
         for is_wrong, sentence in (
             (
                 self.mtp_hidden_state_mixing and self.mtp_architecture == "parallel",
                 "--mtp-hidden-state-mixing was given with --mtp-architecture parallel, where every depth reads the "
                 "trunk's state alone; drop one of the two.",
+            ),
+            (
+                self.fills_blocks and self.mtp_token_fraction != 1,
+                f"--mtp-token-fraction was given with --drafter {self.drafter}, whose blocks are --drafter-blocks; "
+                "give that.",
             ),
             (
                 (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None),
@@ -285,6 +341,11 @@ class MTPConfig:
             if is_wrong:
                 raise ValueError(sentence)
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Return whether a block drafter is trained."""
+        return self.drafter in FILL_BLOCKS
+
     def loss_weights(self, depths: int) -> list[float]:
         """The weights of depth 1 .. D.
 
@@ -293,6 +354,8 @@ class MTPConfig:
         """
         given = self.mtp_loss_weights
         if given is None:
+            if self.fills_blocks:  # half of the block, as published for blocks of 8 and 10
+                return [math.exp(-2 * step / (depths + 1)) for step in range(depths)]
             return [1.0 if self.drafter is None else DRAFTER_DECAY**step for step in range(depths)]
         numbers = [number_of(part) for part in given.split(",")]
         if len(numbers) != depths or not are_weights(numbers):

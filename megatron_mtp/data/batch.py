@@ -46,6 +46,10 @@ class DepthBatch:
             fields may be one context-parallel rank's part of it.
         ages_DS: how many depths before the last one each depth takes its state from (`model/mixing.py`); None to take
             the last one everywhere.
+        blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on; None
+            for everywhere.
+        block_weight: of each: positions of the whole sequence by blocks, or 0 where this rank has a block in order to
+            have one.
     """
 
     labels_BS: Tensor
@@ -57,12 +61,21 @@ class DepthBatch:
     positions_S: Tensor
     whole_tokens: Tensor
     ages_DS: Tensor | None = None
+    blocks_A: Tensor | None = None
+    block_weight: float = 1.0
 
     def at(self, positions_S: Tensor) -> "DepthBatch":
         """The part at these positions of every sequence; `whole_tokens` still counts all of them."""
         names = ("labels_BS", "loss_mask_BS", "tokens_DBS", "labels_DBS", "loss_mask_DBS", "inside_DBS", "positions_S")
         whole = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.index_select(-1, positions_S) for name, value in whole.items()})
+
+    def of_blocks(self) -> "DepthBatch":
+        """The part where blocks begin, weighted so that its sums are about those of all positions."""
+        if self.blocks_A is None:
+            return self
+        made = self.at(self.blocks_A)
+        return replace(made, loss_mask_DBS=made.loss_mask_DBS.float() * self.block_weight, blocks_A=None)
 
 
 def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None = None) -> DepthBatch:
@@ -89,6 +102,24 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
         positions_S=torch.arange(labels_BS.size(1), device=labels_BS.device),
         whole_tokens=torch.cat([mask_BS.float().sum().view(1), mask_DBS.float().sum((1, 2))]),
     )
+
+
+def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions: int) -> DepthBatch:
+    """A rank's part of a batch with the blocks that a block drafter is trained on.
+
+    They are the same of every row, and depend on `seed`, which is (run, step), alone: every rank draws the same and
+    has those that begin at its own positions. A rank without any has one that does not count.
+
+    Args:
+        count: blocks of a whole sequence, at most.
+        positions: of a whole sequence.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
+    drawn = torch.randperm(positions, generator=generator, device="cpu")[:count]
+    blocks_A = torch.isin(batch.positions_S, drawn.to(batch.positions_S.device)).nonzero()[:, 0]
+    if not blocks_A.numel():
+        return replace(batch, blocks_A=torch.zeros_like(batch.positions_S[:1]), block_weight=0.0)
+    return replace(batch, blocks_A=blocks_A, block_weight=positions / drawn.numel())
 
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:
@@ -153,10 +184,11 @@ class LaterPositions:
         positions_S: the numbers of this rank's positions in the whole sequence.
         depths: D.
         group: the ranks that hold the sequence, each its own part.
+        chosen_A: which of this rank's positions `where` is asked about; None for all.
     """
 
-    def __init__(self, positions_S: Tensor, depths: int, group: ProcessGroup) -> None:
-        self.positions_S, self.group = positions_S, group
+    def __init__(self, positions_S: Tensor, depths: int, group: ProcessGroup, chosen_A: Tensor | None = None) -> None:
+        self.positions_S, self.group, self.chosen_A = positions_S, group, chosen_A
         ranks = group.size()
         of_ranks = [torch.empty_like(positions_S) for _ in range(ranks)]
         torch.distributed.all_gather(of_ranks, positions_S, group=group)
@@ -184,7 +216,8 @@ class LaterPositions:
 
     def where(self, depth: int) -> Tensor:
         """The rows, [S], in the result of `lookup` that are `depth` positions later; at the end, the last position."""
-        later_S = (self.positions_S + depth).clamp(max=self.last)
+        asked_S = self.positions_S if self.chosen_A is None else self.positions_S[self.chosen_A]
+        later_S = (asked_S + depth).clamp(max=self.last)
         own_S = self.rank_of[later_S] == self.group.rank()
         return torch.where(
             own_S, self.row_of[later_S], self.positions_S.numel() + torch.searchsorted(self.shared, later_S)

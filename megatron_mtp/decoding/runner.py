@@ -72,7 +72,7 @@ class Runner:
         self.sequential: bool = model.mtp.sequential if self.depths else False
         self.kind: str | None = ("sequential" if self.sequential else "parallel") if self.depths else None
         if self.depths and model.drafter is not None:
-            self.kind = "eagle3"
+            self.kind = model.drafter.kind
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None

@@ -65,12 +65,14 @@ class Targets:
         mask_DN: float, the weight of each position in the depth's sum; 0 leaves it out.
         scale_D: the weight of the depth's sum in the total.
         taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher.
+        overlap_DN: where the loss writes the rate at which sampled drafts are accepted, which it then must know.
     """
 
     labels_DN: Tensor
     mask_DN: Tensor
     scale_D: Tensor
     taught_DN: Tensor | None = None
+    overlap_DN: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def linear_loss(
     vocabulary: Vocabulary,
     teacher: Teacher | None = None,
     main_grad: bool = False,
+    bias_VR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """sum_d scale_d sum_d, to be trained on, and the depths' own masked sums [D], to be logged.
 
@@ -105,6 +108,7 @@ def linear_loss(
         teacher: needed where the loss needs one.
         main_grad: the weight's gradient may be added to Megatron's `main_grad`, and autograd gets none. Some other
             loss of the same backward pass has to give the weight one: with `--overlap-grad-reduce` DDP asks for it.
+        bias_VR: further columns of the weight, where states are [N, H + R]; the teacher's do not have them.
     """
     dims = hidden[0].dim() - 1
     states = [each.to(weight_VH.dtype) for each in hidden]
@@ -112,10 +116,11 @@ def linear_loss(
     states_NH = stacked.flatten(0, dims)
     if not torch.is_grad_enabled():  # autograd functions ignore no_grad, so detach here
         weight_VH, states_NH = weight_VH.detach(), states_NH.detach()
+        bias_VR = None if bias_VR is None else bias_VR.detach()
     if teacher is not None:
         taught_by_VH = weight_VH if teacher.weight_VH is None else teacher.weight_VH
         teacher = Teacher(teacher.states_TH.detach(), taught_by_VH.detach())
-    arguments = token_loss, targets, vocabulary, teacher, main_grad, weight_VH, states_NH
+    arguments = token_loss, targets, vocabulary, teacher, main_grad, weight_VH, states_NH, bias_VR
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLoss.apply  # torch types it from 2.15 on
     return apply(*arguments)
 
@@ -133,8 +138,9 @@ class _LinearLoss(torch.autograd.Function):
         main_grad: bool,
         weight_VH: Tensor,
         states_NH: Tensor,
+        bias_VR: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        trains_weight, trains_states = ctx.needs_input_grad[5:]
+        trains_weight, trains_states, trains_bias = ctx.needs_input_grad[5:]
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
         factors = trains_weight and keeps_factors(len(states_NH), weight_VH)
         sum_VH = torch.zeros_like(weight_VH, dtype=exact) if trains_weight and not factors else None
@@ -142,17 +148,18 @@ class _LinearLoss(torch.autograd.Function):
         lift = _lift(targets.scale_D, vocabulary, weight_VH.dtype)
         states_grad_NH = torch.empty_like(states_NH) if trains_states else None
         gradient_NV = states_NH.new_empty(len(states_NH), len(weight_VH)) if factors else None
-        head = _Head(token_loss, vocabulary, weight_VH, sum_VH, most, lift)
+        bias_sum_VR = torch.zeros_like(bias_VR, dtype=exact) if bias_VR is not None and trains_bias else None
+        head = _Head(token_loss, vocabulary, weight_VH, sum_VH, most, lift, bias_VR, bias_sum_VR)
         total, sums_D = head.run(states_NH, targets, teacher, states_grad_NH, gradient_NV)
         ctx.main_grad, ctx.lift, ctx.factors = main_grad, lift, factors
-        kept = (gradient_NV, states_NH) if factors else (sum_VH,)
-        ctx.save_for_backward(weight_VH, states_grad_NH, *kept)
+        kept = (gradient_NV, states_NH[:, : weight_VH.size(1)]) if factors else (sum_VH,)
+        ctx.save_for_backward(weight_VH, states_grad_NH, bias_sum_VR, *kept)
         ctx.mark_non_differentiable(sums_D)
         return total, sums_D
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weight_VH, states_grad_NH, *kept = ctx.saved_tensors
+        weight_VH, states_grad_NH, bias_sum_VR, *kept = ctx.saved_tensors
         upstream = upstream / ctx.lift
         weight_grad_VH = None
         if kept[0] is not None:
@@ -160,12 +167,13 @@ class _LinearLoss(torch.autograd.Function):
             weight_grad_VH = deliver(gradient, weight_VH, upstream, ctx, ctx.main_grad)
         if states_grad_NH is not None:
             states_grad_NH = scaled(states_grad_NH, upstream, states_grad_NH.dtype)
-        return None, None, None, None, None, weight_grad_VH, states_grad_NH
+        bias_grad_VR = None if bias_sum_VR is None else scaled(bias_sum_VR, upstream, weight_VH.dtype)
+        return None, None, None, None, None, weight_grad_VH, states_grad_NH, bias_grad_VR
 
 
 @dataclass(frozen=True)
 class _Head:
-    """Common data of all chunks; their weight gradients are added to `sum_VH`, if there is one."""
+    """Common data of all chunks; their weight gradients are added to `sum_VH` and `bias_sum_VR`, if there are any."""
 
     token_loss: TokenLoss
     vocabulary: Vocabulary
@@ -173,6 +181,8 @@ class _Head:
     sum_VH: Tensor | None
     most: int | None
     lift: Tensor | float
+    bias_VR: Tensor | None = None
+    bias_sum_VR: Tensor | None = None
 
     def run(
         self,
@@ -190,27 +200,46 @@ class _Head:
             gradient_NV: by the logits.
         """
         weight_VH, depths = self.weight_VH, targets.scale_D.numel()
+        hidden = weight_VH.size(1)
         labels_N, mask_N = _in_turn(targets.labels_DN), _in_turn(targets.mask_DN)
         exact = torch.promote_types(weight_VH.dtype, torch.float32)
         mask_N, scale_D = mask_N.to(exact), targets.scale_D.to(exact)
         sums = torch.zeros(1 + depths, dtype=exact, device=weight_VH.device)
         logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
+        overlap_N = None if targets.overlap_DN is None else torch.zeros_like(mask_N)
         cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
         for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
-            logits_NV = logits.of(states_NH[chunk], chunk)
-            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D)
-            if states_grad_NH is not None:
+            of_weight_NH, of_bias_NR = states_NH[chunk, :hidden], states_NH[chunk, hidden:]
+            logits_NV = logits.of(of_weight_NH, chunk)
+            if self.bias_VR is not None:
+                logits_NV.addmm_(of_bias_NR.to(logits_NV.dtype), self.bias_VR.t())
+            into_N = None if overlap_N is None else overlap_N[chunk]
+            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N)
+            if states_grad_NH is not None and self.bias_VR is None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
+            elif states_grad_NH is not None and self.bias_VR is not None:
+                states_grad_NH[chunk, :hidden] = logits_NV @ weight_VH
+                states_grad_NH[chunk, hidden:] = logits_NV @ self.bias_VR
             if self.sum_VH is not None:
-                add_product(self.sum_VH, logits_NV.t(), states_NH[chunk])
+                add_product(self.sum_VH, logits_NV.t(), of_weight_NH)
+            if self.bias_sum_VR is not None:
+                add_product(self.bias_sum_VR, logits_NV.t(), of_bias_NR)
+        if overlap_N is not None and targets.overlap_DN is not None:
+            targets.overlap_DN.copy_(overlap_N.view(-1, depths).t().reshape(targets.overlap_DN.shape))
         return sums[0], sums[1:]
 
     def _sums_(
-        self, product_NV: Tensor, soft: "_SoftLabels | None", labels_N: Tensor, mask_N: Tensor, scale_D: Tensor
+        self,
+        product_NV: Tensor,
+        soft: "_SoftLabels | None",
+        labels_N: Tensor,
+        mask_N: Tensor,
+        scale_D: Tensor,
+        overlap_N: Tensor | None,
     ) -> Tensor:
         """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
-        if triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
+        if overlap_N is None and triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
             given = triton_chunk.Products(
                 product_NV,
                 labels_N,
@@ -222,14 +251,20 @@ class _Head:
             )
             losses_N = triton_chunk.losses_(self.token_loss, given)
         else:
-            losses_N = self._losses_(product_NV, soft, labels_N, mask_N, scale_D)
+            losses_N = self._losses_(product_NV, soft, labels_N, mask_N, scale_D, overlap_N)
         mask_ND = mask_N.view(-1, len(scale_D))
         losses_ND = losses_N.view_as(mask_ND).masked_fill(mask_ND == 0, 0)  # whatever they are
         joined = self.token_loss.joined(losses_ND, mask_ND * scale_D)
         return torch.cat([joined.value_N.sum(0, keepdim=True), (mask_ND * joined.shown_ND).sum(0)])
 
     def _losses_(
-        self, product_NV: Tensor, soft: "_SoftLabels | None", labels_N: Tensor, mask_N: Tensor, scale_D: Tensor
+        self,
+        product_NV: Tensor,
+        soft: "_SoftLabels | None",
+        labels_N: Tensor,
+        mask_N: Tensor,
+        scale_D: Tensor,
+        overlap_N: Tensor | None,
     ) -> Tensor:
         """Losses of a chunk, block by block; the product is overwritten with the gradient."""
         vocabulary, depths, losses = self.vocabulary, len(scale_D), []
@@ -238,7 +273,8 @@ class _Head:
         for rows in blocks(positions, entries, as_one, depths):
             teacher_NV = None if soft is None else _logits(soft.of(rows), vocabulary)
             logits_NV = _logits(product_NV[rows], vocabulary)
-            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, labels_N[rows], teacher_NV, vocabulary))
+            into_N = None if overlap_N is None else overlap_N[rows]
+            loss_N, gradient_NV = self.token_loss(Chunk(logits_NV, labels_N[rows], teacher_NV, vocabulary, into_N))
             weights_ND = mask_N[rows].view(-1, depths) * scale_D
             slopes_N = self.token_loss.joined(loss_N.view_as(weights_ND), weights_ND).slopes_ND.flatten()
             slopes_N *= vocabulary.logit_scale * self.lift

@@ -34,6 +34,11 @@ class Mix(TokenLoss):
     def needs_whole_teacher(self) -> bool:
         return any(part.needs_whole_teacher for _, part in self.parts)
 
+    @property
+    @override
+    def knows_overlap(self) -> bool:
+        return any(part.knows_overlap for _, part in self.parts)
+
     @classmethod
     @override
     def of(cls, settings: MTPConfig) -> Self:

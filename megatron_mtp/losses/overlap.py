@@ -54,6 +54,7 @@ class OverlapLoss(TokenLoss):
 
     needs_teacher = True
     needs_whole_teacher = True
+    knows_overlap = True
     reads_divergence: ClassVar[bool] = False
     temperature: float = 1.0
 
@@ -74,6 +75,8 @@ class OverlapLoss(TokenLoss):
             copied = replace(chunk, logits_NV=chunk.logits_NV.clone(), teacher_NV=chunk.teacher_NV.clone())
             divergence_N, divergence_NV = Divergence(self.temperature)(copied)
         log_overlap_N, gradient_NV = _negative_log_(chunk, self.temperature)
+        if chunk.overlap_N is not None:
+            chunk.overlap_N.copy_(log_overlap_N.exp())
         loss = self.of_overlap(log_overlap_N, divergence_N)
         if loss.slope_N is not None:
             gradient_NV.mul_(loss.slope_N.unsqueeze(1))

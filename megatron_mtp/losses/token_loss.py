@@ -22,12 +22,14 @@ class Chunk:
         labels_N: tokens; of a draft vocabulary their numbers in it, or -1 outside of it.
         teacher_NV: the trunk's logits of the same tokens, if `needs_teacher`; of all tokens, if `needs_whole_teacher`.
         vocabulary: what the columns are, and how they are reduced over ranks.
+        overlap_N: where a loss that knows it writes the rate at which sampled drafts are accepted; None for nowhere.
     """
 
     logits_NV: Tensor
     labels_N: Tensor
     teacher_NV: Tensor | None
     vocabulary: Vocabulary
+    overlap_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class TokenLoss(ABC):
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
         couples_depths: a depth's gradient depends on the losses of the others at the same position, which counts where
             all depths do.
+        knows_overlap: it computes the rate at which sampled drafts are accepted.
     """
 
     line: ClassVar[str]
@@ -67,6 +70,11 @@ class TokenLoss(ABC):
     @property
     def needs_whole_teacher(self) -> bool:
         """Return whether it does so over all tokens, also where the depths draft from some of them."""
+        return False
+
+    @property
+    def knows_overlap(self) -> bool:
+        """Return whether it computes the rate at which sampled drafts are accepted."""
         return False
 
     @classmethod

@@ -8,7 +8,9 @@ pattern.py           patterns of hybrids: their symbols, the layers of trunk and
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
-eagle3.py            an EAGLE-3 drafter in the place of MTP layers (--drafter)
+drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
+eagle3.py            EAGLE-3: one layer in K passes
+block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
 sharing.py           the shared embedding and output head, also between pipeline stages
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
 random_weights.py    random weights, drawn alike in every layout and tool

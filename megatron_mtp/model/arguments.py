@@ -97,6 +97,7 @@ MODEL_ARGUMENTS = (
     "hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups "
     "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv mtp_architecture vocab_size "
     "drafter drafter_steps drafter_layers drafter_ffn_hidden_size "
+    "drafter_num_layers drafter_mask_token drafter_markov_rank "
     "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout"
 ).split()
 """Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.

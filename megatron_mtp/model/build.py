@@ -31,21 +31,20 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, trained_depths
+from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_SETTINGS, DSPARK, MARKOV_RANK, MTPConfig, trained_depths
 from megatron_mtp.cpu import substitutions
-from megatron_mtp.model.eagle3 import Drafter, check_layers, default_layers, drafter_spec, layer_config
+from megatron_mtp.model.drafter import Drafter, check_layers, default_layers
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
     PortableAttention,
-    PortableNorm,
     with_modules,
     with_portable_modules,
     with_portable_projections,
 )
 from megatron_mtp.model.shared_keys import SharingAttention
-from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
+from megatron_mtp.model.trunk import DRAFTERS, MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 
 
@@ -261,11 +260,21 @@ def _drafter(config: MTPModelConfig) -> Drafter | None:
     Raises:
         ValueError: the trunk does not have them.
     """
-    if config.mtp.drafter is None:
+    settings, kind, layers = config.mtp, config.mtp.drafter, config.transformer.num_layers
+    if kind is None:
         return None
-    chosen = tuple(config.mtp.drafter_layers or default_layers(config.transformer.num_layers))
-    check_layers(chosen, config.transformer.num_layers)
-    return Drafter(chosen, config.mtp.drafter_ffn_hidden_size)
+    chosen = tuple(settings.drafter_layers or default_layers(layers, kind, settings.drafter_num_layers))
+    check_layers(chosen, layers, kind)
+    if not settings.fills_blocks:
+        return Drafter(kind, chosen, settings.drafter_ffn_hidden_size)
+    tokens = config.true_vocab_size or config.vocab_size
+    assert tokens is not None
+    mask = tokens - 1 if settings.drafter_mask_token is None else settings.drafter_mask_token
+    if mask >= tokens:
+        raise ValueError(f"--drafter-mask-token is {mask}, and the vocabulary has {tokens} tokens; give one of those.")
+    depth = settings.drafter_num_layers or BLOCK_LAYERS
+    rank = (settings.drafter_markov_rank or MARKOV_RANK) if kind == DSPARK else None
+    return Drafter(kind, chosen, settings.drafter_ffn_hidden_size, depth, mask, tokens, rank)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:
@@ -285,8 +294,7 @@ def _mtp_submodules(
     if transformer.mtp_num_layers is None:
         return None
     if config.mtp.drafter is not None:
-        spec = drafter_spec(layer_config(transformer))
-        return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)
+        return DRAFTERS[config.mtp.drafter].submodules(transformer)
     use_te = transformer.transformer_impl == "transformer_engine"
     if isinstance(layer_spec, ModuleSpec):
         last_layer = layer_spec

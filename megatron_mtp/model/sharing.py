@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -56,6 +57,8 @@ class Head:
         draft_vocabulary: the tokens that the depths may draft; None for all.
         vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
         own_rows: a drafter's own rows of the drafted tokens of this slice; None where it drafts with the trunk's.
+        bias_rows: [V / TP, R] or fewer, further columns of the rows that draft; states then are [S, B, H + R].
+        takes_slices: whether drafts' states are cut by sequence parallelism as the trunk's are.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -67,6 +70,16 @@ class Head:
     draft_vocabulary: DraftVocabulary | None = None
     vocab_size: int | None = None
     own_rows: Tensor | None = None
+    bias_rows: Tensor | None = None
+    takes_slices: bool = True
+
+    def whole_drafts(self, hidden_SBX: Tensor) -> Tensor:
+        """Like `whole`, of the states that draft."""
+        return (
+            self.whole(hidden_SBX)
+            if self.takes_slices
+            else copy_to_tensor_model_parallel_region(hidden_SBX, group=self.tp_group)
+        )
 
     @property
     def draft_weight(self) -> Tensor:

@@ -22,8 +22,10 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor, nn
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
+from megatron_mtp.model.block_drafter import BlockDrafter
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
-from megatron_mtp.model.eagle3 import Drafter, Eagle3Block
+from megatron_mtp.model.drafter import Drafter, DrafterBlock
+from megatron_mtp.model.eagle3 import Eagle3Block
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
@@ -44,6 +46,7 @@ class StageOutput:
     Attributes:
         hidden_SBH: the trunk's hidden states after its final norm.
         depth_hidden: those of depth 1 .. D; empty where the call had no batch of depths.
+        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
         head: the output head.
         depth_head: the same as the depths see it, detached where they must not train it.
         batch: the call's `output_processor_context`.
@@ -54,7 +57,10 @@ class StageOutput:
     head: Head
     depth_head: Head
     batch: Any
+    confidence_DSB: Tensor | None = None
 
+
+DRAFTERS: dict[str, type[DrafterBlock]] = {"eagle3": Eagle3Block, "dflash": BlockDrafter, "dspark": BlockDrafter}
 
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
@@ -98,9 +104,7 @@ class MTPTrunk(LanguageModule):
             attach_embedding(self)
             of_block = self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
             self.mtp = (
-                MultiTokenPredictionBlock(*of_block)
-                if drafter is None
-                else Eagle3Block(*of_block, drafter.ffn_hidden_size)
+                MultiTokenPredictionBlock(*of_block) if drafter is None else DRAFTERS[drafter.kind](drafter, *of_block)
             )
             self._set_quantization()
         if self.pre_process or self.post_process or self.mtp_process:
@@ -200,11 +204,15 @@ class MTPTrunk(LanguageModule):
         if self._stage_input is not None:
             hidden_states = answer_with_zeros(hidden_states, self._stage_input)
         depth_hidden: list[Tensor] = []
+        confidence_DSB: Tensor | None = None
         if self.mtp_process and output_processor_context is not None:
+            batch = output_processor_context
             attention = AttentionInputs(**{name: trunk_outputs[name] for name in AttentionInputs.__annotations__})
-            depth_hidden = self.depth_states(
-                hidden_states, output_processor_context, trunk_outputs["position_ids"], attention
-            )
+            if isinstance(self.mtp, BlockDrafter):
+                of_blocks = self._read_states(), batch, self.embedding, attention, self._whole_angles
+                depth_hidden, confidence_DSB = self.mtp.blocks(*of_blocks)
+            else:
+                depth_hidden = self.depth_states(hidden_states, batch, trunk_outputs["position_ids"], attention)
         if not self.post_process:
             return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
         if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
@@ -214,7 +222,7 @@ class MTPTrunk(LanguageModule):
         if output_processor is not None:
             depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
             depth_head = self.mtp.head_of(depth_head) if self.mtp_process else depth_head
-            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, output_processor_context)
+            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, output_processor_context, confidence_DSB)
             return output_processor(stage)
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
@@ -269,6 +277,10 @@ class MTPTrunk(LanguageModule):
         ranks = 1 if is_packed else self.pg_collection.cp.size()
         whole = ranks * attention.rotary_pos_emb.size(0)
         return lambda later: self.rotary_angles(whole, offset=later, packed_seq=is_packed)[0]
+
+    def _whole_angles(self, length: int) -> Tensor:
+        """The rotary angles of the first positions of whole sequences, also under context parallelism."""
+        return self.rotary_angles(length, packed_seq=True)[0]
 
     @property
     def turns_heads(self) -> bool:

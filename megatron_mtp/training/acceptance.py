@@ -34,7 +34,7 @@ def count_acceptance(
     ones. Add counts over microbatches and ranks before asking for rates.
     """
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
-    depths = [head.whole(state_SBH) for state_SBH in depth_hidden]
+    depths = [head.whole_drafts(state_SBH) for state_SBH in depth_hidden]
     where_DS = torch.stack([later.where(depth) for depth in range(1, len(depths) + 1)])
     positions, rows, _ = depths[0].shape
     judged = []
@@ -92,9 +92,10 @@ def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> 
 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
-    """The same of drafts; tokens that are not drafted have no probability."""
+    """The same of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
+    weight_KX = head.draft_weight if head.bias_rows is None else torch.cat([head.draft_weight, head.bias_rows], dim=1)
+    drafted_NBK = _logits(states_NBH, head, weight_KX)
     if head.draft_vocabulary is None:
-        return _logits(states_NBH, head)
-    drafted_NBK = _logits(states_NBH, head, head.draft_weight)
+        return drafted_NBK
     logits_NBV = drafted_NBK.new_full((*drafted_NBK.shape[:-1], len(head.weight)), -torch.inf)
     return logits_NBV.index_copy_(-1, head.draft_vocabulary.rows_K, drafted_NBK)

@@ -26,10 +26,20 @@ from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.config import DRAFTER_STEPS, MTPConfig, flag_of, trained_depths
+from megatron_mtp.config import (
+    BLOCK_LAYERS,
+    DRAFTER_LOSSES,
+    DRAFTER_STEPS,
+    DSPARK,
+    FILL_BLOCKS,
+    MARKOV_RANK,
+    MTPConfig,
+    flag_of,
+    trained_depths,
+)
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.eagle3 import as_mtp_layers, check_layers, default_layers
+from megatron_mtp.model.drafter import as_mtp_layers, check_layers, default_layers
 from megatron_mtp.model.pattern import RECURRENT
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.chats import counted_part, example, named_prefixes
@@ -360,11 +370,14 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     """
     chosen = args.drafter_layers
     if args.num_layers is not None:
-        chosen = list(chosen or default_layers(args.num_layers))
-        check_layers(tuple(chosen), args.num_layers)
+        chosen = list(chosen or default_layers(args.num_layers, args.drafter, args.drafter_num_layers))
+        check_layers(tuple(chosen), args.num_layers, args.drafter)
+    blocks = args.drafter in FILL_BLOCKS
     return {
         "drafter_layers": chosen,
-        "mtp_loss": "kd" if args.mtp_loss == "ce" else args.mtp_loss,
+        "drafter_num_layers": args.drafter_num_layers or (BLOCK_LAYERS if blocks else None),
+        "drafter_markov_rank": args.drafter_markov_rank or (MARKOV_RANK if args.drafter == DSPARK else None),
+        **(DRAFTER_LOSSES[args.drafter] if args.mtp_loss == "ce" else {}),
         **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS),
     }
 

@@ -20,7 +20,7 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.config import BLOCKS, MTPConfig, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
@@ -28,6 +28,7 @@ from megatron_mtp.data.batch import (
     keep_positions,
     mask_ignored_labels,
     positions_of_ranks,
+    with_blocks,
 )
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
@@ -62,7 +63,7 @@ class ForwardStep:
             labels=batch["labels"],
             packed_seq_params=packed_seq_params(batch),
             output_processor=self._objective(),
-            output_processor_context=None if depths is None else self._mixed(depths),
+            output_processor_context=None if depths is None else self._in_blocks(self._mixed(depths)),
         )
         return output, self.loss
 
@@ -90,6 +91,15 @@ class ForwardStep:
         whole = positions_S.numel() * args.context_parallel_size
         seed = args.seed, args.curr_iteration
         return replace(batch, ages_DS=drawn_ages(trained_depths(args), seed, positions_S, whole))
+
+    def _in_blocks(self, batch: DepthBatch) -> DepthBatch:
+        """With the blocks of this step, where a block drafter is trained."""
+        if not self.settings.fills_blocks:
+            return batch
+        args = get_args()
+        step = args.curr_iteration if torch.is_grad_enabled() else 0
+        whole = batch.positions_S.numel() * args.context_parallel_size
+        return with_blocks(batch, self.settings.drafter_blocks or BLOCKS, (args.seed, step), whole)
 
     def _objective(self) -> NextTokensObjective:
         """The objective of this step, with the weights of its schedules."""

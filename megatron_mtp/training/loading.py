@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.config import MTPConfig, flag_of
+from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
 from megatron_mtp.model.pattern import trunk_and_depths
 from megatron_mtp.patches.saving import FORMAT
@@ -203,14 +203,14 @@ def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> 
         args: the run's.
 
     Raises:
-        ValueError: its drafter reads other layers, or its MLP has another size.
+        ValueError: its drafter is of another kind or size, or reads other layers.
     """
     if stored is None:
         args.finetune = True  # the stored optimizer knows nothing of the drafter
         if args.rank == 0:
             say(f"> a new drafter on the trunk of {folder}; starting as with --finetune")
         return (0,)
-    for name in ("drafter_layers", "drafter_ffn_hidden_size"):
+    for name in DRAFTER_SETTINGS:
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if own != theirs:
             raise ValueError(
@@ -221,7 +221,9 @@ def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> 
 
 
 def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value or "that of the trunk")
+    if value is None:
+        return "the default"
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
 from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
@@ -70,20 +71,25 @@ class NextTokensObjective:
             main = self._main(hidden_SBH, stage.head, batch)
         if not depth_hidden:
             return ObjectiveOutput(main.total, main, [], None)
-        later = self.later_positions(batch.positions_S, len(depth_hidden))
+        later = self.later_positions(batch.positions_S, len(depth_hidden), batch.blocks_A)
+        batch = batch.of_blocks()
         trunk_SBH, head = hidden_SBH.detach(), stage.depth_head
-        auxiliary, depths = self.of_depths(trunk_SBH, depth_hidden, head, batch, later, beside_main=self.trains_trunk)
+        auxiliary, depths = self.of_depths(
+            trunk_SBH, depth_hidden, head, batch, later, self.trains_trunk, stage.confidence_DSB
+        )
         acceptance = None
         if self.measures_acceptance:
             assert later is not None
             acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.depth_head, batch.loss_mask_DBS, later)
         return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
 
-    def later_positions(self, positions_S: Tensor, depths: int) -> LaterPositions | None:
+    def later_positions(
+        self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
+    ) -> LaterPositions | None:
         """Where the trunk's states of later positions are; None where nothing compares with them."""
         if not (self.measures_acceptance or self.depth_loss.needs_teacher):
             return None
-        return LaterPositions(positions_S, depths, self.cp_group)
+        return LaterPositions(positions_S, depths, self.cp_group, chosen_A)
 
     def _main(self, hidden_SBH: Tensor, head: Head, batch: DepthBatch) -> LossSum:
         mask_BS, whole_tokens = batch.loss_mask_BS, batch.whole_tokens[0]
@@ -102,10 +108,12 @@ class NextTokensObjective:
         batch: DepthBatch,
         later: LaterPositions | None,
         beside_main: bool = False,
+        confidence_DSB: Tensor | None = None,
     ) -> tuple[Tensor, list[LossSum]]:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
 
-        With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd.
+        With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd. A drafter's
+        confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
         """
         batch = self._chained(self._drafted(head, batch))
         kept_S, share = self._kept(batch.positions_S)
@@ -116,10 +124,15 @@ class NextTokensObjective:
             where_DS = torch.stack([later.where(depth) for depth in range(1, len(depth_hidden) + 1)])
             taught_DBS = _rows_of(_chosen(where_DS, kept_S), labels_DBS.size(1))
         scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
-        targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS)
-        states = [_chosen(head.whole(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
+        overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
+        targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS)
+        states = [_chosen(head.whole_drafts(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
         rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
-        total, sums_D = linear_loss(self.depth_loss, states, targets, rows, vocabulary, teacher, main_grad=beside_main)
+        total, sums_D = linear_loss(
+            self.depth_loss, states, targets, rows, vocabulary, teacher, beside_main, head.bias_rows
+        )
+        if confidence_DSB is not None and overlap_DBS is not None:
+            total = total + _confidence_loss(confidence_DSB.transpose(1, 2), targets, overlap_DBS)
         sums = [LossSum(*each) for each in zip(sums_D, mask_DBS.sum((1, 2)), batch.whole_tokens[1:], strict=True)]
         return total, sums
 
@@ -164,6 +177,12 @@ class NextTokensObjective:
         if self.depth_loss.needs_whole_teacher:
             return Teacher(states_TH, head.weight)
         return Teacher(states_TH, None if head.own_rows is None else head.taught_weight)
+
+
+def _confidence_loss(confidence_DBS: Tensor, targets: Targets, overlap_DBS: Tensor) -> Tensor:
+    """Binary cross-entropy of the logits that drafts are accepted from the rates at which they are."""
+    errors_DBS = binary_cross_entropy_with_logits(confidence_DBS.to(overlap_DBS), overlap_DBS, reduction="none")
+    return ((errors_DBS * targets.mask_DN).sum((1, 2)) * targets.scale_D).sum()
 
 
 def _rows_of(positions_DS: Tensor, batch: int) -> Tensor:

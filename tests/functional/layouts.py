@@ -13,6 +13,8 @@ _EXPERTS = (
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
 _DRAFTER = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
+_FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
+_SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
 _DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
 _PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
 _DISTILLED = (
@@ -107,6 +109,16 @@ MODELS: dict[str, Model] = {
     "drafter-moe": Model(
         0, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_DRAFTER} --mtp-loss lk", frozen=True, passes=3
     ),
+    "drafter-spark": Model(0, f"{_SPARK} --calculate-per-token-loss", frozen=True, passes=3),
+    "drafter-spark-padded": Model(0, f"{_PACKED} {_SPARK} {_DRAFTED}", "padded", frozen=True, passes=3),
+    "drafter-flash": Model(0, f"{_FLASH} {_UNTIED} {_DRAFTED} --mtp-loss kd", frozen=True, passes=3),
+    "drafter-flash-documents": Model(
+        0,
+        f"{_FLASH} {_UNTIED} --qk-layernorm --reset-attention-mask --eod-mask-loss",
+        "documents",
+        frozen=True,
+        passes=3,
+    ),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
 
@@ -146,20 +158,20 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
-        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter",
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark",
     ),
     "tp2-sp": Layout(
         tp=2,
         flags="--sequence-parallel",
         models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
-        "hybrid-moe-d2 drafter-documents drafter drafter-moe",
+        "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-spark drafter-flash drafter-flash-documents",
     ),
     "cp2": Layout(
         cp=2,
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
-        "hybrid-frozen-d2 drafter-padded drafter",
+        "hybrid-frozen-d2 drafter-padded drafter drafter-spark drafter-spark-padded drafter-flash-documents",
     ),
     "pp2": Layout(
         pp=2,
@@ -174,7 +186,7 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
-        "hybrid-one-group-d1 hybrid-padded-d1 drafter",
+        "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),
@@ -265,8 +277,8 @@ COVERED: dict[str, set[str]] = {
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 chained-d3 drafter",
-    "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3",
-    "cp2": "documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1",
+    "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3 drafter-spark",
+    "cp2": "documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
     "pp2": "tied-d1 repeated-d3 ragged-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",

@@ -87,11 +87,12 @@ def our_model(
     tokens: int | None = None,
     shares_kv: bool = False,
     drafter_layers: tuple[int, ...] | None = None,
+    drafter: dict[str, Any] | None = None,
     **changes: Any,
 ) -> MTPGPTModel:
     settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
     if drafter_layers is not None:
-        settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True}
+        settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True, **(drafter or {})}
         changes |= {"mtp_use_repeated_layer": True}
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, kl_div, silu
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
-from megatron_mtp.model.eagle3 import check_layers, default_layers
+from megatron_mtp.model.drafter import check_layers, default_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
 
@@ -205,5 +205,5 @@ def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused(
     assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
     with pytest.raises(ValueError, match="--drafter-steps was given without --drafter; give --drafter eagle3"):
         MTPConfig(drafter_steps=3)
-    with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of eagle3"):
+    with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of eagle3, dflash"):
         MTPConfig(drafter="eagle2")

@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
 from megatron_mtp.config import DRAFTER_STEPS
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.eagle3 import FEATURES, as_mtp_layers, can_read, default_layers
+from megatron_mtp.model.drafter import FEATURES, as_mtp_layers, can_read, default_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"

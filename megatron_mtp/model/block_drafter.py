@@ -1,0 +1,331 @@
+"""DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): drafters that fill a block of tokens in one pass.
+
+Let t_a be the newest token. The trunk's states before it make the context, and the block's rows begin at t_a:
+
+    f_j   = hidden_norm(fc([state after layer ..; after layer ..; ..]))    j < a: keys and values of every layer
+    rows    t_a  mask  mask  ..     at positions a, a + 1, ..     each attends to the context and to all of these rows
+
+    DFlash   the row at a + k drafts t_{a+k}, the token of its own place: K + 1 rows for K drafts
+    DSpark   the row at a + k - 1 drafts t_{a+k}, the token after it: K rows. A draft knows the one before it:
+             logits  head(norm(x)) + W2 W1[t_{a+k-1}]     confidence  sigmoid(w [norm(x); W1[t_{a+k-1}]] + b)
+
+The layers are Qwen3's; the embedding and, without a draft vocabulary, the head are the trunk's. The confidence learns
+the rate at which sampled drafts are accepted. In training a block begins behind position i as depth 1 does: a = i + 1,
+and its k-th draft is t_{i+k+1}, that of depth k. So the losses, the metrics and the acceptance are those of MTP.
+
+    K = 2, i = 2     context  f_0 f_1 f_2     rows  t_3 mask mask (DFlash), t_3 mask (DSpark)     drafts  t_4 t_5
+
+Letters in names: S positions (rows of a layer), B batch, H hidden, A blocks, K drafts of a block, D the same as depths,
+X states of several layers side by side, G key heads, C channels, R rank of the bias, V vocabulary, W slice of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, override
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from megatron_mtp.config import DSPARK
+from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.portable import PortableAttention, PortableNorm
+from megatron_mtp.model.sharing import Head
+
+BLOCKS_AT_ONCE = 64
+"""Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the blocks of a layer attend to before their own rows.
+
+    Attributes:
+        key_SBGC, value_SBGC: of every position.
+        visible_B1AS: of each block; B may be 1.
+    """
+
+    key_SBGC: Tensor
+    value_SBGC: Tensor
+    visible_B1AS: Tensor
+
+
+class BlockAttention(PortableAttention):
+    """Attention of the rows of many blocks, each to its context and to its own rows.
+
+    Attributes:
+        context: of the next call.
+    """
+
+    context: Context | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[A K, B, N * C] of rows [A K, B, N or G, C], block by block."""
+        context, self.context = self.context, None
+        assert context is not None, "blocks without a context"
+        blocks, rows = context.visible_B1AS.size(2), query.size(0) // context.visible_B1AS.size(2)
+        attended = []
+        for first in range(0, blocks, BLOCKS_AT_ONCE):
+            these = slice(first, first + BLOCKS_AT_ONCE)
+            of_these = slice(first * rows, (first + BLOCKS_AT_ONCE) * rows)
+            visible_B1RS = context.visible_B1AS[:, :, these].repeat_interleave(rows, 2)
+            block_R = torch.arange(visible_B1RS.size(2), device=query.device) // rows
+            own_RR = block_R.unsqueeze(1) == block_R
+            visible = torch.cat([visible_B1RS, own_RR.expand(len(visible_B1RS), 1, -1, -1)], dim=-1)
+            keys = torch.cat([context.key_SBGC, key[of_these]]), torch.cat([context.value_SBGC, value[of_these]])
+            query_BNRC, key_BGWC, value_BGWC = (each.permute(1, 2, 0, 3) for each in (query[of_these], *keys))
+            made_BNRC = scaled_dot_product_attention(
+                query_BNRC, key_BGWC, value_BGWC, attn_mask=visible, scale=self.scale, enable_gqa=True
+            )
+            attended.append(made_BNRC.permute(2, 0, 1, 3).flatten(2))
+        return torch.cat(attended)
+
+
+class HeadNorm(PortableNorm):
+    """Norm of the heads of a tensor-parallel rank, whose weight gets the gradients of all ranks.
+
+    Args:
+        is_summed: whether Megatron adds these gradients up, as it does where the trunk has such norms.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, is_summed: bool = False) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.is_summed = is_summed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The normalized values [..., C]."""
+        weight = self.weight if self.is_summed else copy_to_tensor_model_parallel_region(self.weight)
+        return torch.nn.functional.rms_norm(hidden, weight.shape, weight, self.eps)
+
+
+def context_keys(attention: Any, feature_SBH: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, B, G, C] of this rank's heads, before they are turned, of Megatron's `SelfAttention`."""
+    groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    weight = attention.linear_qkv.weight
+    pairs = weight.view(groups, -1, channels, weight.size(-1))[:, -2:].flatten(0, 2)
+    key_SBGC, value_SBGC = linear(feature_SBH, pairs).unflatten(-1, (groups, 2, channels)).unbind(-2)
+    return attention.k_layernorm(key_SBGC), value_SBGC
+
+
+class BlockDrafterLayer(DrafterLayer):
+    """All weights of the drafter.
+
+    Attributes:
+        hidden_norm: of the features.
+        layers: its transformer layers.
+        markov_w1, markov_w2: W1 [V, R] and W2, with the rows of the head; None without a bias.
+        confidence_weight, confidence_bias: of the confidence; None without.
+    """
+
+    markov_w1: Tensor | None
+    markov_w2: Tensor | None
+    confidence_weight: Tensor | None
+    confidence_bias: Tensor | None
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        config: TransformerConfig,
+        drafted: int | None,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        _: int,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config, len(drafter.layers), drafted, pg_collection)
+        self.hidden_norm = PortableNorm(config, config.hidden_size, config.layernorm_epsilon)
+        made: dict[str, Any] = {"config": config, "vp_stage": vp_stage, "pg_collection": pg_collection}
+        self.layers = torch.nn.ModuleList(
+            build_module(submodules.tf_layer, layer_number=number, is_mtp_layer=True, **made)
+            for number in range(1, drafter.depth + 1)
+        )
+        rank = drafter.markov_rank
+        sizes: dict[str, tuple[int, ...]] = {}
+        if rank is not None:
+            sizes = {
+                "markov_w1": (drafter.vocabulary, rank),
+                "markov_w2": (drafted or drafter.vocabulary, rank),
+                "confidence_weight": (1, config.hidden_size + rank),
+                "confidence_bias": (1,),
+            }
+        for name in ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias"):
+            self.register_parameter(name, self.whole_on_every_rank(*sizes[name]) if name in sizes else None)
+
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """By this name Megatron looks for a layer to record; this one is not."""
+        return self
+
+    @override
+    def feature(self, states_SBX: Tensor) -> Tensor:
+        part, _ = self.fc(states_SBX)
+        return self.hidden_norm(gather_from_tensor_model_parallel_region(part, group=self.tp_group))
+
+    def forward(
+        self, _: Tensor | None, embedded_SBH: Tensor, attention: AttentionInputs, padding_mask_BS: Tensor | None = None
+    ) -> Tensor:
+        """The rows' states before the norm, from their embeddings; their attention has the context."""
+        state_SBH = embedded_SBH
+        for layer in self.layers:
+            state_SBH = layer(hidden_states=state_SBH, attention_mask=None, rotary_pos_emb=attention.rotary_pos_emb)[0]
+        return state_SBH
+
+    def confidence(self, state_and_token: Tensor) -> Tensor:
+        """The logit that a draft is accepted, from [norm(x); W1[token before]] [..., H + R]."""
+        assert self.confidence_weight is not None
+        return linear(state_and_token, self.confidence_weight, self.confidence_bias).squeeze(-1)
+
+    @override
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's takes a list of modules for tensors that every rank has."""
+        layers, self.layers = self.layers, torch.nn.ModuleList()
+        try:
+            entries: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            self.layers = layers
+        for number, layer in enumerate(layers):
+            entries.update(layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata))
+        return entries
+
+
+class BlockDrafter(DrafterBlock):
+    """K drafts at once. Rows of blocks are whole on every tensor-parallel rank, also with sequence parallelism."""
+
+    settings: ClassVar[dict[str, Any]] = {"qk_layernorm": True, "sequence_parallel": False}
+
+    def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
+        super().__init__(drafter, config, *others)
+        self.takes_slices, self.cp_group = config.sequence_parallel, others[1].cp
+        self.rows = self.depths if drafter.kind == DSPARK else self.depths + 1
+
+    @classmethod
+    @override
+    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        spec = layer_spec(layer_config(config, **cls.settings), {PortableAttention: BlockAttention})
+        norm = partial(HeadNorm, is_summed=config.qk_layernorm)
+        attention = spec.submodules.self_attention
+        attention.submodules = replace(attention.submodules, q_layernorm=norm, k_layernorm=norm)
+        return MultiTokenPredictionLayerSubmodules(spec, PortableNorm)
+
+    @override
+    def make_layer(self, *args: Any) -> BlockDrafterLayer:
+        return BlockDrafterLayer(self.drafter, self.config, self.drafted, *args)
+
+    def blocks(
+        self,
+        states_SBX: Tensor,
+        batch: DepthBatch,
+        embedding: Callable[..., Tensor],
+        attention: AttentionInputs,
+        angles: Callable[[int], Tensor],
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What the head takes of draft 1 .. K, each [A, B, H], or [A, B, H + R] with the bias; and its confidence.
+
+        Args:
+            states_SBX: the trunk's states that are read, as this rank has them.
+            batch: `blocks_A` says where blocks begin; None for everywhere.
+            embedding: the trunk's.
+            attention: as of the trunk's layers, whose masks say what a block may see.
+            angles: from a number of positions to their rotary angles.
+
+        Returns:
+            The states, and the confidence's logits [K, A, B], which only DSpark has.
+        """
+        place_A = torch.arange(batch.positions_S.numel()).to(batch.positions_S) if batch.blocks_A is None else None
+        place_A = batch.blocks_A if place_A is None else place_A
+        assert place_A is not None
+        assert batch.tokens_DBS is not None
+        before_DBA, position_A = batch.tokens_DBS[..., place_A], batch.positions_S[place_A]
+        feature_SBH = self.layer.feature(self._whole(states_SBX.detach(), batch.positions_S))
+        turned = angles(len(feature_SBH) + self.rows + 1)
+        self._give_context(feature_SBH, turned, _visible(attention, place_A, position_A, len(feature_SBH)))
+        row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
+        rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
+        made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], embedding), rotary))
+        states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
+        if self.layer.markov_w1 is None:
+            return list(states_ADBH.unbind(1)), None
+        both_ADBX = torch.cat([states_ADBH, self.layer.markov_w1[before_DBA.permute(2, 0, 1)]], dim=-1)
+        return list(both_ADBX.unbind(1)), self.layer.confidence(both_ADBX).transpose(0, 1)
+
+    def _whole(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
+        """States of all positions in their order, on every rank; they are frozen, and no gradient is sent back."""
+        if self.takes_slices:
+            states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.tp_group)
+        if self.cp_group.size() == 1:
+            return states_SBX
+        states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.cp_group)
+        return states_SBX[gather_from_sequence_parallel_region(positions_S, group=self.cp_group).argsort()]
+
+    def _give_context(self, feature_SBH: Tensor, turned: Tensor, visible_B1AS: Tensor) -> None:
+        feature_SBH = copy_to_tensor_model_parallel_region(feature_SBH, group=self.tp_group)
+        for layer in self.layer.layers:
+            own = layer.self_attention
+            key_SBGC, value_SBGC = context_keys(own, feature_SBH)
+            key_SBGC = apply_rotary_pos_emb(
+                key_SBGC,
+                turned[: len(feature_SBH)],
+                config=self.config,
+                mscale=own._yarn_concentration_factor,
+                cp_group=self.cp_group,
+            )
+            own.core_attention.context = Context(key_SBGC, value_SBGC, visible_B1AS)
+
+    def _embedded(self, newest_BA: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
+        """Embeddings [S, B, H] of the rows of all blocks: the newest token, and masks."""
+        masks = self.rows - 1
+        tokens_BS = pad(newest_BA.unsqueeze(-1), (0, masks), value=self.drafter.mask_token).flatten(1)
+        if not self.takes_slices:
+            return embedding(input_ids=tokens_BS, position_ids=None)
+        count = tokens_BS.size(1)
+        padded_BS = pad(tokens_BS, (0, -count % self.tp_group.size()))
+        sliced_SBH = embedding(input_ids=padded_BS, position_ids=None)
+        return gather_from_sequence_parallel_region(sliced_SBH, group=self.tp_group)[:count]
+
+    @override
+    def head_of(self, head: Head) -> Head:
+        head = replace(super().head_of(head), takes_slices=False)
+        if self.layer.markov_w2 is None:
+            return head
+        rows_NR = copy_to_tensor_model_parallel_region(self.layer.markov_w2, group=self.tp_group)
+        if head.draft_vocabulary is not None:
+            first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
+        else:
+            count = len(head.weight)
+            first = count * self.tp_group.rank()
+            rows_NR = pad(rows_NR, (0, 0, 0, count * self.tp_group.size() - len(rows_NR)))
+        return replace(head, bias_rows=rows_NR[first : first + count])
+
+
+def _visible(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, positions: int) -> Tensor:
+    """[B or 1, 1, A, S]: what the trunk sees at the positions before the blocks."""
+    if attention.attention_mask is not None:
+        return ~attention.attention_mask[:, :, place_A]
+    column_S = torch.arange(positions, device=position_A.device)
+    visible_AS = column_S <= position_A.unsqueeze(1)
+    if attention.packed_seq_params is not None:
+        starts = _starts(attention.packed_seq_params)
+        document_A = torch.searchsorted(starts, position_A, right=True) - 1
+        visible_AS = visible_AS & (column_S >= starts[document_A].unsqueeze(1))
+    return visible_AS[None, None]
+
+
+def _starts(packed: PackedSeqParams) -> Tensor:
+    padded: Tensor | None = packed.cu_seqlens_q_padded
+    return (packed.cu_seqlens_q if padded is None else padded).long()

@@ -1,0 +1,251 @@
+"""What all drafters have: they read the trunk's states after some layers, and stand where MTP layers would.
+
+A drafter is an MTP block of another kind on a frozen trunk, so that losses, metrics, layouts and drafting are those of
+MTP: eagle3.py runs one layer in K passes, block_drafter.py several layers once for K tokens.
+
+Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, override
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn.functional import silu
+
+from megatron_mtp.config import BLOCK_LAYERS, EAGLE3
+from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.sharing import Head
+
+FEATURES = 3
+"""Layers of the trunk that an EAGLE-3 drafter reads; others read any number."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a model with a drafter is built with.
+
+    Attributes:
+        kind: a name of `config.DRAFTERS`.
+        layers: numbers of the trunk's layers that it reads, from 1.
+        ffn_hidden_size: of its MLPs; None for the trunk's.
+        depth: its own layers.
+        mask_token: whose embedding stands at the places of a block that are to be drafted.
+        vocabulary: tokens of the trunk.
+        markov_rank: of the bias by the token before; None without.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    ffn_hidden_size: int | None = None
+    depth: int = 1
+    mask_token: int = 0
+    vocabulary: int = 0
+    markov_rank: int | None = None
+
+
+def default_layers(layers: int, kind: str = EAGLE3, depth: int | None = None) -> tuple[int, ...]:
+    """The layers that are read of a trunk of so many.
+
+    A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does. EAGLE-3
+    reads after 2, after half and after all but three of them; a block drafter reads as many as it has layers of its
+    own, from the second to the last but two at equal distances.
+    """
+    if kind == EAGLE3:
+        return 2, layers // 2, layers - 3
+    count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
+    if count == 1:
+        return (min(layers // 2 + 1, layers - 1),)
+    made = {2 + round(number * (last - 2) / (count - 1)) for number in range(count)}
+    return tuple(sorted(made))
+
+
+def can_read(chosen: Sequence[int], layers: int, kind: str = EAGLE3) -> bool:
+    """Return whether a drafter can read these layers of a trunk that has so many."""
+    count = FEATURES if kind == EAGLE3 else max(len(chosen), 1)
+    return len(chosen) == count and [*chosen] == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
+
+
+def check_layers(chosen: tuple[int, ...], layers: int, kind: str = EAGLE3) -> None:
+    """Raises ValueError where `can_read` does not hold."""
+    if not can_read(chosen, layers, kind):
+        count = f"{FEATURES} " if kind == EAGLE3 else ""
+        raise ValueError(
+            f"--drafter-layers is {' '.join(map(str, chosen))}, and the trunk has {layers} layers; give {count}"
+            f"rising numbers from 1 to {layers - 1}, each the number of layers before the state that is read."
+        )
+
+
+def as_mtp_layers(steps: int) -> dict[str, Any]:
+    """Megatron's arguments of a model with a drafter: an MTP layer in so many passes, on a frozen trunk."""
+    return {
+        "mtp_num_layers": 1,
+        "mtp_use_repeated_layer": True,
+        "mtp_unroll": steps,
+        "mtp_repeated_layer_shares_kv": False,
+        "mtp_architecture": "sequential",
+        "mtp_init": None,
+        "mtp_train_only": True,
+        "mtp_loss_scaling_factor": 1.0,
+    }
+
+
+def layer_config(config: TransformerConfig, ffn_hidden_size: int | None = None, **others: Any) -> TransformerConfig:
+    """The trunk's configuration, for dense layers as in Llama.
+
+    Args:
+        ffn_hidden_size: of their MLPs; None for the trunk's.
+        others: further settings.
+    """
+    made = copy.copy(config)
+    changes: dict[str, Any] = {
+        "num_moe_experts": None,
+        "ffn_hidden_size": ffn_hidden_size or config.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": False,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "attention_output_gate": False,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "recompute_granularity": None,
+        "fp8": None,
+        "fp4": None,
+        "mtp_use_repeated_layer": True,
+        "mtp_detach_heads": False,
+    }
+    for name, value in (changes | others).items():
+        setattr(made, name, value)
+    return made
+
+
+def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any) -> ModuleSpec:
+    """A layer of Megatron's local modules with our norms, whatever modules the trunk has.
+
+    Args:
+        config: of `layer_config`.
+        swaps: classes in the place of others.
+        of_layer: further submodules of the layer.
+    """
+    plain = get_gpt_layer_local_submodules(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    changed = replace(plain, sharded_state_dict_keys_map={}, **of_layer)
+    return ModuleSpec(TransformerLayer, submodules=with_modules(with_portable_modules(changed, config), swaps))
+
+
+class DrafterLayer(MegatronModule):
+    """Weights that drafters of all kinds have, and what runs over them.
+
+    Attributes:
+        fc: makes a feature of the states that are read.
+        norm: before the head.
+        head: [N, H], the rows of the drafted tokens, whole on every tensor-parallel rank; None for the trunk's head.
+    """
+
+    head: Tensor | None
+    final_layernorm = None  # an EAGLE-3 drafter goes on from the state before the norm, which belongs to the head
+
+    def __init__(
+        self, config: TransformerConfig, read: int, drafted: int | None, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        hidden, self.tp_group = config.hidden_size, pg_collection.tp
+        column: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
+        self.fc = ColumnParallelLinear(read * hidden, hidden, **column, tp_group=pg_collection.tp)
+        self.norm = PortableNorm(config, hidden, config.layernorm_epsilon)
+        rows_NH = None if drafted is None else self.whole_on_every_rank(drafted, hidden)
+        self.register_parameter("head", rows_NH)
+
+    def whole_on_every_rank(self, *sizes: int) -> torch.nn.Parameter:
+        """New zeros that tensor parallelism does not cut."""
+        device = torch.cuda.current_device()
+        return torch.nn.Parameter(torch.zeros(sizes, dtype=self.config.params_dtype, device=device))
+
+    def feature(self, states_SBX: Tensor) -> Tensor:
+        """The features [S, B, H] of the trunk's states after the chosen layers, side by side."""
+        raise NotImplementedError
+
+
+class DrafterBlock(MultiTokenPredictionBlock):
+    """K drafts; arguments as of the MTP block, whose `mtp_num_layers` is K here, with the drafter before them.
+
+    Attributes:
+        settings: of the drafter's layers, beside those of `layer_config`.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+        draft_vocabulary: Tensor | None = None,
+    ) -> None:
+        self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
+        own = layer_config(config, drafter.ffn_hidden_size, **self.settings)
+        super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
+        self.sequential = True
+
+    @classmethod
+    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        """The spec of its layers on a trunk of this configuration."""
+        raise NotImplementedError
+
+    @property
+    def layer(self) -> Any:
+        """All of the drafter's weights."""
+        return self.layers[0]
+
+    def begin_head(self, head: Head) -> None:
+        """Copy the trunk's rows of the drafted tokens, each from the rank that has it."""
+        if self.layer.head is None or head.draft_vocabulary is None:
+            return
+        drafted = head.draft_vocabulary
+        with torch.no_grad():
+            rows_NH = torch.zeros_like(self.layer.head)
+            rows_NH[drafted.first : drafted.first + drafted.rows_K.numel()] = head.weight[drafted.rows_K].to(rows_NH)
+            torch.distributed.all_reduce(rows_NH, group=self.tp_group)
+            self.layer.head.copy_(rows_NH)
+
+    @override
+    def head_of(self, head: Head) -> Head:
+        if self.layer.head is None or head.draft_vocabulary is None:
+            return head
+        first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
+        rows_NH = copy_to_tensor_model_parallel_region(self.layer.head, group=self.tp_group)
+        return replace(head, own_rows=rows_NH[first : first + count])
+
+    @override
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Entries under `drafter.`, beside the trunk's."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = f"{prefix.removesuffix('mtp.')}{DRAFTER}"
+        apply_prefix_mapping(entries, {f"{prefix}layers.0.": own, prefix: own})
+        return entries

@@ -1,0 +1,288 @@
+"""model/block_drafter.py: blocks, losses and gradients against the definition in plain float64; what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron_single import LENGTH, VOCABULARY, make_batch, our_model
+from test_eagle3 import rms, states_after, turned
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.data.batch import with_blocks
+from megatron_mtp.losses import check_loss, depth_loss
+from megatron_mtp.losses.combine import depth_weights
+from megatron_mtp.model.block_drafter import BlockAttention
+from megatron_mtp.model.drafter import check_layers, default_layers
+from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.training.objective import NextTokensObjective
+
+DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6
+DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
+KINDS = {
+    "dflash": {"drafter": "dflash", "drafter_num_layers": 2, "drafter_mask_token": MASK},
+    "dspark": {
+        "drafter": "dspark",
+        "drafter_num_layers": 2,
+        "drafter_mask_token": MASK,
+        "drafter_markov_rank": RANK,
+    },
+}
+LOSSES = {"dflash": {"mtp_loss": "ce"}, "dspark": {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"}}
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def drafter_model(kind: str, drafted: list[int] | None = None) -> MTPGPTModel:
+    """With the drafter in training; the trunk is frozen."""
+    given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ, "drafter": KINDS[kind]}
+    return our_model(DRAFTS, drafted=drafted, **given).double()
+
+
+class Reference:
+    """One block of one text at a time, row by row, from the weights alone."""
+
+    def __init__(self, model: MTPGPTModel, kind: str) -> None:
+        self.layer, self.table, self.kind = model.mtp.layer, model.embedding.word_embeddings.weight, kind
+        self.head = model.mtp.layer.head if model.mtp.layer.head is not None else model.head().weight
+
+    def heads(self, layer: Any, row_H: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A row's queries [N, C], keys and values [G, C]."""
+        own = layer.self_attention
+        mixed = (own.linear_qkv.weight @ row_H).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
+        query = rms(mixed[:, :-2].flatten(0, 1), own.q_layernorm.weight)
+        return turned(query, position), turned(rms(mixed[:, -2], own.k_layernorm.weight), position), mixed[:, -1]
+
+    def rows(self, features_SH: Tensor, newest: Tensor, position: int) -> Tensor:
+        """States [rows, H] after the norm of the block whose newest token is at `position`."""
+        count = DRAFTS + (self.kind == "dflash")
+        tokens = [newest, *[torch.tensor(MASK)] * (count - 1)]
+        states = [embedding(token, self.table) for token in tokens]
+        for layer in self.layer.layers:
+            normed = [rms(state_H, layer.input_layernorm.weight) for state_H in states]
+            known = [self.heads(layer, feature_H, number)[1:] for number, feature_H in enumerate(features_SH)]
+            own = [self.heads(layer, state_H, position + number) for number, state_H in enumerate(normed)]
+            keys, values = (
+                torch.stack([each[part] for each in (*known, *(one[1:] for one in own))]).repeat_interleave(
+                    HEADS // GROUPS, 1
+                )
+                for part in (0, 1)
+            )
+            made = []
+            for state_H, (query, _, _) in zip(states, own, strict=True):
+                weights = (torch.einsum("nc,tnc->nt", query, keys) / CHANNELS**0.5).softmax(-1)
+                attended = torch.einsum("nt,tnc->nc", weights, values).flatten()
+                between_H = state_H + layer.self_attention.linear_proj.weight @ attended
+                wide = layer.mlp.linear_fc1.weight @ rms(between_H, layer.pre_mlp_layernorm.weight)
+                gate, up = wide.chunk(2)
+                made.append(between_H + layer.mlp.linear_fc2.weight @ (silu(gate) * up))
+            states = made
+        return torch.stack([rms(state_H, self.layer.norm.weight) for state_H in states])
+
+    def drafts(self, features_SH: Tensor, tokens_S: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
+        """Logits [K, N] of the block's drafts, and the logits [K] of the confidence."""
+        states_KH = self.rows(features_SH[:position], tokens_S[position], position)[-DRAFTS:]
+        logits_KN = states_KH @ self.head.t()
+        if self.kind == "dflash":
+            return logits_KN, None
+        before_KR = self.layer.markov_w1[tokens_S[position : position + DRAFTS]]
+        both = torch.cat([states_KH, before_KR], dim=-1)
+        confidence_K = both @ self.layer.confidence_weight[0] + self.layer.confidence_bias
+        return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
+
+
+def reference_loss(
+    model: MTPGPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]
+) -> Tensor:
+    """sum_k exp(-2 (k - 1) / (K + 1)) times the mean loss of draft k over all blocks."""
+    with torch.no_grad():
+        after, last_SBH = states_after(model, batch)
+        trunk_SBV = last_SBH @ model.head().weight.t()
+    drafted = torch.arange(VOCABULARY) if model.mtp.draft_vocabulary is None else model.mtp.draft_vocabulary
+    index = {token: number for number, token in enumerate(drafted.tolist())}
+    reference, layer, depths = Reference(model, kind), model.mtp.layer, batch["depths"]
+    features_SBH = rms(read(after) @ layer.fc.weight.t(), layer.hidden_norm.weight)
+    total_K, count_K = torch.zeros(DRAFTS, dtype=torch.double), torch.zeros(DRAFTS)
+    blocks = range(LENGTH) if depths.blocks_A is None else depths.blocks_A.tolist()
+    for row in range(len(batch["tokens"])):
+        tokens_S = torch.cat([batch["tokens"][row], batch["labels"][row, -1:], torch.zeros(DRAFTS, dtype=torch.long)])
+        for place in blocks:
+            if place + 2 > LENGTH:
+                continue
+            logits_KN, confidence_K = reference.drafts(features_SBH[:, row], tokens_S, place + 1)
+            for number in range(DRAFTS):
+                label = int(depths.labels_DBS[number, row, place])
+                counts = depths.loss_mask_DBS[number, row, place] > 0 and (kind == "dspark" or label in index)
+                if not counts:
+                    continue
+                log_q_N, p_V = logits_KN[number].log_softmax(-1), trunk_SBV[place + number + 1, row].softmax(-1)
+                cross_entropy = -log_q_N[index[label]] if label in index else torch.zeros(())
+                loss = cross_entropy
+                if kind == "dspark":
+                    overlap = torch.minimum(log_q_N.exp(), p_V[drafted]).sum()
+                    assert confidence_K is not None
+                    sure = binary_cross_entropy_with_logits(confidence_K[number], overlap.detach())
+                    loss = 0.1 * cross_entropy + 0.9 * (1 - overlap) + sure
+                total_K[number] += loss
+                count_K[number] += 1
+    weights_K = torch.tensor([-2 * number / (DRAFTS + 1) for number in range(DRAFTS)], dtype=torch.double).exp()
+    counts_of_blocks = depths.blocks_A is None or (kind == "dflash" and len(drafted) < VOCABULARY)
+    counts_K = count_K.double() if counts_of_blocks else depths.whole_tokens[1:] / depths.block_weight
+    return (weights_K * total_K / counts_K).sum()
+
+
+def side_by_side(after: list[Tensor]) -> Tensor:
+    return torch.cat([after[number] for number in READ], dim=-1)
+
+
+def losses(
+    model: MTPGPTModel,
+    kind: str,
+    read: Callable[[list[Tensor]], Tensor] = side_by_side,
+    blocks: int | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Ours and the reference's loss, and the gradients of both by name."""
+    batch = make_batch(DRAFTS)
+    if blocks is not None:
+        batch["depths"] = with_blocks(batch["depths"], blocks, (1, 2), LENGTH)
+    settings = MTPConfig(**KINDS[kind], **LOSSES[kind])
+    weights, group = depth_weights(settings, DRAFTS, 1.0), parallel_state.get_context_parallel_group()
+    output = model(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        labels=batch["labels"],
+        output_processor=NextTokensObjective(
+            weights, group, depth_loss(settings), linear_main=True, trains_trunk=False, measures_acceptance=True
+        ),
+        output_processor_context=batch["depths"],
+    )
+    ours = (output.loss - output.main.total) / output.main.tokens
+    expected = reference_loss(model, kind, batch, read)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    trained = [model.get_parameter(name) for name in names]
+    found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))
+    return ours, expected, found, wanted
+
+
+@pytest.mark.parametrize("blocks", [None, 5], ids=["everywhere", "five"])
+@pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["trunk's head", "own head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_definition(
+    kind: str, drafted: list[int] | None, blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_mtp.model.block_drafter.BLOCKS_AT_ONCE", 4)
+    ours, expected, found, wanted = losses(drafter_model(kind, drafted), kind, blocks=blocks)
+    torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)  # weights and masks are float32
+    assert ("mtp.layers.0.head" in found) == (drafted is not None)
+    assert ("mtp.layers.0.markov_w2" in found) == (kind == "dspark")
+    assert all(name.startswith("mtp.") for name in found)
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=3e-7 * gradient.abs().max().item())
+
+
+def earlier(states: list[Tensor]) -> Tensor:
+    return torch.cat([side_by_side(states)[:1], side_by_side(states)[:-1]])
+
+
+def other_layer(states: list[Tensor]) -> Tensor:
+    return torch.cat([states[number] for number in (2, 4)], dim=-1)
+
+
+@pytest.mark.parametrize("wrong", [earlier, other_layer])
+def test_features_of_other_positions_or_layers_are_seen(wrong: Callable[[list[Tensor]], Tensor]) -> None:
+    ours, expected, _, _ = losses(drafter_model("dspark"), "dspark", wrong)
+    assert abs(ours - expected) / expected > 1e-3
+
+
+def test_a_block_that_sees_another_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: all rows of a call are one block."""
+    apart = torch.arange
+
+    def together(*args: Any, **named: Any) -> Tensor:
+        made = apart(*args, **named)
+        return torch.zeros_like(made)
+
+    forward = BlockAttention.forward
+
+    def unaware(self: BlockAttention, *args: Any, **named: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "arange", together)
+            return forward(self, *args, **named)
+
+    monkeypatch.setattr(BlockAttention, "forward", unaware)
+    ours, expected, _, _ = losses(drafter_model("dflash"), "dflash")
+    assert abs(ours - expected) / expected > 1e-3
+
+
+def test_a_block_that_sees_its_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = BlockAttention.forward
+
+    def unmasked(self: BlockAttention, *args: Any, **named: Any) -> Tensor:
+        assert self.context is not None
+        self.context = replace(self.context, visible_B1AS=torch.ones_like(self.context.visible_B1AS))
+        return forward(self, *args, **named)
+
+    monkeypatch.setattr(BlockAttention, "forward", unmasked)
+    ours, expected, _, _ = losses(drafter_model("dflash"), "dflash")
+    assert abs(ours - expected) / expected > 1e-3
+
+
+def test_a_ranks_blocks_begin_at_its_own_positions_and_count_for_all() -> None:
+    whole = make_batch(DRAFTS)["depths"]
+    of_ranks = [with_blocks(whole.at(torch.arange(first, LENGTH, 2)), 5, (3, 4), LENGTH) for first in (0, 1)]
+    begun = [part.positions_S[part.blocks_A] for part in of_ranks]
+    assert sorted(torch.cat(begun).tolist()) == with_blocks(whole, 5, (3, 4), LENGTH).blocks_A.tolist()
+    assert [part.block_weight for part in of_ranks] == [LENGTH / 5] * 2
+    none = with_blocks(whole.at(torch.arange(2)), 1, (3, 4), LENGTH)
+    assert (none.block_weight, none.of_blocks().loss_mask_DBS.sum()) == (0, 0)
+
+
+@pytest.mark.parametrize(("chosen", "layers"), [((1, 2, 8), 8), ((0, 2), 8), ((2, 2), 8), ((4, 2), 8), ((), 8)])
+def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: int) -> None:
+    given = " ".join(map(str, chosen))
+    with pytest.raises(ValueError, match=f"is {given}, and the trunk has {layers} layers; give rising numbers from 1"):
+        check_layers(chosen, layers, "dflash")
+
+
+def test_the_default_layers_are_those_of_published_drafters() -> None:
+    assert default_layers(36, "dspark", 5) == (2, 10, 18, 26, 34)
+    assert default_layers(4, "dflash", 1) == (3,)
+    for layers in range(2, 9):
+        check_layers(default_layers(layers, "dflash", 5), layers, "dflash")
+
+
+def test_a_mask_token_outside_the_vocabulary_is_refused() -> None:
+    given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ}
+    with pytest.raises(ValueError, match="--drafter-mask-token is 96, and the vocabulary has 96 tokens; give one"):
+        our_model(DRAFTS, drafter={**KINDS["dflash"], "drafter_mask_token": VOCABULARY}, **given)
+
+
+def test_a_confidence_without_rates_to_learn_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="--mtp-loss is kd, from which the confidence of --drafter dspark cannot"):
+        check_loss(MTPConfig(drafter="dspark", mtp_loss="kd"))
+    check_loss(MTPConfig(drafter="dspark", mtp_loss="lk"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"drafter": "dflash", "drafter_markov_rank": 4},
+            "--drafter-markov-rank was given with --drafter dflash; give --drafter dspark",
+        ),
+        (
+            {"drafter": "eagle3", "drafter_blocks": 4},
+            "--drafter-blocks was given with --drafter eagle3; give --drafter dflash",
+        ),
+        ({"drafter_mask_token": 3}, "--drafter-mask-token was given without --drafter; give --drafter dflash"),
+        ({"drafter": "dflash", "drafter_mask_token": -1}, "--drafter-mask-token is -1; give 0 or more"),
+        ({"drafter": "dspark", "mtp_token_fraction": 0.5}, "whose blocks are --drafter-blocks; give that"),
+    ],
+)
+def test_flags_of_other_drafters_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MTPConfig(**given)

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
@@ -193,13 +194,10 @@ class BlockDrafterLayer(DrafterLayer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Megatron's takes a list of modules for tensors that every rank has."""
-        layers, self.layers = self.layers, torch.nn.ModuleList()
-        try:
-            entries: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        finally:
-            self.layers = layers
-        for number, layer in enumerate(layers):
+        """Megatron's, which takes a list of modules for tensors that every rank has."""
+        entries: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, TransformerLayer)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata))
         return entries
 

@@ -166,7 +166,7 @@ def build(
         command_line += " --mtp-train-only"
     sys.argv = ["layout_worker.py", *command_line.split()]
     set_machine_flags(sys.argv, ON_CPU)
-    with mock.patch.object(checks, "_has_checkpoint", return_value=True) if not given.depths else nullcontext():
+    with mock.patch.object(checks, "checkpoint_exists", return_value=True) if not given.depths else nullcontext():
         args, model_config = parse_checked_args()  # a drafter is drawn with its trunk in `init`
     args.sft = given.packed  # the flag wants a tokenizer of conversations, and the batches are made here
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))

@@ -10,7 +10,7 @@ from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.drafters import described, is_drafter
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_of
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, megatron_arguments, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
@@ -95,12 +95,13 @@ def names(folder: Path, rows: bool = False) -> list[Any]:
     Raises:
         ValueError: it is neither of the two, is damaged, or no family has a place for the checkpoint's model.
     """
-    table = name_rows if rows else name_lines
     if (folder / CONFIG).is_file():
         model = HFModel.read(folder)
-        return table(model.rules, lambda rule: model.folder.shape(rule.hf[0].name))
-    export = Export.of(folder, folder, form_of(folder))
-    return table(export.rules, lambda rule: export.reader.shape(rule.mcore[0].key))
+        found = name_rows(model.rules, lambda rule: model.folder.shape(rule.hf[0].name))
+    else:
+        export = Export.of(folder, folder, form_of(folder))
+        found = name_rows(export.rules, lambda rule: export.reader.shape(rule.mcore[0].key))
+    return found if rows else name_lines(found)
 
 
 def _hf(folder: Path) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _megatron(folder: Path) -> dict[str, Any]:
     return {
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
-        **_pattern(common["args"]),
+        **({} if (pattern := pattern_of(reader)) is None else {"hybrid layer pattern": pattern}),
         "depths": StoredDepths.of(reader.keys).layers,
         **_drafter(reader, common["args"]),
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
@@ -142,12 +143,6 @@ def _megatron(folder: Path) -> dict[str, Any]:
         **({"why not": reason} if isinstance(reason, str) else {}),
         **{name: value for name, value in common.get("megatron_mtp", {}).items() if name != "layout"},
     }
-
-
-def _pattern(args: Namespace) -> dict[str, str]:
-    """The layers of a hybrid; nothing for a GPT."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    return {} if pattern is None else {"hybrid layer pattern": pattern}
 
 
 def _drafter(reader: DistReader, args: Namespace) -> dict[str, Any]:

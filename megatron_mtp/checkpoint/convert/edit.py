@@ -23,12 +23,13 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.export_hf import kept_origin
+from megatron_mtp.checkpoint.convert.export_hf import kept_origin, pattern_of
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
 from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.plan import counted
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
+from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
@@ -55,13 +56,7 @@ OF_DEPTHS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Init:
-    """How the weights of new depths are made.
-
-    Attributes:
-        name: "last-layer", "fitted" or "random".
-        seed: of "random".
-        data: of "fitted".
-    """
+    """How the weights of new depths are made: "last-layer", "fitted" to data or "random" by a seed."""
 
     name: str
     seed: int = 0
@@ -165,14 +160,10 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
         for key in reader.keys
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
-    arguments = {"mtp_num_layers": keep or None, **ONE_PASS, **_pattern(reader, keep)}
+    arguments: dict[str, Any] = {"mtp_num_layers": keep or None, **ONE_PASS}
+    if (pattern := pattern_of(reader)) is not None:  # it names the layers of every depth behind a slash
+        arguments["hybrid_layer_pattern"] = "/".join(pattern.split("/")[: 1 + keep])
     return changed(reader, source, kept, arguments, {"depths": keep}, keep, _carried_parts(reader, source, keep))
-
-
-def _pattern(reader: DistReader, keep: int) -> dict[str, str]:
-    """The changed argument of a hybrid model: its pattern names the layers of every depth behind a slash."""
-    pattern = getattr(reader.common()["args"], "hybrid_layer_pattern", None)
-    return {} if pattern is None else {"hybrid_layer_pattern": "/".join(pattern.split("/")[: 1 + keep])}
 
 
 def copied(reader: DistReader, key: str) -> Group:
@@ -232,8 +223,7 @@ class Template:
         if not numbers:
             raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
         count = max(numbers) + 1
-        pattern = getattr(reader.common()["args"], "hybrid_layer_pattern", None)
-        if pattern is None:
+        if (pattern := pattern_of(reader)) is None:
             return cls(count, {count - 1: f"{SHARDED_TF_LAYER}."}, "decoder.final_layernorm.", None)
         pattern = pattern.split(Symbols.MTP_SEPARATOR)[0]
         stack = {layer: f"{SHARDED_STACK}.layers.{index}." for index, layer in enumerate(_last_of_kinds(pattern))}
@@ -268,40 +258,29 @@ def _depth(
         if init.name == "random" and weights.draw(key, (1,) * len(shape)) is None:
             raise ValueError(f"--mtp-init random cannot draw '{key}'; give --mtp-init last-layer.")
         if init.name == "random" or ".enorm." in key or ".hnorm." in key:
-            make = partial(_drawn, weights, key, shape, dtype)
+            make: Callable[[], Any] = partial(weights.draw, key, shape)
         elif key.endswith("eh_proj.weight"):
-            make = partial(_in_type, fitted or partial(_pass_hidden_state, shape), dtype)
+            make = fitted or partial(_pass_hidden_state, shape)
         else:
             make = partial(reader.read, pattern)
-        yield Group.single(key, shape, dtype, make)
+        yield Group.single(key, shape, dtype, lambda make=make, dtype=dtype: make().to(dtype))  # type: ignore[misc]
 
 
-def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, Shape]]:
     """Key, key of the corresponding tensor of the trunk, and shape of every tensor of a depth."""
     mcore, norm = f"mtp.layers.{depth}.", template.norm
-    copies = {f"decoder.layers.{layer}.": f"{mcore}{inside}" for layer, inside in template.stack.items()}
+    copies = {norm: [f"{name}." for name in ("enorm", "hnorm", "final_layernorm")]}
+    copies |= {f"decoder.layers.{layer}.": [inside] for layer, inside in template.stack.items()}
     for key in reader.keys:
-        if key.startswith(norm):
-            for name in ("enorm", "hnorm", "final_layernorm"):
-                yield f"{mcore}{name}.{key.removeprefix(norm)}", key, tuple(reader.shape(key))
-        for layer, copied in copies.items():
-            if key.startswith(layer):
-                yield f"{copied}{key.removeprefix(layer)}", key, tuple(reader.shape(key))
+        for prefix, names in copies.items():
+            if key.startswith(prefix):
+                for name in names:
+                    yield f"{mcore}{name}{key.removeprefix(prefix)}", key, reader.shape(key)
     hidden = reader.shape(f"{norm}weight")[0]
     yield f"{mcore}eh_proj.weight", f"{norm}weight", (hidden, 2 * hidden)
 
 
-def _drawn(weights: RandomWeights, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    drawn = weights.draw(key, shape)
-    assert drawn is not None
-    return drawn.to(dtype)
-
-
-def _in_type(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return make().to(dtype)
-
-
-def _pass_hidden_state(shape: tuple[int, ...]) -> Tensor:
+def _pass_hidden_state(shape: Shape) -> Tensor:
     """[0 | I]"""
     hidden, _ = shape
     return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
@@ -317,13 +296,7 @@ def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """Which tokens the depths may draft: the most frequent ones of a corpus, or those in a file.
-
-    Attributes:
-        size: how many of the corpus.
-        data_path: prefix of the corpus's .bin and .idx.
-        file: a token id on every line, in place of the two others.
-    """
+    """Which tokens the depths may draft: the `size` most frequent of a corpus, or those in a file, an id a line."""
 
     size: int | None = None
     data_path: str | None = None
@@ -333,13 +306,11 @@ class DraftTokens:
         """Ids below `vocabulary` in ascending order, and what they are, for people.
 
         Raises:
-            ValueError: neither size and corpus nor a file, or both; one is unreadable; fewer tokens in the vocabulary.
+            ValueError: the flags do not choose tokens that exist.
         """
         if self.file is not None:
             if self.size or self.data_path:
-                raise ValueError(
-                    f"{FILE} is {self.file}, which lists the tokens itself; leave {SIZE} and --data-path out."
-                )
+                raise ValueError(f"{FILE} is {self.file}, which lists the tokens; leave {SIZE} and --data-path out.")
             return tokens_of_file(self.file, vocabulary), f"those of {self.file}"
         if self.size is None or self.data_path is None:
             raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")

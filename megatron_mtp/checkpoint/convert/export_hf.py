@@ -98,7 +98,7 @@ def kept_form(folder: Path) -> HFForm | None:
 
 
 def kept_origin(kept: Path) -> dict[str, Any]:
-    """The record of an import (`importing.origin`), beside the files that it kept; empty without one.
+    """The record of an import (`import_hf.origin`) beside the files that it kept; empty without one.
 
     Raises:
         ValueError: it is damaged.
@@ -250,16 +250,14 @@ class Export:
     @cached_property
     def depth_names(self) -> frozenset[str]:
         """The folder's names of the depths' tensors."""
-        stored = self.family.depths
-        found: set[str] = set()
-        for rule in self.rules:
-            ours = any(piece.key.startswith("mtp.") for piece in rule.mcore)
-            found |= {
-                one.name
-                for one in rule.hf
-                if ours or (stored is not None and stored.depth_of(self.settings, one.name) is not None)
-            }
-        return frozenset(found)
+        stored, config = self.family.depths, self.settings
+        return frozenset(
+            one.name
+            for rule in self.rules
+            for one in rule.hf
+            if any(piece.key.startswith("mtp.") for piece in rule.mcore)
+            or (stored is not None and stored.depth_of(config, one.name) is not None)
+        )
 
     def coded(self, quantize: Quantize) -> dict[str, Form]:
         """The forms of the weights that will be quantized, by name."""
@@ -315,10 +313,7 @@ def pattern_of(reader: DistReader) -> str | None:
 def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -> dict[str, Any]:
     """The config's keys for this number of depths; unchanged if they imply it already.
 
-    Args:
-        keys: of the config.
-        depths: number of depths.
-        pattern: of a hybrid, from which keys that name the layers of a depth are written.
+    A hybrid's `pattern` gives the keys that name the layers of a depth.
     """
     config = HFConfig.from_keys(keys)
     stored = family_of(config).depths
@@ -351,16 +346,13 @@ def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
 def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
     if not layout.depths:
         return
+    has = f"{reader.folder} has {layout.depths} MTP depth(s)"
     if family.depths is None:
-        raise ValueError(
-            f"{reader.folder} has {layout.depths} MTP depth(s), for which {family.title} folders have no place; export "
-            "it to a family with MTP (--family), or without the depths (drop-mtp)."
-        )
+        remedy = "export it to a family with MTP (--family), or without the depths (drop-mtp)"
+        raise ValueError(f"{has}, for which {family.title} folders have no place; {remedy}.")
     if family.depths.limit is not None and layout.depths > family.depths.limit:
-        raise ValueError(
-            f"{reader.folder} has {layout.depths} MTP depths, but {family.title} holds at most {family.depths.limit}; "
-            "choose another family (--family)."
-        )
+        most = f"{family.title} holds at most {family.depths.limit}"
+        raise ValueError(f"{has}, but {most}; choose another family (--family).")
     if not StoredDepths.of(reader.keys).sequential:
         raise ValueError(
             f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
@@ -371,18 +363,15 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
     if form.files is not None:
         for file in sorted(form.files.iterdir()):
-            if (
-                file.is_file()
-                and file.name not in (ORIGIN, CONFIG, RECORD, DRAFTED)
-                and not file.name.endswith(NOT_KEPT)
-            ):
+            known = file.name in (ORIGIN, CONFIG, RECORD, DRAFTED) or file.name.endswith(NOT_KEPT)
+            if file.is_file() and not known:
                 shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)
 
 
 def form_of(
-    source: Path,
+    source: Path | DistReader,
     like: Path | None = None,
     family: str | None = None,
     tokenizer: Path | None = None,
@@ -391,7 +380,7 @@ def form_of(
     """The form of the folder that a checkpoint is exported to.
 
     Args:
-        source: the checkpoint.
+        source: the checkpoint; one that is open for reading has no kept form.
         like: a Hugging Face folder or converted checkpoint from which to take config and files.
         family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
@@ -403,52 +392,23 @@ def form_of(
     if like is not None and family is not None:
         raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
     if tokenizer is not None and not has_tokenizer(tokenizer):
-        raise ValueError(
-            f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json or its like."
-        )
-    return form_for(DistReader(source), kept_form(source), like, family, tokenizer, trust_remote_code)
-
-
-def form_for(
-    reader: DistReader,
-    kept: HFForm | None,
-    like: Path | None = None,
-    family: str | None = None,
-    tokenizer: Path | None = None,
-    trust_remote_code: bool = False,
-) -> HFForm:
-    """The same of a checkpoint that is open for reading; `kept` is the form that an import kept beside it."""
+        raise ValueError(f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json.")
+    reader, kept = (DistReader(source), kept_form(source)) if isinstance(source, Path) else (source, None)
+    depths = StoredDepths.of(reader.keys).layers
+    config = HFConfig.from_keys(kept.keys) if kept is not None else None
     if like is not None:
         form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
-        check_said(form, reader, f"the {CONFIG} of {like}", remedy)
-    elif kept is not None and family is None and _holds(kept, StoredDepths.of(reader.keys).layers):
-        form = kept
-        check_said(form, reader, f"{kept.files}/{CONFIG}", f"make the config anew (--family {_named(kept)}).")
+        where = f"the {CONFIG} of {like}"
+    elif config is not None and kept is not None and family is None and (not depths or family_of(config).depths):
+        named = config.model_type if config.model_type in trained_forms() else "NAME"
+        form, where, remedy = kept, f"{kept.files}/{CONFIG}", f"make the config anew (--family {named})."
     else:
         form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
-        check_said(form, reader, "the config for it", "it cannot be exported to this family.")
-    return replace(form, files=tokenizer or form.files)
-
-
-def check_said(form: HFForm, reader: DistReader, source: str, remedy: str) -> None:
-    """Compare the config of a form with the checkpoint's arguments.
-
-    Args:
-        form: the form of the export.
-        reader: the checkpoint.
-        source, remedy: as in `check_config`.
-
-    Raises:
-        ValueError: they describe different computations.
-    """
+        where, remedy = "the config for it", "it cannot be exported to this family."
     layout = stored_layout(reader, form.features, form.carried)
     keys = with_depths(form.keys, layout.depths, pattern_of(reader))
-    check_config(keys, layout, reader.common()["args"], source, remedy)
-
-
-def _named(form: HFForm) -> str:
-    model_type = HFConfig.from_keys(form.keys).model_type
-    return model_type if model_type in trained_forms() else "NAME"
+    check_config(keys, layout, reader.common()["args"], where, remedy)
+    return replace(form, files=tokenizer or form.files)
 
 
 def hf_folder_form(folder: Path) -> HFForm:
@@ -472,21 +432,10 @@ def _check_is_gpt(args: Namespace) -> None:
     )
 
 
-def _holds(form: HFForm, depths: int) -> bool:
-    """Whether the form's family can hold so many depths: any family holds none."""
-    return not depths or family_of(HFConfig.from_keys(form.keys)).depths is not None
-
-
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
-    """The form of a checkpoint that a training run saved, from Megatron's arguments.
-
-    Args:
-        reader: the checkpoint.
-        family: `model_type` of the folder; None for the one that fits.
-        tokenizer: folder of the tokenizer to copy; None for the training run's.
-        trust_remote_code: whether to run the tokenizer folder's Python code.
+    """The form of a checkpoint that a training run saved, from Megatron's arguments; flags as in `form_of`.
 
     Raises:
         ValueError: no family supports the model, or `family` does not.
@@ -528,11 +477,6 @@ class Tokens:
     def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
         """Read the tokenizer in a folder; without one, the training run's arguments.
 
-        Args:
-            folder: folder of the tokenizer.
-            args: Megatron's arguments, from the checkpoint.
-            trust_remote_code: whether to run the folder's Python code.
-
         Raises:
             ValueError: the tokenizer cannot be loaded, or not without its code.
         """
@@ -541,12 +485,9 @@ class Tokens:
             ends = getattr(args, "null_tokenizer_eod_id", None)
             return cls(given, {} if ends is None else {"eos_token_id": ends}, folder)
         tokenizer = read_tokenizer(folder, trust_remote_code)
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return cls(
-            max(entries(tokenizer), given or 0),
-            {name: value for name, value in ids.items() if value is not None},
-            folder,
-        )
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: value for name in names if (value := getattr(tokenizer, name)) is not None}
+        return cls(max(entries(tokenizer), given or 0), ids, folder)
 
     def vocabulary(self, reader: DistReader) -> int:
         """Number of rows of embedding and head in the folder, without the rows that Megatron adds as padding.

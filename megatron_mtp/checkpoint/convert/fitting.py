@@ -47,13 +47,7 @@ HELD_OUT = 8
 
 @dataclass(frozen=True)
 class FitData:
-    """What to fit on.
-
-    Attributes:
-        data_path: prefix of the .bin and .idx.
-        split: Megatron's; the texts are of its training part.
-        fit_tokens: how many; None for `TOKENS_A_WIDTH` for each hidden unit.
-    """
+    """A corpus: prefix of its .bin and .idx, Megatron's split (texts are of the training part), and how many tokens."""
 
     data_path: str
     split: str = "98,2,0"

@@ -180,6 +180,7 @@ ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
 CHANNELS = (Symbols.MLP, Symbols.MOE)
 """The symbols of the first and of the second half of a GPT's layer."""
 
+STAYS, DAMAGED = "it has to stay", "the checkpoint is damaged"
 POSITIONS = ("rope", "learned_absolute", "none")
 """Position embeddings that both forms compute alike."""
 
@@ -193,12 +194,8 @@ NOT_IN_HYBRIDS = (
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
     """The arguments of the hybrid that computes what a GPT of these arguments does.
 
-    Args:
-        args: the GPT's.
-        source: what messages call the checkpoint.
-
     Raises:
-        ValueError: it is a hybrid, or computes something that a hybrid does not.
+        ValueError: it is a hybrid, or computes something that a hybrid does not; `source` names the checkpoint.
     """
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
         raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
@@ -206,12 +203,10 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
     if args.position_embedding_type not in POSITIONS:
         wrong.append(f"position_embedding_type {args.position_embedding_type}")
     if wrong:
-        raise ValueError(
-            f"{source} was trained with --{wrong[0].replace('_', '-')}, which a hybrid model does not compute as a GPT "
-            "does; it has to stay a GPT."
-        )
+        flag, says = wrong[0].replace("_", "-"), "which a hybrid model does not compute as a GPT does"
+        raise ValueError(f"{source} was trained with --{flag}, {says}; {STAYS} a GPT.")
     _check_layers(args, source)
-    layers = [_attention(args) + channel for channel in _channels(args)]
+    layers = _layers(args)
     depths = [layers[-1]] * (args.mtp_num_layers or 0)
     return _changed(args, hybrid_layer_pattern="/".join(["".join(layers), *depths]), moe_layer_freq=1)
 
@@ -219,12 +214,8 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
 def gpt_arguments(args: Namespace, source: str) -> Namespace:
     """The arguments of the GPT that computes what a hybrid of these arguments does.
 
-    Args:
-        args: the hybrid's.
-        source: what messages call the checkpoint.
-
     Raises:
-        ValueError: it is a GPT, or its layers are not those of one.
+        ValueError: it is a GPT, or its layers are not those of one; `source` names the checkpoint.
     """
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
@@ -232,17 +223,15 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
     trunk, depths = trunk_and_depths(pattern)
     _check_order(trunk, f"{source} has the layers {pattern}")
     if not trunk:
-        raise ValueError(f"the arguments in {source} have a pattern without layers; the checkpoint is damaged.")
+        raise ValueError(f"the arguments in {source} have a pattern without layers; {DAMAGED}.")
     if (other := next((depth for depth in depths if depth != trunk[-2:]), None)) is not None:
         raise ValueError(
             f"{source} has the layers {pattern}, whose depths are {other}, but a GPT's depths are layers like the "
-            f"last one of its trunk, {trunk[-2:]} here; it has to stay a hybrid."
+            f"last one of its trunk, {trunk[-2:]} here; {STAYS} a hybrid."
         )
     if (Symbols.MLA in trunk) != bool(args.multi_latent_attention):
-        raise ValueError(
-            f"{source} has the layers {pattern}, but its arguments say multi_latent_attention "
-            f"{args.multi_latent_attention}; the checkpoint is damaged."
-        )
+        says = f"its arguments say multi_latent_attention {args.multi_latent_attention}"
+        raise ValueError(f"{source} has the layers {pattern}, but {says}; {DAMAGED}.")
     moe = [int(symbol == Symbols.MOE) for symbol in trunk[1::2]]
     experts = {"num_experts": args.num_experts if any(moe) else None}
     return _changed(args, hybrid_layer_pattern=None, moe_layer_freq=moe if 0 < sum(moe) < len(moe) else 1, **experts)
@@ -258,37 +247,30 @@ def _check_layers(args: Namespace, source: str) -> None:
     if wrong is None and not isinstance(frequency, int) and len(frequency or ()) != layers:
         wrong = "moe_layer_freq"
     if wrong is not None:
-        raise ValueError(f"the arguments in {source} say {wrong} {getattr(args, wrong)!r}; the checkpoint is damaged.")
+        raise ValueError(f"the arguments in {source} say {wrong} {getattr(args, wrong)!r}; {DAMAGED}.")
 
 
 def _check_order(trunk: str, said: str) -> None:
     """Raises ValueError at the first symbol that is no half of a GPT's layer, or in another order."""
     for index, symbol in enumerate(trunk):
         if symbol not in ATTENTION + CHANNELS:
-            raise ValueError(
-                f"{said}, and no GPT has {symbol} ({KINDS.get(symbol, 'no layer of Megatron')}); it has to stay "
-                "a hybrid."
-            )
+            kind = KINDS.get(symbol, "no layer of Megatron")
+            raise ValueError(f"{said}, and no GPT has {symbol} ({kind}); {STAYS} a hybrid.")
         if symbol not in (CHANNELS if index % 2 else ATTENTION):
             raise ValueError(
                 f"{said}, whose symbol {index + 1} is {symbol} ({KINDS[symbol]}), but a GPT's layers are attention "
-                "(* or +) followed by an MLP (-) or MoE (E); it has to stay a hybrid."
+                f"(* or +) followed by an MLP (-) or MoE (E); {STAYS} a hybrid."
             )
     if len(trunk) % 2:
-        raise ValueError(f"{said}, whose last {trunk[-1]} is half of a GPT's layer; it has to stay a hybrid.")
+        raise ValueError(f"{said}, whose last {trunk[-1]} is half of a GPT's layer; {STAYS} a hybrid.")
 
 
-def _attention(args: Namespace) -> str:
-    return Symbols.MLA if args.multi_latent_attention else Symbols.ATTENTION
-
-
-def _channels(args: Namespace) -> list[str]:
-    """The second half of every layer: an MLP, or experts by --moe-layer-freq."""
+def _layers(args: Namespace) -> list[str]:
+    """The symbols of every layer: attention, and an MLP or, by --moe-layer-freq, experts."""
+    attention = Symbols.MLA if args.multi_latent_attention else Symbols.ATTENTION
     layers, frequency = range(args.num_layers), args.moe_layer_freq
-    if not args.num_experts:
-        return [Symbols.MLP for _ in layers]
     moe = [n % frequency == 0 for n in layers] if isinstance(frequency, int) else frequency
-    return [Symbols.MOE if has_experts else Symbols.MLP for has_experts in moe]
+    return [attention + (Symbols.MOE if args.num_experts and moe[n] else Symbols.MLP) for n in layers]
 
 
 def _changed(args: Namespace, hybrid_layer_pattern: str | None, **changes: Any) -> Namespace:
@@ -374,7 +356,7 @@ class Halves:
         return [f"{place}{name}{norm.group(1)}" for name in names]
 
     def check(self, keys: Iterable[str], depths: int, source: str) -> None:
-        """Whether a checkpoint has the layers of its arguments.
+        """Check that a checkpoint has the layers of its arguments.
 
         Args:
             keys: the hybrid's keys of all tensors.
@@ -392,16 +374,13 @@ class Halves:
         for place, symbol in layers.items():
             if place + WITNESSES[symbol] not in held:
                 raise ValueError(
-                    f"{source} lacks '{place}{WITNESSES[symbol]}' (its key in a hybrid), which its arguments call for; "
-                    "the checkpoint is damaged."
+                    f"{source} lacks '{place}{WITNESSES[symbol]}' (its key in a hybrid), which its arguments call "
+                    f"for; {DAMAGED}."
                 )
 
     def _symbol(self, index: int, key: str) -> str:
         if index >= len(self.trunk):
-            raise ValueError(
-                f"'{key}' is behind the last of the trunk's layers {self.trunk} in the checkpoint's arguments; the "
-                "checkpoint is damaged."
-            )
+            raise ValueError(f"'{key}' is behind the last of the trunk's layers {self.trunk}; {DAMAGED}.")
         return self.trunk[index]
 
 

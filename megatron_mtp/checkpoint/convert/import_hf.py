@@ -163,10 +163,7 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
 
 
 def depth_flags_of(model: HFModel) -> list[str] | None:
-    """Megatron's flags for the depths of a model whose trunk it cannot run; None if it cannot run the depths either.
-
-    Without depths there are no flags: transformers runs all of such a model.
-    """
+    """Megatron's flags for the depths of a trunk that it cannot run; None if it cannot run them, [] without any."""
     depths = model.family.depths
     if model.family.untrainable is not None and not model.layout.depths:
         return []
@@ -177,10 +174,7 @@ def depth_flags_of(model: HFModel) -> list[str] | None:
 
 
 def megatron_arguments(model: HFModel) -> Namespace:
-    """The arguments that a checkpoint of this model stores.
-
-    If Megatron cannot run the model, these are `mtp_num_layers` and the reason, `megatron_mtp_untrainable`.
-    """
+    """The arguments that a checkpoint stores; `mtp_num_layers` and the reason where Megatron cannot run the model."""
     flags, reason = flags_of(model)
     if flags is None:
         return Namespace(mtp_num_layers=model.layout.depths or None, megatron_mtp_untrainable=reason)
@@ -205,11 +199,7 @@ def pass_keys(args: Namespace) -> dict[str, Any]:
 
 
 def set_passes(args: Namespace, config: HFConfig) -> None:
-    """Give Megatron's arguments of an imported folder what `pass_keys` has written.
-
-    Raises:
-        ValueError: a value is no number of passes, or neither true nor false.
-    """
+    """Give Megatron's arguments of an imported folder what `pass_keys` has written; ValueError for a wrong value."""
     if args.mtp_num_layers and config.has(UNROLL):
         args.mtp_use_repeated_layer = True
         args.mtp_unroll = config.integer(UNROLL, least=args.mtp_num_layers)

@@ -18,7 +18,7 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_for, form_of, hf_folder_form
+from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Group, Options
 from megatron_mtp.checkpoint.families.rules import Rule
@@ -59,7 +59,7 @@ def export_hf_weights(
     reader = LiveReader(model if isinstance(model, list) else [model], args)
     if args is None and like is None:
         raise ValueError("neither args nor like was given; give Megatron's arguments, or a folder of the same model.")
-    form = hf_folder_form(like) if args is None and like is not None else form_for(reader, None, like, family)
+    form = hf_folder_form(like) if args is None and like is not None else form_of(reader, like, family)
     export, options = Export.of(reader, _HERE, form), Options(dtype=dtype)
     bucket: list[tuple[str, Tensor]] = []
     held = 0
@@ -97,9 +97,7 @@ def load_hf_weights(
             came before has been copied.
     """
     if like is None and source is None:
-        raise ValueError(
-            "neither source nor like was given; give the model's checkpoint, or a folder of the same model."
-        )
+        raise ValueError("neither source nor like was given; give the model's checkpoint, or a folder like it.")
     reader = LiveReader([model], None)
     form = hf_folder_form(like) if like is not None else form_of(source or _HERE)
     rules = {tensor.name: rule for rule in Export.of(reader, _HERE, form).rules for tensor in rule.hf}
@@ -119,9 +117,8 @@ def load_hf_weights(
             for piece, own in zip(rule.mcore, made, strict=True):
                 reader.write(stored_key(piece, reader), piece.offset, own)
     if waiting:
-        raise ValueError(
-            f"'{next(iter(waiting))}' came without the tensors that make one weight with it; send them too."
-        )
+        name = next(iter(waiting))
+        raise ValueError(f"'{name}' came without the tensors that make one weight with it; send them too.")
     return count
 
 

@@ -93,11 +93,7 @@ class PartialFolder:
 
 
 def check_free(target: Path, source: Path) -> None:
-    """Check that a folder can be made at this path from a source.
-
-    Raises:
-        ValueError: something is there already, or it is a mount point, or one of both lies inside the other.
-    """
+    """Raises ValueError where something is at the target, or as `check_place`."""
     target = _resolved(target)
     check_place(target, source)
     _check_empty(target)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
 from megatron_mtp.checkpoint.families.family import class_tensors
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
@@ -25,6 +23,7 @@ from megatron_mtp.checkpoint.families.trunk import (
 )
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
+from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.hf.quantized import Settings
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
@@ -47,28 +46,30 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
     Raises:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
-    left = dict(folder.tensors)
+    left, source = dict(folder.tensors), config.source
     _check_names(left, folder.folder)
     for tensor in (tensor for rule in rules for tensor in rule.hf):
         stored = left.pop(tensor.name, None)
         if stored is None:
             raise ValueError(
-                f"{folder.folder} lacks '{tensor.name}', which {config.source} ({config.model_type}) calls for; fetch "
-                "the folder again, or correct the config."
+                f"{folder.folder} lacks '{tensor.name}', which {source} ({config.model_type}) calls for; {REMEDY}."
             )
         if tensor.shape is not None and stored.shape != tensor.shape:
-            raise ValueError(
-                f"'{tensor.name}' in {stored.file} is {_by(stored.shape)}, but {config.source} makes it "
-                f"{_by(tensor.shape)}; one of the two is wrong."
-            )
+            wrong = f"is {by(stored.shape)}, but {source} makes it {by(tensor.shape)}"
+            raise ValueError(f"'{tensor.name}' in {stored.file} {wrong}; one of the two is wrong.")
         folder.check_type(tensor.name, must_be_weight=tensor.shape is not None)
-    if left:
-        name, stored = next(iter(left.items()))
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    for name, stored in left.items():
         raise ValueError(
-            f"'{name}'{more} in {stored.file} is no tensor of a '{config.model_type}' model as {config.source} "
+            f"'{name}'{_more(left)} in {stored.file} is no tensor of a '{config.model_type}' model as {source} "
             f"describes it; nothing is dropped silently, so remove it, or correct the config{_meant(config)}."
         )
+
+
+REMEDY = "fetch the folder again, or correct the config"
+
+
+def _more(left: Collection[str]) -> str:
+    return f" and {len(left) - 1} more" if len(left) > 1 else ""
 
 
 def _check_names(names: Iterable[str], folder: Path) -> None:
@@ -99,11 +100,7 @@ def _meant(config: HFConfig) -> str:
 
 
 def check_carried(path: Path, config: HFConfig, family: Family, names: Collection[str]) -> None:
-    """Check the layers for which there are no rules, with transformers' class, and depths with the trunk's layers.
-
-    Raises:
-        ValueError: a tensor is missing.
-    """
+    """Raises ValueError where a layer without rules, or a depth, lacks what others, or transformers' class, have."""
     layers: dict[int, list[str]] = defaultdict(list)
     depths: dict[int, list[str]] = defaultdict(list)
     for name in names:
@@ -118,8 +115,8 @@ def check_carried(path: Path, config: HFConfig, family: Family, names: Collectio
     ]
     if lost := [*whole, *lost_of_class(path, names), *thin]:
         raise ValueError(
-            f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; fetch "
-            "the folder again, or correct the config."
+            f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; "
+            f"{REMEDY}."
         )
 
 
@@ -169,8 +166,8 @@ INNER = "transformer_layer."
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     """Check that every tensor of a checkpoint has one rule, and the shape that the config implies.
 
-    The draft vocabulary is no exception to report: it is left out, since the depths of a folder draft all tokens. So is
-    a drafter, which has a folder of its own (`drafter-to-hf`).
+    A draft vocabulary is left out, since the depths of a folder draft all tokens, and so is a drafter, which has a
+    folder of its own (`drafter-to-hf`).
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
@@ -179,30 +176,25 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     for piece in (piece for rule in rules for piece in rule.mcore):
         key = stored_key(piece, reader)
         left -= {piece.key, *piece.aliases}
-        if not reader.dtype(key).is_floating_point and not key.startswith(CARRIED):
+        dtype, shape, wanted = reader.dtype(key), reader.shape(key), piece.whole or piece.shape
+        if not dtype.is_floating_point and not key.startswith(CARRIED):
             raise ValueError(
-                f"'{key}' in {reader.folder} is of type {_name(reader.dtype(key))}, but weights are floating-point "
-                "numbers; the checkpoint is damaged."
+                f"'{key}' in {reader.folder} is of type {str(dtype).removeprefix('torch.')}, but weights are "
+                "floating-point numbers; the checkpoint is damaged."
             )
-        if piece.shape is not None and not _fits(reader.shape(key), piece):
-            raise ValueError(
-                f"'{key}' in {reader.folder} is {_by(reader.shape(key))}, but the config makes it "
-                f"{_by(piece.whole or piece.shape)}; one of the two is wrong."
-            )
+        larger = wanted is not None and piece.padded and shape[:1] > wanted[:1] and shape[1:] == wanted[1:]
+        if wanted is not None and shape != wanted and not larger:
+            wrong = f"is {by(shape)}, but the config makes it {by(wanted)}"
+            raise ValueError(f"'{key}' in {reader.folder} {wrong}; one of the two is wrong.")
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ValueError(
-            f"'{min(left)}'{more} in {reader.folder} has no place in this family; nothing is dropped silently, so "
-            "export to another family, or from a model without it."
+            f"'{min(left)}'{_more(left)} in {reader.folder} has no place in this family; nothing is dropped silently, "
+            "so export to another family, or from a model without it."
         )
 
 
 def stored_key(piece: Piece, reader: DistReader) -> str:
-    """The key under which a checkpoint holds a piece: the piece's own, or an alias.
-
-    Raises:
-        ValueError: the checkpoint holds neither.
-    """
+    """The key under which a checkpoint holds a piece, its own or an alias; raises ValueError where there is none."""
     for key in (piece.key, *piece.aliases):
         if reader.holds(key):
             return key
@@ -248,9 +240,7 @@ class HFModel:
     def read(cls, path: Path, lost_depths: bool = False) -> "HFModel":
         """Read and check a folder; no tensor is read.
 
-        Args:
-            path: the folder.
-            lost_depths: whether the config may count depths of which the folder has no tensor: transformers drops them.
+        With `lost_depths` the config may count depths of which the folder has no tensor: transformers drops them.
 
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
@@ -271,11 +261,7 @@ class HFModel:
         return cls(config, family, layout, folder, rules)
 
     def check_numbers(self) -> None:
-        """Read the tensors whose numbers may contradict their rule, which are copies and zeros.
-
-        Raises:
-            ValueError: copies differ, or zeros are not.
-        """
+        """Raises ValueError where copies differ, or zeros are not: the tensors whose numbers may contradict a rule."""
         for rule in self.rules:
             if isinstance(rule.map, Zeros) or (isinstance(rule.map, Copies) and len(rule.hf) > 1):
                 rule.to_mcore([self.folder.read(tensor.name) for tensor in rule.hf])
@@ -287,34 +273,23 @@ class HFModel:
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 
-def _fits(stored: Shape, piece: Piece) -> bool:
-    wanted = piece.whole or piece.shape
-    assert wanted is not None
-    if piece.padded:
-        return len(stored) == len(wanted) and stored[0] >= wanted[0] and stored[1:] == wanted[1:]
-    return stored == wanted
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _by(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "a single number"
-
-
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-ShapeOf = Callable[[Rule], Shape]
-"""Returns the shape of a carried tensor, from its rule, which has none."""
 
 
-def name_rows(rules: Iterable[Rule], shape_of: ShapeOf) -> list[dict[str, Any]]:
-    """A row per rule: `hugging_face` (name, shape), `megatron` (key, shape, aliases, slab), and `map`."""
+def name_rows(rules: Iterable[Rule], shape_of: Callable[[Rule], Shape]) -> list[dict[str, Any]]:
+    """A row per rule: `hugging_face` (name, shape), `megatron` (key, shape, aliases, slab), and `map`.
+
+    `shape_of` returns the shape of a carried tensor, from its rule, which has none.
+    """
+
+    def shape(tensor: HFTensor | Piece, rule: Rule) -> Shape:
+        return shape_of(rule) if tensor.shape is None else tensor.shape
+
     return [
         {
-            "hugging_face": [{"name": hf.name, "shape": _shape(hf, rule, shape_of)} for hf in rule.hf],
+            "hugging_face": [{"name": hf.name, "shape": shape(hf, rule)} for hf in rule.hf],
             "megatron": [
-                {"key": piece.key, "shape": piece.whole or _shape(piece, rule, shape_of)}
+                {"key": piece.key, "shape": piece.whole or shape(piece, rule)}
                 | ({"aliases": piece.aliases} if piece.aliases else {})
                 | ({"slab": {"offset": piece.offset, "shape": piece.shape}} if piece.offset else {})
                 for piece in rule.mcore
@@ -325,9 +300,13 @@ def name_rows(rules: Iterable[Rule], shape_of: ShapeOf) -> list[dict[str, Any]]:
     ]
 
 
-def name_lines(rules: Iterable[Rule], shape_of: ShapeOf) -> list[str]:
+def name_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
     """`HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, a line per kind of rule."""
-    counts = Counter(_line(rule, shape_of) for rule in rules)
+    counts: Counter[str] = Counter()
+    for row in rows:
+        old = unnumbered(f"{one['name']} {list(one['shape'])}" for one in row["hugging_face"])
+        new = unnumbered(f"{one['key']} {list(one['shape'])}" for one in row["megatron"])
+        counts[f"{old} -> {new or 'nothing'}" + (f"  ({row['map']})" if row["map"] else "")] += 1
     return [times(line, count) for line, count in counts.items()]
 
 
@@ -361,14 +340,3 @@ def carried(rules: Iterable[Rule]) -> list[str] | str:
     """Names of the tensors that are carried as they are."""
     keys = [piece.key for rule in rules for piece in rule.mcore if piece.key.startswith(CARRIED)]
     return [key.removeprefix(CARRIED) for key in keys] or "nothing"
-
-
-def _line(rule: Rule, shape_of: ShapeOf) -> str:
-    hf = unnumbered(f"{tensor.name} {list(_shape(tensor, rule, shape_of))}" for tensor in rule.hf)
-    keys = (f"{piece.key} {list(piece.whole or _shape(piece, rule, shape_of))}" for piece in rule.mcore)
-    what = f"  ({rule.map.what})" if rule.map.what else ""
-    return f"{hf} -> {unnumbered(keys) or 'nothing'}{what}"
-
-
-def _shape(tensor: HFTensor | Piece, rule: Rule, shape_of: ShapeOf) -> Shape:
-    return shape_of(rule) if tensor.shape is None else tensor.shape

@@ -8,7 +8,6 @@ once. Several workers share the parts. The target is a Megatron checkpoint (`Che
 (`export_hf.FolderFiles`).
 """
 
-import functools
 import shutil
 import sys
 import threading
@@ -343,8 +342,17 @@ def run_parts(
                 raise InterruptedError
             bar.update(count)
 
+        def run(index: int, size: int, work: Callable[[Report], Any]) -> Any:
+            record = partial.record(index)
+            if record is not None and is_there(record):
+                report(size)
+                return record
+            if record is not None:
+                print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
+            partial.keep(index, work(report))
+            return partial.record(index)  # as read from the file: a pickle shows whether strings are shared
+
         with ThreadPoolExecutor(workers) as pool:
-            run = functools.partial(_run_part, partial, is_there, report)
             futures = [pool.submit(run, index, *part) for index, part in enumerate(parts)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -356,22 +364,3 @@ def run_parts(
         assert error is not None
         raise error
     return [future.result() for future in futures]
-
-
-def _run_part(
-    partial: PartialFolder,
-    is_there: Callable[[Any], bool],
-    report: Report,
-    index: int,
-    size: int,
-    work: Callable[[Report], Any],
-) -> Any:
-    """The record of a part, which is run unless an interrupted run has done so."""
-    record = partial.record(index)
-    if record is not None and is_there(record):
-        report(size)
-        return record
-    if record is not None:
-        print(f"> part {index} of {partial.path} is damaged; making it again", file=sys.stderr)
-    partial.keep(index, work(report))
-    return partial.record(index)  # as read from the file: a pickle shows whether strings are shared

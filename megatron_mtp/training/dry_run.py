@@ -28,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import CUDA, flags_without
 from megatron_mtp.model.build import MTPModelConfig, build
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
@@ -66,14 +65,23 @@ def plan(argv: list[str], ranks: int) -> str:
     config = checked_model_config(args)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
-    for stage, rank in enumerate(_first_ranks(args)):
-        local, whole = _parameters(args, config, rank)
+    # Stages are the outermost dimension of the ranks, unless a flag makes it data.
+    stages, apart = args.pipeline_model_parallel_size, args.world_size // args.pipeline_model_parallel_size
+    if args.use_tp_pp_dp_mapping:
+        apart = args.tensor_model_parallel_size * args.context_parallel_size
+    for stage in range(stages):
+        local, whole = _parameters(args, config, stage * apart)
         total += whole
         parts = ", ".join(f"{part} {size:,}" + ("" if whole[part] else " (a copy)") for part, size in local.items())
         lines.append(f"a rank of stage {stage} holds {local.total():,} parameters: {parts}")
     counted = [f"parameters: {total.total():,}", *(f"  {part:<10}{total[part]:>20,}" for part in PARTS)]
-    memory = _memory(args, local["depths"])
-    return "\n".join([*flags, "", *needed, *_layout(args), "", *counted, "", *lines, "", *memory, *_data(args)])
+    lines += ["", *_memory(args, local["depths"])]
+    if args.chat is None:  # chats are tokenized when the job starts
+        try:
+            check_data(args, true_vocab_size(args))
+        except ValueError as error:
+            lines.append(f"data: {error}")
+    return "\n".join([*flags, "", *needed, *_layout(args), "", *counted, "", *lines])
 
 
 def without_libraries(args: Namespace) -> list[str]:
@@ -97,49 +105,34 @@ def _fewest_ranks() -> int:
     return int(args.pipeline_model_parallel_size * math.lcm(dense, experts))
 
 
-def _first_ranks(args: Namespace) -> list[int]:
-    """The first rank of every pipeline stage; stages are the outermost dimension, unless a flag makes it data."""
-    stages = args.pipeline_model_parallel_size
-    apart = args.world_size // stages
-    if args.use_tp_pp_dp_mapping:
-        apart = args.tensor_model_parallel_size * args.context_parallel_size
-    return [stage * apart for stage in range(stages)]
-
-
 def _parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Counter[str], Counter[str]]:
     """Parameters by part: of a rank, and of its stage over all ranks without copies, such as a tied head."""
     local, whole = Counter[str](), Counter[str]()
-    with _job(args, rank), _on_meta():
+    with _job(args, rank):
         chunks = args.virtual_pipeline_model_parallel_size
         for chunk in range(chunks) if chunks else [None]:
             if chunk is not None:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             model = build(config, vp_stage=chunk)
+            copies = {"embedding"} if not model.pre_process else set()
+            copies |= {"head"} if not args.untie_embeddings_and_output_weights else set()
             for name, weight in model.named_parameters():
                 part = next(part for part, start in PARTS.items() if name.startswith(start))
+                tensor, expert = args.tensor_model_parallel_size, 1
+                if not getattr(weight, "allreduce", True):  # an expert's
+                    tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+                pieces = expert * (tensor if getattr(weight, "tensor_model_parallel", False) else 1)
                 local[part] += weight.numel()
-                whole[part] += 0 if _is_copy(part, model, args) else weight.numel() * _pieces(weight, args)
+                whole[part] += 0 if part in copies else weight.numel() * pieces
     return local, whole
-
-
-def _is_copy(part: str, model: MTPTrunk, args: Namespace) -> bool:
-    return (part == "embedding" and not model.pre_process) or (
-        part == "head" and not args.untie_embeddings_and_output_weights
-    )
-
-
-def _pieces(weight: torch.nn.Parameter, args: Namespace) -> int:
-    """The number of ranks that hold a part each."""
-    is_cut = getattr(weight, "tensor_model_parallel", False)
-    if getattr(weight, "allreduce", True):  # no expert's
-        return args.tensor_model_parallel_size if is_cut else 1
-    return int(args.expert_model_parallel_size * (args.expert_tensor_parallel_size if is_cut else 1))
 
 
 @contextmanager
 def _job(args: Namespace, rank: int) -> Iterator[None]:
-    """The process groups of a rank of the job, without the other ranks."""
+    """The process groups of a rank of the job, without the other ranks; tensors have no storage."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    current = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     try:
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,
@@ -152,22 +145,12 @@ def _job(args: Namespace, rank: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(args.seed)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def _on_meta() -> Iterator[None]:
-    """Make every tensor without storage, also where Megatron names the current device."""
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    try:
         with torch.device("meta"):
             yield
     finally:
         torch.cuda.current_device = current
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def _flags(args: Namespace) -> list[str]:
@@ -223,13 +206,3 @@ def _memory(args: Namespace, of_depths: int) -> list[str]:
 def _gib(state: float, kept: float) -> str:
     parts = f"weights, gradients and optimizer {state / GIB:.2f} + activations {kept / GIB:.2f}"
     return f"{(state + kept) / GIB:.2f} GiB = {parts}"
-
-
-def _data(args: Namespace) -> list[str]:
-    if args.chat is not None:
-        return []  # they are tokenized when the job starts
-    try:
-        check_data(args, true_vocab_size(args))
-    except ValueError as error:
-        return [f"data: {error}"]
-    return []

@@ -37,10 +37,14 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
         "train_step": partial(_steps, metrics),
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),
-        "num_floating_point_operations": _operations,
+        # Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers
+        "num_floating_point_operations": lambda count: (
+            lambda args, *rest, **named: count(with_passes(args), *rest, **named)
+        ),
     }
     if settings is not None and not (settings.mtp_lr is None and settings.mtp_clip_grad is None):
-        wrappers["get_megatron_optimizer"] = partial(_optimizers, settings)
+        own: dict[str, Any] = {"lr": settings.mtp_lr, "clip_grad": settings.mtp_clip_grad}
+        wrappers["get_megatron_optimizer"] = lambda make: partial(get_mtp_optimizer, make=make, **own)
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
@@ -51,10 +55,6 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
 
     with while_replaced(LOOP, wrappers):
         yield
-
-
-def _optimizers(settings: MTPConfig, get_megatron_optimizer: Function) -> Function:
-    return partial(get_mtp_optimizer, make=get_megatron_optimizer, lr=settings.mtp_lr, clip_grad=settings.mtp_clip_grad)
 
 
 def _steps(metrics: Metrics, train_step: Function) -> Function:
@@ -88,15 +88,6 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: Function) -> Func
         evaluate_and_print_results(prefix, *rest, **named)
 
     return announced
-
-
-def _operations(num_floating_point_operations: Function) -> Function:
-    """Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers."""
-
-    def counted(args: Namespace, *rest: Any, **named: Any) -> Any:
-        return num_floating_point_operations(with_passes(args), *rest, **named)
-
-    return counted
 
 
 def with_passes(args: Namespace) -> Namespace:

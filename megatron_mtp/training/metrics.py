@@ -133,7 +133,8 @@ class Metrics:
         self._evaluation = Window()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
         self._is_after_run = False
-        self._clock = StepClock()
+        self._began: float | None = None  # of the step that is going on
+        self._seconds: list[float] = []  # of steps since the last row, without evaluations and checkpoints between them
         self.has_trained = False
         self.mtp_grad_norm: float | None = None
         self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
@@ -155,11 +156,13 @@ class Metrics:
     def begin_step(self) -> None:
         """Megatron's loop begins a training step."""
         self.has_trained = self._step is not None
-        self._clock.start()
+        self._began = time.perf_counter()
 
     def end_step(self, step: Step) -> None:
         """The step is done, on every rank; at the end of a log interval its figures are published."""
-        self._clock.stop()
+        if self._began is not None:
+            self._seconds.append(time.perf_counter() - self._began)
+        self._began = None
         self._step = step
         self._skipped += step.is_skipped
         if step.number % get_args().log_interval == 0:
@@ -171,16 +174,12 @@ class Metrics:
 
     def end_evaluation(self, model: Any) -> None:
         """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
-        window, self._evaluation = self._evaluation, Window()
-        self._publish(self._evaluated_set(), window)
+        window, self._evaluation, args = self._evaluation, Window(), get_args()
+        split = self._data
+        if args.multiple_validation_sets:  # with the suffix of Megatron's own figures
+            split += f"-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
+        self._publish(split, window)
         self._sets += 1
-
-    def _evaluated_set(self) -> str:
-        """The name of the data; with several sets, with the suffix of Megatron's own figures."""
-        args = get_args()
-        if not args.multiple_validation_sets:
-            return self._data
-        return f"{self._data}-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
 
     def close(self) -> None:
         """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
@@ -201,21 +200,37 @@ class Metrics:
         losses, rates = window.reduce()
         self._name_idle(window.idle)
         iteration = get_args().iteration if self._step is None else self._step.number
-        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses}
-        if rates is not None:
-            row |= named(rates)
+        figures = {} if rates is None else named(rates)
+        row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **figures}
         if split == "training":
-            row |= {**self._step_figures(), **self._clock.read(), "peak memory bytes": peak_memory()}
+            row |= {} if self._step is None else self._step.figures()
+            row |= {"skipped steps": self._skipped} if self._skipped else {}
+            row |= {"step seconds": statistics.median(self._seconds)} if self._seconds else {}
+            # of tensors on a CUDA device, or else of the process
+            peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            row["peak memory bytes"] = peak
+            self._skipped, self._seconds = 0, []
         self._write(row)
-        if is_last_rank():
-            self._report(row, rates)
+        if is_last_rank() and split == "training":
+            self._reporter.interval(row, rates)
+        elif is_last_rank():
+            self.evaluated = row, table(row, rates)
+            self._reporter.evaluation(
+                *self.evaluated, "after the run" if self._is_after_run else f"at step {iteration}"
+            )
         if rates is not None and split != "training":
             self._record = record_of(rates, iteration, split)
             self._keep_record()
-        if not self._closing:
-            figures = {} if rates is None else named(rates)
-            figures |= {name: row[name] for name in (MTP_GRAD_NORM,) if name in row}
-            _log(figures, iteration, "" if split == "training" else f" {split}")
+        if self._closing:
+            return
+        if MTP_GRAD_NORM in row:
+            figures[MTP_GRAD_NORM] = row[MTP_GRAD_NORM]
+        suffix, writer, wandb = "" if split == "training" else f" {split}", get_tensorboard_writer(), get_wandb_writer()
+        for name, value in figures.items():  # what Megatron's loop does not give its writers
+            if writer:
+                writer.add_scalar(name + suffix, value, iteration)
+            if wandb and is_last_rank():
+                wandb.log({name + suffix: value}, iteration)
 
     def _keep_record(self) -> None:
         """Write the acceptance of the last evaluation beside the checkpoint's iterations, once there are any."""
@@ -235,21 +250,6 @@ class Metrics:
                 f"> {', '.join(sorted(new))}: no position counts, so that 0 is shown; documents may be too short for "
                 "the depth, or masked as a whole"
             )
-
-    def _step_figures(self) -> dict[str, float]:
-        """Figures of the last step, and how many steps since the last row were skipped, if any."""
-        skipped, self._skipped = self._skipped, 0
-        figures = {} if self._step is None else self._step.figures()
-        return {**figures, "skipped steps": skipped} if skipped else figures
-
-    def _report(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
-        if row["split"] == "training":
-            self._reporter.interval(row, rates)
-            return
-        self.evaluated = row, table(row, rates)
-        self._reporter.evaluation(
-            *self.evaluated, "after the run" if self._is_after_run else f"at step {row['iteration']}"
-        )
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None or not is_last_rank():
@@ -289,44 +289,3 @@ def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
         lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
     lines += [lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]
     return "\n".join(lines)
-
-
-def _log(figures: dict[str, float], iteration: int, suffix: str) -> None:
-    """What Megatron's loop does not give its writers."""
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in figures.items():
-        if writer:
-            writer.add_scalar(name + suffix, value, iteration)
-        if wandb and is_last_rank():
-            wandb.log({name + suffix: value}, iteration)
-
-
-# --- costs of a step -------------------------------------------------------------------------------------------------
-
-
-class StepClock:
-    """Seconds of training steps, without the evaluations and checkpoints between them."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._seconds: list[float] = []
-
-    def start(self) -> None:
-        """A step begins."""
-        self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        """The step has ended."""
-        if self._began is not None:
-            self._seconds.append(time.perf_counter() - self._began)
-        self._began = None
-
-    def read(self) -> dict[str, float]:
-        """The median since the last call; nothing where no step has ended."""
-        seconds, self._seconds = self._seconds, []
-        return {"step seconds": statistics.median(seconds)} if seconds else {}
-
-
-def peak_memory() -> int:
-    """The most bytes that this rank has held: tensors on a CUDA device, or else the process."""
-    return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,7 +18,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from megatron_mtp.checkpoint.mcore.reader import root_of
@@ -93,33 +92,25 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
     """The sentence for the user; None of an error that keeps its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = [frame.f_code.co_name for frame in frames]
-    args = next((found for frame in reversed(frames) if (found := _arguments(frame)) is not None), Namespace())
-    if _has_diverged(running, args):
+    variables = (one for frame in reversed(frames) for one in frame.f_locals.values())
+    args = next((one for one in variables if isinstance(one, Namespace) and hasattr(one, "save")), Namespace())
+    is_saving = "save_checkpoint" in running
+    if is_saving and args.save is None:  # without --save Megatron saves before it stops over a loss alone
         return DIVERGED
-    if has_started and (isinstance(error, OSError) or "save_checkpoint" not in running):
+    if not is_saving and running[-1] == "validate_result" and args.rerun_mode == "disabled":
+        return DIVERGED
+    if has_started and (isinstance(error, OSError) or not is_saving):
         return None
-    is_ours = Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE)
-    if is_ours and isinstance(error, ValueError):
+    if isinstance(error, ValueError) and Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE):
         return str(error)
     place = next((PHASES[name] for name in reversed(running) if name in PHASES), "the run cannot start")
-    begin = place.format(save=getattr(args, "save", None))
-    named = _named_flags(all_parser(program), error, args)
-    advice = next((f"; {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
-    free = f"; {_free_space(Path(args.save))}" if "save_checkpoint" in running else ""
-    said = sentence_of_the_machine(error) or f"{begin}: {reason(error)}"
-    return f"{said.rstrip('.')}{named}{free}{advice}; the traceback is in {keep_traceback(error)}."
-
-
-def _arguments(frame: FrameType) -> Namespace | None:
-    """Megatron's arguments, where a function has them."""
-    return next((one for one in frame.f_locals.values() if isinstance(one, Namespace) and hasattr(one, "save")), None)
-
-
-def _has_diverged(running: list[str], args: Namespace) -> bool:
-    """Return whether Megatron stops over a loss; without --save there is no other reason to save."""
-    if "save_checkpoint" in running:
-        return args.save is None
-    return running[-1] == "validate_result" and args.rerun_mode == "disabled"
+    said = sentence_of_the_machine(error) or f"{place.format(save=getattr(args, 'save', None))}: {reason(error)}"
+    said = said.rstrip(".") + _named_flags(all_parser(program), error, args)
+    if is_saving:  # on a full disk Megatron and torch report a file of an unexpected size
+        there = next(path for path in (Path(args.save), *Path(args.save).absolute().parents) if path.exists())
+        said += f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free there"
+    said += next((f"; {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
+    return f"{said}; the traceback is in {keep_traceback(error)}."
 
 
 def reason(error: BaseException) -> str:
@@ -188,9 +179,3 @@ def _names(text: str, pattern: str, flags: dict[str, str]) -> list[str]:
     found = [match[match.lastindex or 0] for match in re.finditer(pattern, text)]
     renamed = [NAMES_ELSEWHERE.get(name := word.replace("-", "_"), name) for word in found]
     return [name for name in dict.fromkeys(renamed) if name in flags]
-
-
-def _free_space(folder: Path) -> str:
-    """On a full disk Megatron and torch report a file of an unexpected size."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return f"{shutil.disk_usage(there).free / 2**20:.1f} MiB are free there"

@@ -102,7 +102,7 @@ _FOR_RL = """
     --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash --micro-batch-size 1
     --global-batch-size 64 --bf16 --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
     --adam-beta2 0.98 --train-iters 1000 --eval-iters 0 --eval-interval 1000 --log-interval 1"""
-_LEARNED = Refusal("--position-embedding-type is learned_absolute", add="--position-embedding-type rope")
+_LEARNED = Refusal("not supported with learned_absolute position embedding type", add="--position-embedding-type rope")
 _OVERLAP, _DEFERRED = "--overlap-moe-expert-parallel-comm", "--defer-embedding-wgrad-compute"
 
 LINES: dict[str, Line] = {

@@ -144,7 +144,7 @@ REFUSED = {name: line for name, line in LINES.items() if line.refused is not Non
 def test_a_line_that_depths_cannot_train_with_is_refused(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.refused is not None
     launch(line, line.flags, monkeypatch)
-    with pytest.raises(ValueError, match=line.refused.says):
+    with pytest.raises((ValueError, AssertionError), match=line.refused.says):  # ours or Megatron's
         parse_checked_args()
 
 

@@ -246,10 +246,11 @@ def read_index(prefix: str) -> Index:
 
 
 def _check_ids(prefix: str, index: Index, vocab_size: int) -> None:
-    highest = _recorded_highest_id(prefix, index)
-    lowest = 0
-    if highest is None:
-        lowest, highest = _scanned_ids(prefix, index)
+    sidecar, lowest = read_sidecar(prefix), 0
+    highest = sidecar.get("max_token_id") if sidecar.get("tokens") == index.tokens else None
+    if type(highest) is not int:
+        slices = token_slices(prefix, index)
+        lowest, highest = min(int(part.min()) for part in slices), max(int(part.max()) for part in slices)
     if lowest < 0:
         raise ValueError(f"--data-path: '{prefix}.bin' holds the token id {lowest}, which no tokenizer has; {REBUILD}.")
     if highest >= vocab_size:
@@ -258,19 +259,6 @@ def _check_ids(prefix: str, index: Index, vocab_size: int) -> None:
             f"(vocabulary of {vocab_size}); give the --tokenizer-model (or --vocab-size) that the data was made with, "
             "or preprocess the text again with this one."
         )
-
-
-def _recorded_highest_id(prefix: str, index: Index) -> int | None:
-    sidecar = read_sidecar(prefix)
-    try:
-        return int(sidecar["max_token_id"]) if sidecar["tokens"] == index.tokens else None
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def _scanned_ids(prefix: str, index: Index) -> tuple[int, int]:
-    slices = token_slices(prefix, index)
-    return min(int(part.min()) for part in slices), max(int(part.max()) for part in slices)
 
 
 def _is_number(value: str) -> bool:

@@ -50,7 +50,11 @@ def find_files(inputs: Sequence[str], include: Sequence[str], flag: str = "--inp
     found: dict[str, Path] = {}
     seen_folders: set[str] = set()
     for value in inputs:
-        for path in _expand(value, flag):
+        path = os.path.expanduser(value)
+        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+        if not matches:
+            raise ValueError(f"{flag}: '{value}' matches no file or folder; give a path or a quoted glob that exists.")
+        for path in matches:
             for file in _walk(path, include, seen_folders) if os.path.isdir(path) else [path]:
                 found.setdefault(os.path.realpath(file), Path(file))
     if not found:
@@ -65,10 +69,14 @@ def list_documents(files: Iterable[Path]) -> list[Document]:
     """The documents of the files in order, without empty files and blank lines of .jsonl files."""
     documents: list[Document] = []
     for path in files:
-        if path.suffix == ".jsonl":
-            documents.extend(_json_lines(str(path)))
-        else:
+        if path.suffix != ".jsonl":
             documents.append(Document(str(path), 0, os.path.getsize(path)))
+            continue
+        start = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                documents += [Document(str(path), start, len(line), number)] if line.strip() else []
+                start += len(line)
     return [document for document in documents if document.size]
 
 
@@ -128,14 +136,6 @@ def parts(document: Document) -> Iterator[Document]:
         yield Document(document.path, start, stop - start)
 
 
-def _expand(value: str, flag: str) -> list[str]:
-    path = os.path.expanduser(value)
-    matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-    if not matches:
-        raise ValueError(f"{flag}: '{value}' matches no file or folder; give a path or a quoted glob that exists.")
-    return matches
-
-
 def _walk(folder: str, include: Sequence[str], seen_folders: set[str]) -> Iterator[str]:
     for root, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(root) in seen_folders:
@@ -147,15 +147,6 @@ def _walk(folder: str, include: Sequence[str], seen_folders: set[str]) -> Iterat
             path = os.path.join(root, name)
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in include) and os.path.isfile(path):
                 yield path
-
-
-def _json_lines(path: str) -> Iterator[Document]:
-    start = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield Document(path, start, len(line), number)
-            start += len(line)
 
 
 def _json_text(document: Document, line: str, json_key: str) -> str:

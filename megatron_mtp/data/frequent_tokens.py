@@ -38,8 +38,14 @@ def most_frequent(
     """
     total = np.zeros(vocab_size)
     for number, prefix in enumerate(prefixes):
-        counts, tokens = _counted(prefix, vocab_size)
-        total += counts / counts.sum() * (tokens if weights is None else weights[number])
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        try:
+            index = read_index(prefix)
+            for part in token_slices(prefix, index):
+                counts += np.bincount(part, minlength=vocab_size)[:vocab_size]
+        except OSError as error:
+            raise ValueError(f"--data-path: the tokens of '{prefix}' cannot be counted: {error}.") from None
+        total += counts / counts.sum() * (index.tokens if weights is None else weights[number])
     chosen = np.argsort(-total, kind="stable")[:count]
     return sorted(chosen.tolist()), float(total[chosen].sum() / total.sum())
 
@@ -71,15 +77,3 @@ def tokens_of_file(path: Path, vocab_size: int) -> list[int]:
     if twice is not None:
         raise ValueError(f"{FILE} is {path}, which has the id {twice} twice; give every token once.")
     return ids
-
-
-def _counted(prefix: str, vocab_size: int) -> tuple[np.ndarray, int]:
-    """The count of each id in the counted slices of a dataset, and the number of all its tokens."""
-    try:
-        index = read_index(prefix)
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for part in token_slices(prefix, index):
-            counts += np.bincount(part, minlength=vocab_size)[:vocab_size]
-    except OSError as error:
-        raise ValueError(f"--data-path: the tokens of '{prefix}' cannot be counted: {error}.") from None
-    return counts, index.tokens

@@ -10,6 +10,7 @@ Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,18 +35,10 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path:
-    """Train a byte-level BPE and save it; the same texts always give the same files.
+    """Train a byte-level BPE and save it to a folder, which is returned; the same texts always give the same files.
 
     The vocabulary has exactly `vocab_size` entries: `<|endoftext|>` (id 0, the end of a document), `<|padding|>`
     (id 1), the 256 bytes, then the merges. Encoding and decoding returns every string unchanged.
-
-    Args:
-        texts: texts to train on.
-        vocab_size: number of entries.
-        folder: folder to save to.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: `vocab_size` is below 258, or the texts are too few to fill it; `folder` holds other files.
@@ -56,7 +49,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
             f"--vocab-size: {vocab_size} has no room for the 256 bytes and 2 special tokens; "
             f"give {SMALLEST_VOCAB} or more."
         )
-    _refuse_foreign_files(folder)
+    if others := sorted({path.name for path in folder.iterdir()} - TOKENIZER_FILES) if folder.exists() else []:
+        raise ValueError(
+            f"--tokenizer-output: '{folder}' holds other files ({', '.join(others[:3])}) that would be lost; "
+            "name a folder of its own."
+        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -72,7 +69,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
             f"--vocab-size: the corpus has text for only {bpe.get_vocab_size()} of {vocab_size} entries; "
             f"give --vocab-size {bpe.get_vocab_size()} or less, or more text in --input."
         )
-    _publish(bpe, folder)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOD_TOKEN,
+        "eos_token": EOD_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    with written_beside(folder) as partial:  # a reader sees the whole tokenizer or none
+        partial.mkdir(parents=True)
+        (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
+        (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
 
@@ -82,9 +90,7 @@ def load_tokenizer(
     """Load a local Hugging Face tokenizer whose `eos_token` is the token that ends a document; no network is used.
 
     Args:
-        folder: folder of the tokenizer.
         eod_token: replaces the folder's own `eos_token`.
-        trust_remote_code: whether to run the folder's Python code.
 
     Raises:
         ValueError: there is no such folder, tokenizer or `eos_token`, or `eod_token` is not in the vocabulary.
@@ -115,19 +121,18 @@ def load_tokenizer(
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Load a folder's tokenizer with transformers, without a question at the terminal about the folder's code.
 
-    Args:
-        folder: folder of the tokenizer.
-        trust_remote_code: whether to run the folder's Python code.
-
     Raises:
         ValueError: it cannot be loaded, or not without its code.
     """
     from transformers import AutoTokenizer
 
+    auto_map = None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer class raises its own: OSError, ValueError, KeyError, ImportError
-        if not trust_remote_code and _has_code(folder):
+        with suppress(ValueError):
+            auto_map = _object_in(folder / "tokenizer_config.json").get("auto_map")
+        if not trust_remote_code and isinstance(auto_map, dict) and "AutoTokenizer" in auto_map:
             raise ValueError(
                 f"the tokenizer in '{folder}' is a class of its own, whose code is run only with --trust-remote-code; "
                 "read it, and give the flag."
@@ -177,14 +182,6 @@ def _object_in(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object; fetch or write it again.")
     return found
-
-
-def _has_code(folder: Path) -> bool:
-    try:
-        auto_map = _object_in(folder / "tokenizer_config.json").get("auto_map")
-    except ValueError:
-        return False
-    return isinstance(auto_map, dict) and "AutoTokenizer" in auto_map
 
 
 @dataclass(frozen=True)
@@ -265,28 +262,3 @@ class Encoder:
                 "name a special token of the tokenizer."
             )
         return ids
-
-
-def _refuse_foreign_files(folder: Path) -> None:
-    others = sorted({p.name for p in folder.iterdir()} - TOKENIZER_FILES) if folder.exists() else []
-    if others:
-        raise ValueError(
-            f"--tokenizer-output: '{folder}' holds other files ({', '.join(others[:3])}) that would be lost; "
-            "name a folder of its own."
-        )
-
-
-def _publish(bpe: Tokenizer, folder: Path) -> None:
-    """A reader sees the whole tokenizer or none."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": EOD_TOKEN,
-        "eos_token": EOD_TOKEN,
-        "pad_token": PAD_TOKEN,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-    }
-    with written_beside(folder) as partial:
-        partial.mkdir(parents=True)
-        (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
-        (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -31,7 +31,11 @@ from megatron_mtp.losses import LOSSES
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
     parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
-    _repair_help(parser)
+    for action in parser._actions:  # `--help` of megatron-core 0.19 fails at a percent sign
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
     group = parser.add_argument_group("multi-token prediction (megatron-mtp)")
     for field in fields(MTPConfig):
         described = {name: value for name, value in field.metadata.items() if name not in ("allowed", "choices")}
@@ -40,8 +44,10 @@ def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
         if field.name == "mtp_loss":
             described["metavar"] = "{" + ",".join(LOSSES.names()) + "}"
         names = [flag_of(field.name), *(described.pop(name) for name in ("alias",) if name in described)]
-        for alias in names[1:]:
-            _take_over(parser, alias)
+        for alias in names[1:]:  # Megatron 0.20 has --mtp-hsm, for blocks of its own: ours are built in their place
+            if (theirs := parser._option_string_actions.get(alias)) is not None:
+                parser._handle_conflict_resolve(theirs, [(alias, theirs)])
+                parser.set_defaults(**{theirs.dest: theirs.default})
         group.add_argument(*names, dest=field.name, default=field.default, **described)
     return add_yarn_arguments(add_chat_arguments(parser))
 
@@ -77,31 +83,11 @@ def add_counting_argument(group: _ActionsContainer) -> None:
     )
 
 
-def _take_over(parser: ArgumentParser, flag: str) -> None:
-    """Make room for our flag where Megatron has one of this name, whose argument stays, with its default.
-
-    Megatron 0.20 has --mtp-hsm, for the blocks of its own: ours are built in their place.
-    """
-    theirs = parser._option_string_actions.get(flag)
-    if theirs is not None:
-        parser._handle_conflict_resolve(theirs, [(flag, theirs)])
-        parser.set_defaults(**{theirs.dest: theirs.default})
-
-
 def all_parser(program: str) -> ArgumentParser:
     """A parser with Megatron's flags too; call `runtime.prepare` before."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_mtp_arguments(add_megatron_arguments(ArgumentParser(program)))
-
-
-def _repair_help(parser: ArgumentParser) -> None:
-    """Escape the percent sign in a help text of megatron-core 0.19, at which `--help` fails."""
-    for action in parser._actions:
-        try:
-            (action.help or "") % vars(action)
-        except (ValueError, TypeError, KeyError):
-            action.help = str(action.help).replace("%", "%%")
 
 
 # --- --config --------------------------------------------------------------------------------------------------------

@@ -72,9 +72,7 @@ class ForwardStep:
         args = get_args()
         per_token, loss = args.calculate_per_token_loss, output.loss
         if not per_token:
-            loss = (
-                loss * args.context_parallel_size
-            )  # Megatron takes the mean over ranks that each have a part of the sum
+            loss = loss * args.context_parallel_size  # Megatron takes the mean over ranks, each with a part of the sum
         _validate(loss)
         report = {"lm loss": output.main.report()}
         for depth, sums in enumerate(output.depths, start=1):
@@ -107,6 +105,8 @@ class ForwardStep:
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
         fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
         loss, factor = depth_loss(settings), scaling_factor(args, settings, step)
+        interval = settings.mtp_acceptance_interval
+        is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
         return NextTokensObjective(
             depth_weights=depth_weights(settings, trained_depths(args), factor, loss.couples_depths),
             cp_group=mpu.get_context_parallel_group(),
@@ -115,14 +115,8 @@ class ForwardStep:
             linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
             trains_trunk=not settings.mtp_train_only,
             kept_positions=partial(kept_positions, fraction, (args.seed, step)),
-            measures_acceptance=self._measures_acceptance(),
+            measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
         )
-
-    def _measures_acceptance(self) -> bool:
-        """In evaluations, and on every N-th training step (--mtp-acceptance-interval)."""
-        interval = self.settings.mtp_acceptance_interval
-        is_asked_for = interval > 0 and (get_args().curr_iteration + 1) % interval == 0
-        return is_asked_for or not torch.is_grad_enabled()
 
 
 def _validate(loss: Tensor) -> None:

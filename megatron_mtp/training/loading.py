@@ -62,8 +62,8 @@ def check_load(args: Namespace, mends: bool = True) -> None:
     Raises:
         ValueError: it is not.
     """
-    if mends:
-        _repair(args)
+    if mends and args.load is not None and (repaired := repair_tracker(Path(args.load))) is not None and args.rank == 0:
+        say(f"> a save to {args.load} was cut short; going on from iteration {repaired}, its newest whole one")
     named = {name: Path(given) for name in FLAGS if (given := getattr(args, name)) is not None and "://" not in given}
     found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)
     if found is None and args.ckpt_step is not None and "load" in named:
@@ -74,11 +74,6 @@ def check_load(args: Namespace, mends: bool = True) -> None:
         _refuse(FLAGS["pretrained_checkpoint"], named["pretrained_checkpoint"])
     elif "load" in named and not _starts_anew(args, named["load"]):
         _refuse(FLAGS["load"], named["load"])
-
-
-def _repair(args: Namespace) -> None:
-    if args.load is not None and (iteration := repair_tracker(Path(args.load))) is not None and args.rank == 0:
-        say(f"> a save to {args.load} was cut short; going on from iteration {iteration}, its newest whole one")
 
 
 def _refuse(flag: str, folder: Path) -> NoReturn:
@@ -102,22 +97,17 @@ def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
     try:
         iteration = named_iteration(folder, args.ckpt_step or None)  # Megatron takes 0 for none
         if any(iteration.glob("mp_rank_*")):
-            _check_older(iteration)
+            files = sorted(iteration.glob("mp_rank_*/model_optim_rng.pt"))
+            if not files:
+                raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
+            with read_errors(f"{files[0]} cannot be loaded"):  # which Megatron reads before a model is built
+                torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
         elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
             read_catalogue(iteration)
         else:
             DistReader(iteration).state()
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-
-
-def _check_older(iteration: Path) -> None:
-    """A file a rank: what Megatron reads of the first before a model is built."""
-    files = sorted(iteration.glob("mp_rank_*/model_optim_rng.pt"))
-    if not files:
-        raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
-    with read_errors(f"{files[0]} cannot be loaded"):
-        torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
 
 
 def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
@@ -233,11 +223,13 @@ def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
         raise ValueError(f"{said} a hybrid model; give its --hybrid-layer-pattern '{theirs}'.")
     if theirs is None and own is not None:
         _check_gpt_as_hybrid(own, stored, said)
-    if theirs is not None and own is not None and not _fits(own, theirs):
-        raise ValueError(
-            f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers for "
-            "the trunk and for a depth."
-        )
+    if theirs is not None and own is not None:
+        (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
+        if trunk != stored_trunk or (stored_depths and depths[:1] != stored_depths[:1]):  # --mtp-init makes absent ones
+            raise ValueError(
+                f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers "
+                "for the trunk and for a depth."
+            )
 
 
 def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
@@ -261,12 +253,6 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
                 f"{said} a GPT of {stored.num_layers} layers, and --hybrid-layer-pattern {pattern} has {layers} of "
                 f"{kind}; give as many."
             )
-
-
-def _fits(own: str, theirs: str) -> bool:
-    """Return whether a run's pattern has the layers of a checkpoint's; --mtp-init makes depths for one without any."""
-    (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
-    return trunk == stored_trunk and (not stored_depths or depths[:1] == stored_depths[:1])
 
 
 def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:

@@ -115,14 +115,18 @@ class NextTokensObjective:
         With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd. A drafter's
         confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
         """
-        batch = self._chained(self._drafted(head, batch))
-        kept_S, share = self._kept(batch.positions_S)
+        batch = self._counted(head, batch)
+        kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()
+        if (kept := self.kept_positions(positions)) is not None:  # of all ranks
+            kept_S = torch.isin(batch.positions_S, kept.to(batch.positions_S.device)).nonzero()[:, 0]
+            share = kept.numel() / positions
         teacher = self._teacher(trunk_SBH, head, later)
         labels_DBS, mask_DBS = _chosen(batch.labels_DBS, kept_S), _chosen(batch.loss_mask_DBS, kept_S).float() / share
         taught_DBS = None
         if teacher is not None and later is not None:
             where_DS = torch.stack([later.where(depth) for depth in range(1, len(depth_hidden) + 1)])
-            taught_DBS = _rows_of(_chosen(where_DS, kept_S), labels_DBS.size(1))
+            rows_B1 = torch.arange(labels_DBS.size(1), device=where_DS.device).unsqueeze(1)
+            taught_DBS = len(rows_B1) * _chosen(where_DS, kept_S).unsqueeze(1) + rows_B1  # in the rows of [S, B]
         scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
         targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS)
@@ -136,22 +140,21 @@ class NextTokensObjective:
         sums = [LossSum(*each) for each in zip(sums_D, mask_DBS.sum((1, 2)), batch.whole_tokens[1:], strict=True)]
         return total, sums
 
-    def _drafted(self, head: Head, batch: DepthBatch) -> DepthBatch:
-        """Labels as numbers in the draft vocabulary; where there is no teacher, those outside of it count nowhere."""
-        if head.draft_vocabulary is None:
-            return batch
-        labels_DBS = head.draft_vocabulary.index_V[batch.labels_DBS]
-        if self.depth_loss.needs_teacher:
-            return replace(batch, labels_DBS=labels_DBS)
-        batch = replace(batch, labels_DBS=labels_DBS)
-        return self._masked(batch, batch.loss_mask_DBS * (labels_DBS != NOT_DRAFTED))
+    def _counted(self, head: Head, batch: DepthBatch) -> DepthBatch:
+        """With labels as numbers in the draft vocabulary, and the masks of what counts.
 
-    def _chained(self, batch: DepthBatch) -> DepthBatch:
-        """Where the loss couples depths, a position counts only if every depth does: no chain leaves its document."""
+        Labels outside of it count nowhere, unless there is a teacher. Where the loss couples depths, a position counts
+        only if every depth does: no chain leaves its document.
+        """
+        mask_DBS = batch.loss_mask_DBS
+        if head.draft_vocabulary is not None:
+            labels_DBS = head.draft_vocabulary.index_V[batch.labels_DBS]
+            batch = replace(batch, labels_DBS=labels_DBS)
+            if not self.depth_loss.needs_teacher:
+                batch = self._masked(batch, mask_DBS * (labels_DBS != NOT_DRAFTED))
         if not self.depth_loss.couples_depths:
             return batch
-        mask_DBS = batch.loss_mask_DBS.float()
-        return self._masked(batch, mask_DBS.amin(0).expand_as(mask_DBS))
+        return self._masked(batch, batch.loss_mask_DBS.float().amin(0).expand_as(mask_DBS))
 
     def _masked(self, batch: DepthBatch, mask_DBS: Tensor) -> DepthBatch:
         """With other masks of the depths, counted over the whole microbatch."""
@@ -159,14 +162,6 @@ class NextTokensObjective:
         torch.distributed.all_reduce(tokens_D, group=self.cp_group)
         whole_tokens = torch.cat([batch.whole_tokens[:1], tokens_D])
         return replace(batch, loss_mask_DBS=mask_DBS, whole_tokens=whole_tokens)
-
-    def _kept(self, positions_S: Tensor) -> tuple[Tensor | None, float]:
-        """Which of this rank's positions the depths are trained on, and what part of all positions they are."""
-        positions = positions_S.numel() * self.cp_group.size()
-        kept = self.kept_positions(positions)
-        if kept is None:
-            return None, 1.0
-        return torch.isin(positions_S, kept.to(positions_S.device)).nonzero()[:, 0], kept.numel() / positions
 
     @torch.no_grad()
     def _teacher(self, trunk_SBH: Tensor, head: Head, later: LaterPositions | None) -> Teacher | None:
@@ -183,11 +178,6 @@ def _confidence_loss(confidence_DBS: Tensor, targets: Targets, overlap_DBS: Tens
     """Binary cross-entropy of the logits that drafts are accepted from the rates at which they are."""
     errors_DBS = binary_cross_entropy_with_logits(confidence_DBS.to(overlap_DBS), overlap_DBS, reduction="none")
     return ((errors_DBS * targets.mask_DN).sum((1, 2)) * targets.scale_D).sum()
-
-
-def _rows_of(positions_DS: Tensor, batch: int) -> Tensor:
-    """[D, B, S], where these positions are in the rows of [S, B]."""
-    return batch * positions_DS.unsqueeze(1) + torch.arange(batch, device=positions_DS.device).unsqueeze(1)
 
 
 def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:

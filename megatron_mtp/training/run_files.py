@@ -64,16 +64,12 @@ def _row(line: str | bytes) -> Row | None:
     try:
         row = json.loads(line)
         figures = [value for key, value in row.items() if key not in ("iteration", "split")]
-        whole = all(_is_number(value) for value in figures) and SPLIT.fullmatch(row["split"]) is not None
-        whole = whole and type(row["iteration"]) is int and 0 <= row["iteration"] < 2**63
+        whole = type(row["iteration"]) is int and row["iteration"] >= 0 and SPLIT.fullmatch(row["split"]) is not None
+        numbers = [row["iteration"], *(one for one in figures if not isinstance(one, float))]
+        whole = whole and all(type(one) is int and -(2**63) <= one < 2**63 for one in numbers)  # JSON has any size
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # also numbers with thousands of digits
         return None
     return dict(row) if whole else None
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether it is a float, or an integer of at most 64 bits; JSON has numbers of any size."""
-    return isinstance(value, float) or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def append(file: Path, row: str) -> None:
@@ -115,10 +111,16 @@ def write_run_record(folder: Path, args: Namespace) -> None:
         "command": list(sys.argv),
         "versions": versions,
     }
-    starts = [*_earlier(folder / RECORD), start] if args.iteration else [start]
+    earlier: list[Any] = []  # of a run that is resumed; none where the file is not there or damaged
+    if args.iteration:
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["starts"]
+            earlier = found if isinstance(found, list) else []
     try:
         with written_beside(folder / RECORD) as beside:
-            beside.write_text(json.dumps({"starts": starts, "arguments": vars(args)}, default=str), encoding="utf-8")
+            beside.write_text(
+                json.dumps({"starts": [*earlier, start], "arguments": vars(args)}, default=str), encoding="utf-8"
+            )
     except OSError as error:
         say(f"> {folder / RECORD} cannot be written ({error.strerror}); the run goes on without it")
 
@@ -144,12 +146,3 @@ def read_run_record(folder: Path) -> dict[str, Any] | None:
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove it to go on without it.") from error
     return record
-
-
-def _earlier(file: Path) -> list[Any]:
-    """Starts of the run that is resumed; none where the file is not there or damaged."""
-    try:
-        starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return starts if isinstance(starts, list) else []

@@ -9,6 +9,7 @@ import argparse
 import errno
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -30,32 +31,22 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.stream import Conversion
 
 EXAMPLES = """examples:
-  # a model with MTP, ready for: megatron-mtp train --load checkpoints/glm --use-checkpoint-args ...
-  megatron-mtp convert hf-to-mcore models/GLM-4.5-Air checkpoints/glm
-
-  # the same model by its name on the Hub; an interrupted download continues
+  # a model with MTP, a folder or a name on the Hub, ready for: megatron-mtp train --load checkpoints/glm ...
   megatron-mtp convert hf-to-mcore zai-org/GLM-4.5-Air checkpoints/glm
 
-  # two MTP layers for a trunk that has none
-  megatron-mtp convert hf-to-mcore models/Qwen3-0.6B checkpoints/qwen
+  # two MTP layers for a trunk that has none; or those of the model that a fine-tuned folder was made from
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
-
-  # a fine-tuned folder whose MTP layers were lost: those of the model that it was made from
   megatron-mtp convert graft zai-org/GLM-4.5-Air models/my-glm checkpoints/my-glm --text held_out.txt
 
   # the same layers, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
-  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP; then the proof
-  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
+  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP, the trunk in FP8; the proof
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported --quantize fp8 --mtp-dtype bfloat16 --text a.txt
   megatron-mtp convert verify exported runs/mine/checkpoint
 
-  # the trunk in FP8, the MTP layers in bfloat16; the acceptance on a text before and after
-  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported-fp8 --quantize fp8 --mtp-dtype bfloat16 --text a.txt
-
-  # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; the proof; and back
+  # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; and back
   megatron-mtp convert gpt-to-hybrid runs/mine/checkpoint checkpoints/hybrid
-  megatron-mtp convert verify runs/mine/checkpoint checkpoints/hybrid
   megatron-mtp convert hybrid-to-gpt checkpoints/hybrid checkpoints/gpt
 
 An interrupted conversion leaves DST.partial; the same command with --resume continues it.
@@ -270,11 +261,7 @@ def prove(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options(args: argparse.Namespace) -> Any:
-    """The `Options` of a conversion, from the flags.
-
-    Raises:
-        ValueError: a flag is out of range.
-    """
+    """The `Options` of a conversion, from the flags; raises ValueError where one is out of range."""
     import torch
 
     from megatron_mtp.checkpoint.convert.quantizing import Quantize
@@ -299,31 +286,29 @@ def size(text: str) -> int:
     Raises:
         ValueError: it is none of these.
     """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    upper = text.upper().strip()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
-    number = upper.removesuffix(unit).strip()
-    if not number.replace(".", "", 1).isdecimal() or not 1 <= float(number) * units.get(unit, 1) < math.inf:
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([KMG]I?B)?", text.strip().upper())
+    unit = match[2] or "" if match else ""
+    power = "KMG".find(unit[:1]) + 1 if unit else 0
+    count = float(match[1]) * (1024 if "I" in unit else 1000) ** power if match else 0
+    if not 1 <= count < math.inf:
         raise ValueError(f"--max-shard-size is '{text}'; give a size such as 5GB or 500MB.")
-    return int(float(number) * units.get(unit, 1))
+    return int(count)
 
 
 def text_of(result: dict[str, Any]) -> str:
     """The result for people: a line per fact."""
     lines = []
     for check in result.pop("checks", []):
-        if not check["made"]:
-            lines.append(f"none {check['name']}: {check['witness']}")
-            continue
-        sign = "ok  " if check["ok"] else "FAIL"
-        lines.append(f"{sign} {check['name']}: {check['figure']:.3g}  (witness: {check['witness']})")
+        sign = "none" if not check["made"] else "ok  " if check["ok"] else "FAIL"
+        found = f"{check['figure']:.3g}  (witness: {check['witness']})" if check["made"] else check["witness"]
+        lines.append(f"{sign} {check['name']}: {found}")
     return "\n".join([*lines, *(f"{name}: {_shown(value)}" for name, value in result.items())])
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
-        inner = (", ".join(f"{name} {figure:.4g}" for name, figure in row.items()) for row in value.values())
-        value = [f"{name}: {row}" for name, row in zip(value, inner, strict=True)]
+        inner = {name: ", ".join(f"{one} {figure:.4g}" for one, figure in row.items()) for name, row in value.items()}
+        value = [f"{name}: {row}" for name, row in inner.items()]
     return "".join(f"\n  {item}" for item in value) if isinstance(value, list) else str(value)
 
 

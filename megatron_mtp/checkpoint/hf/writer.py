@@ -11,43 +11,38 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.folder import INDEX, KINDS, SINGLE
+from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.patches.checksums import crc32_of
 
 
+Described = tuple[str, Shape, torch.dtype]
+"""Name, shape and type of a tensor."""
+
+
 class HFShards:
-    """Safetensors files that are being written: all headers first, then the tensors in any order.
+    """Safetensors files that are being written.
 
     Args:
         folder: the folder to write to.
-        tensors: name, shape and type of every tensor, in the order of the files.
+        tensors: in the order of the files.
         largest: largest size of a file in bytes, unless a single tensor is larger.
         resumed: whether an interrupted run left the files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
-        largest: int,
-        resumed: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, tensors: Iterable[Described], largest: int, resumed: bool = False) -> None:
         self._places: dict[str, tuple[Path, int, torch.dtype]] = {}
         self._lengths: dict[str, int] = {}
         shards = _shards(tensors, largest)
-        files = (
-            [SINGLE]
-            if len(shards) == 1
-            else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        )
         total = 0
-        for name, shard in zip(files, shards, strict=True):
-            total += self._open(folder / name, shard, resumed)
+        for number, shard in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
+            total += self._open(folder / file, shard, resumed)
         if len(shards) > 1:
             weights = {tensor: place[0].name for tensor, place in sorted(self._places.items())}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _open(self, file: Path, shard: list[tuple[str, tuple[int, ...], torch.dtype]], resumed: bool) -> int:
+    def _open(self, file: Path, shard: list[Described], resumed: bool) -> int:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape, dtype in shard:
@@ -93,10 +88,8 @@ class HFShards:
             return crc32_of(stream, start, length) == checksum
 
 
-def _shards(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], largest: int
-) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
-    shards: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+def _shards(tensors: Iterable[Described], largest: int) -> list[list[Described]]:
+    shards: list[list[Described]] = [[]]
     size = 0
     for name, shape, dtype in tensors:
         more = torch.Size(shape).numel() * dtype.itemsize

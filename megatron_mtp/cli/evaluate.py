@@ -9,9 +9,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from megatron_mtp.cli import preprocess, train
+from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.errors import Parser, sentences
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.short_log import quiet
@@ -48,12 +48,7 @@ Every flag of `megatron-mtp train` may follow. Unless overridden, these are set:
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Evaluate a checkpoint and print the result; bad input exits with one sentence and status 2.
-
-    Args:
-        arguments: the arguments after the verb.
-        program: the name of the command in messages.
-    """
+    """Evaluate a checkpoint and print the result; bad input exits with one sentence and status 2."""
     args, rest = parser(program).parse_known_args(arguments)
     given, rest = train.parse_run(program, rest)
     with quiet(given.verbose, notes=sys.stderr) as output:
@@ -62,25 +57,19 @@ def main(arguments: list[str], program: str) -> int:
         from megatron_mtp.decoding.text import own_output
 
         answer = own_output() if given.verbose else output
-        evaluated = _evaluate(args, given, rest, on_cpu, program)
+        with TemporaryDirectory(prefix="megatron-mtp-") as folder:
+            with sentences(program):
+                _check(args, rest)
+                flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
+
+            from megatron_mtp.training.run import main as evaluate
+
+            argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
+            evaluated = evaluate(argv, on_cpu, shows_tables=False).evaluated
         if evaluated is not None:  # only one rank has the result
             row, table = evaluated
             print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
-
-
-def _evaluate(
-    args: Namespace, given: Namespace, rest: list[str], on_cpu: bool, program: str
-) -> tuple[dict[str, Any], str] | None:
-    """The row and the table of the evaluation; None on all ranks but one."""
-    with TemporaryDirectory(prefix="megatron-mtp-") as folder:
-        with sentences(program):
-            _check(args, rest)
-            flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
-        from megatron_mtp.training.run import main as evaluate
-
-        argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
-        return evaluate(argv, on_cpu, shows_tables=False).evaluated
 
 
 def parser(program: str) -> Parser:
@@ -111,11 +100,7 @@ def full_parser(program: str) -> ArgumentParser:
 
 
 def _check(args: Namespace, rest: list[str]) -> None:
-    """Check the flags about data.
-
-    Raises:
-        ValueError: there is no data, or data is given twice.
-    """
+    """Raises ValueError where there is no data, or data is given twice."""
     if args.eval_iters is not None and args.eval_iters < 1:
         raise ValueError(f"--eval-iters is {args.eval_iters}; give 1 or more.")
     others = [flag for flag in rest if flag.split("=")[0] in OTHER_DATA]
@@ -134,8 +119,11 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     stored = reader.common()["args"]
     tokenizer = args.tokenizer_model or run_tokenizer(stored, reader.folder.parent)
     reads = args.tokenizer_model or args.text or stored.tokenizer_type == "HuggingFaceTokenizer"
-    chosen = _tokenizer_flags(str(tokenizer)) if tokenizer and reads else []
-    if not chosen and stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
+    chosen = []
+    if tokenizer and reads:
+        chosen = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+        chosen.append("--no-use-tokenizer-model-from-checkpoint-args")
+    elif stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
     if args.seq_length is not None:
         chosen += ["--seq-length", str(args.seq_length)]
@@ -152,24 +140,11 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
         )
     if tokenizer is None:
         raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer-model.")
-    tokens = _corpus(args.text, str(tokenizer), folder / "corpus", trust)
-    length = args.seq_length or stored.seq_length
-    if tokens <= length:
-        raise ValueError(f"--text has {tokens} tokens, and the sequences have {length}; give more text.")
-    samples = (tokens - 1) // length
-    return ["--eval-iters", str(samples), *chosen, "--data-path", str(folder / "corpus")]
-
-
-def _tokenizer_flags(folder: str) -> list[str]:
-    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
-    return [*named, "--no-use-tokenizer-model-from-checkpoint-args"]
-
-
-def _corpus(texts: list[str], tokenizer: str, prefix: Path, trust: list[str]) -> int:
-    """Make a corpus of the texts; returns its number of tokens."""
-    from megatron_mtp.data.checks import read_sidecar
-
-    flags = ["--input", *texts, "--tokenizer", tokenizer, "--output-prefix", str(prefix), "--workers", "1", *trust]
+    prefix, length = str(folder / "corpus"), args.seq_length or stored.seq_length
+    flags = ["--input", *args.text, "--tokenizer", str(tokenizer), "--output-prefix", prefix, "--workers", "1", *trust]
     if status := preprocess.main(flags, "megatron-mtp evaluate --text"):
         sys.exit(status)
-    return int(read_sidecar(str(prefix))["tokens"])
+    tokens = int(read_sidecar(prefix)["tokens"])
+    if tokens <= length:
+        raise ValueError(f"--text has {tokens} tokens, and the sequences have {length}; give more text.")
+    return ["--eval-iters", str((tokens - 1) // length), *chosen, "--data-path", prefix]

@@ -3,7 +3,7 @@
 import json
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,7 +59,9 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
-        epilog=f"{EXAMPLES}\n{_names()}",
+        epilog=f"{EXAMPLES}\nmethods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
+        "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
+        "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.",
     )
     add_checkpoint_flags(made)
     add = made.add_argument
@@ -103,14 +105,6 @@ class _ListMethods(Action):
             *others, last = (name for name, one in VERIFIERS.items() if not one.lossless)
             print(f"{', '.join(others)} and {last} change the distribution; the others keep it.")
         parser.exit()
-
-
-def _names() -> str:
-    return (
-        f"methods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
-        "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
-        "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.\n"
-    )
 
 
 def add_checkpoint_flags(parser: Parser) -> None:
@@ -203,20 +197,15 @@ def _record(
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> None:
     """Write every step's drafted and accepted tokens, with the characters of each token, for `report`."""
-    texts = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
-    ids = {token for text in texts for token in _ids(text)}
+    texts: list[dict[str, Any]] = [{"prompt": prompt, "steps": own} for prompt, own in zip(prompts, steps, strict=True)]
+    of_texts = [
+        text["prompt"] + [one for step in text["steps"] for one in step["emitted"] + step["drafted"]] for text in texts
+    ]
+    ids = {token for tokens in of_texts for token in tokens if token is not None}
     pieces = {} if tokenizer is None else {token: tokenizer.decode([token]) for token in sorted(ids)}
     settings = None if config is None else config.flat()
     with written_beside(file) as beside:
         beside.write_text(json.dumps({"config": settings, "figures": figures, "pieces": pieces, "texts": texts}))
-
-
-def _ids(text: dict[str, Any]) -> Iterator[int]:
-    """The tokens of a recorded text, drafted ones included."""
-    yield from text["prompt"]
-    for step in text["steps"]:
-        yield from step["emitted"]
-        yield from (token for token in step["drafted"] if token is not None)
 
 
 def _ends(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.config import flag_of
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import write_corpus
 from megatron_mtp.data.documents import (
@@ -73,22 +74,27 @@ def preprocess(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
-    if args.chat is None:
-        documents = list_documents(find_files(args.input, args.include))
-    else:
-        documents = list_documents(find_files(args.chat, ["*.jsonl"], "--chat"))
+    flag, files, what = ("--chat", args.chat, "chats") if args.chat else ("--input", args.input, "text")
+    documents = list_documents(find_files(files, ["*.jsonl"] if args.chat else args.include, flag))
     total = sum(document.size for document in documents)
     wanted = None if args.max_mb is None else int(args.max_mb * BYTES_PER_MB)
     documents = choose_documents(documents, wanted, args.seed, args.shuffle)
     if not documents:
-        flag, files, what = ("--chat", args.chat, "chats") if args.chat else ("--input", args.input, "text")
         raise ValueError(f"{flag}: every file in {', '.join(map(repr, files))} is empty; give files with {what}.")
     size = sum(document.size for document in documents)
     print(f"{len(documents)} documents, {size / 1e6:.1f} of {total / 1e6:.1f} MB", flush=True)
     folder = args.tokenizer or _trained_tokenizer(args, documents)
     encoder = Encoder.from_folder(folder, args.eod_token, args.trust_remote_code)
     if args.chat is not None:
-        write_chats(documents, encoder, args, settings)
+        from megatron_mtp.data.chat import write_chats
+
+        empty = bool(args.chat_count_empty_thinking)
+        record = write_chats(documents, encoder, args.output_prefix, empty, args.workers, settings)
+        print(
+            f"{args.output_prefix}.bin and .idx: {record['documents']} documents of {record['chats']} chats, "
+            f"{record['counted_tokens']} of {record['tokens']} tokens count; {record['chats_without_counted_tokens']} "
+            f"chats without an answer are left out, {record['seconds']} s"
+        )
         return
     record = write_corpus(documents, encoder, args.output_prefix, args.json_key, args.workers, settings)
     print(
@@ -101,21 +107,6 @@ def preprocess(args: argparse.Namespace) -> None:
         print(
             f"note: Megatron ends documents at the eos_token of {folder}/tokenizer_config.json; see that it is the same"
         )
-
-
-def write_chats(
-    lines: Sequence[Document], encoder: Encoder, args: argparse.Namespace, settings: dict[str, Any]
-) -> None:
-    """Write the chats in lines, and print how many of their tokens count."""
-    from megatron_mtp.data import chat
-
-    empty = bool(args.chat_count_empty_thinking)
-    record = chat.write_chats(lines, encoder, args.output_prefix, empty, args.workers, settings)
-    print(
-        f"{args.output_prefix}.bin and .idx: {record['documents']} documents of {record['chats']} chats, "
-        f"{record['counted_tokens']} of {record['tokens']} tokens count; {record['chats_without_counted_tokens']} "
-        f"chats without an answer are left out, {record['seconds']} s"
-    )
 
 
 def parser(program: str) -> Parser:
@@ -182,10 +173,9 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
         return False
     record = read_sidecar(prefix)
     whole = os.path.exists(f"{prefix}.bin") and os.path.getsize(f"{prefix}.bin") == record.get("bin_bytes")
-    whole = whole and _is_record(record)
-    differing = [
-        f"--{n.replace('_', '-')}" for n, value in settings.items() if whole and record["settings"].get(n) != value
-    ]
+    whole = whole and {"documents", "tokens"} <= record.keys() and isinstance(record.get("settings"), dict)
+    whole = whole and os.path.isdir(str(record.get("tokenizer")))
+    differing = [flag_of(name) for name, value in settings.items() if whole and record["settings"].get(name) != value]
     if not whole or differing:
         reason = f"with another {', '.join(differing)}" if whole else "by something else, or is no longer whole"
         raise ValueError(
@@ -197,13 +187,6 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
         "with these settings (--overwrite makes them again)"
     )
     return True
-
-
-def _is_record(record: dict[str, Any]) -> bool:
-    """Return whether a sidecar has what a corpus of ours has said of itself, and the tokenizer is there."""
-    folder, settings = record.get("tokenizer"), record.get("settings")
-    is_there = isinstance(folder, str) and os.path.isdir(folder)
-    return is_there and isinstance(settings, dict) and {"documents", "tokens"} <= record.keys()
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:

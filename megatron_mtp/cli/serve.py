@@ -92,8 +92,9 @@ def run(args: Namespace) -> int:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
     sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not substitutions.installed())
     engine = Engine(runner, sizes, config, drafter)
+    folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
     served = Served(
-        name=args.served_model_name or _model_name(Path(args.load)),
+        name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
         codec=Codec() if tokenizer is None else TextCodec(tokenizer, end_tokens(tokenizer)),
         positions=runner.positions,
         vocabulary=runner.vocab_size,
@@ -125,9 +126,3 @@ def _check(args: Namespace) -> None:
         )
     if args.api_key == "":
         raise ValueError("--api-key is empty; give a key, or leave the flag out.")
-
-
-def _model_name(folder: Path) -> str:
-    """The folder's name; of a run's `checkpoint`, the run's."""
-    whole = folder.resolve()
-    return whole.parent.name if whole.name == "checkpoint" else whole.name

@@ -17,12 +17,8 @@ import torch
 from megatron_mtp.patches.patch import Function, names_in, with_globals
 
 
-def counted_without_padding(_: Any) -> Callable[..., None]:
+def count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
     """In the place of `TopKRouter._apply_expert_bias`, which combines a map [T, E] with a mask [T]."""
-    return _count_for_expert_bias
-
-
-def _count_for_expert_bias(router: Any, routing_map_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
     if router.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
             if padding_mask is not None:
@@ -61,15 +57,11 @@ def over_all_routers(report: Callable[..., str]) -> Callable[..., str]:
         from megatron.training import get_args
 
         args = get_args()
-        places = args.num_layers + _passes(args)
+        places = args.num_layers + (getattr(args, "mtp_unroll", None) or args.mtp_num_layers or 0)
         counts = {"num_layers": places, "moe_layer_freq": [routers_of(args)], "mtp_num_layers": None}
         return report(tracker, *given, **{**named, **counts})
 
     return averaged
-
-
-def _passes(args: Namespace) -> int:
-    return getattr(args, "mtp_unroll", None) or args.mtp_num_layers or 0
 
 
 def routers_of(args: Namespace) -> int:
@@ -136,15 +128,11 @@ def fused_where_possible(init: Init) -> Init:
 # --- data sets -------------------------------------------------------------------------------------------------------
 
 
-def already_compiled(_: Any) -> Callable[[], None]:
+def import_helpers() -> None:
     """In the place of `compile_helpers`, which runs a Makefile: the wheel has none, and would end the process.
 
     The wheel carries the compiled `helpers_cpp`. A checkout of Megatron-LM has the Makefile, and compiles as ever.
     """
-    return _import
-
-
-def _import() -> None:
     from megatron.core.datasets import helpers_cpp  # noqa: F401  (an ImportError here names what is missing)
 
 

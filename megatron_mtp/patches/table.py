@@ -29,7 +29,7 @@ PATCHES = (
         NONE,
         CORE,
         layers.compiles_without_makefile,
-        layers.already_compiled,
+        lambda _: layers.import_helpers,
     ),
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
@@ -37,7 +37,7 @@ PATCHES = (
         f"{ISSUES}/6111, fixed by {PULLS}/6114",
         CORE,
         layers.mask_hits_experts,
-        layers.counted_without_padding,
+        lambda _: layers.count_for_expert_bias,
     ),
     Patch(
         "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
@@ -176,7 +176,7 @@ PATCHES = (
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
         unpickling.unpickles_catalogues,
-        unpickling.safe_read_metadata,
+        lambda _: unpickling.read_metadata,
         package="torch",
     ),
     Patch(
@@ -185,7 +185,7 @@ PATCHES = (
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
         unpickling.unpickles_objects,
-        unpickling.safe_load_bytes,
+        lambda _: unpickling.load_bytes,
         package="torch",
     ),
 )

@@ -120,17 +120,8 @@ def foreign(error: pickle.UnpicklingError) -> str:
     return f"{named.group(1) if named else 'something'}, which no checkpoint of Megatron's holds"
 
 
-def safe_read_metadata(_: Any) -> "Callable[..., Metadata]":
+def read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
     """In the place of `FileSystemReader.read_metadata`."""
-    return _read_metadata
-
-
-def safe_load_bytes(_: Any) -> Callable[..., None]:
-    """In the place of `DefaultLoadPlanner.load_bytes`."""
-    return _load_bytes
-
-
-def _read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     with reader.fs.create_stream(reader._get_metadata_path(settings.get("rank")), "rb") as stream:
@@ -141,7 +132,8 @@ def _read_metadata(reader: Any, *_: Any, **settings: Any) -> "Metadata":
     return metadata
 
 
-def _load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
+def load_bytes(planner: Any, read_item: Any, value: IO[bytes]) -> None:
+    """In the place of `DefaultLoadPlanner.load_bytes`."""
     from torch.distributed.checkpoint._traverse import set_element
 
     name = read_item.dest_index.fqn

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.agreeing import agreeing_model
 from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal, interleave
+from megatron_mtp.cli.cost import NO_METER, start_meter
 from megatron_mtp.decoding import batch as steps
 from megatron_mtp.decoding import cached_attention, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.cost import NO_METER, start_meter
 from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.build import join_world

@@ -5,6 +5,8 @@ verbs.py       VERBS, the table
 convert.py     Hugging Face folders and Megatron checkpoints
 train.py       pretraining on Megatron's loop
 generate.py    texts of a checkpoint
+terminal.py    prompts of the command line, and text on a terminal
+cost.py        prompts under one clock, compared with plain decoding; acceptance, speed, energy
 sample.py      a corpus of a checkpoint's own texts
 serve.py       OpenAI's HTTP API
 evaluate.py    loss and acceptance of a checkpoint on a text

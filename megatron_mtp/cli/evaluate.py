@@ -54,7 +54,7 @@ def main(arguments: list[str], program: str) -> int:
     with quiet(given.verbose, notes=sys.stderr) as output:
         on_cpu = prepare()
 
-        from megatron_mtp.decoding.text import own_output
+        from megatron_mtp.cli.terminal import own_output
 
         answer = own_output() if given.verbose else output
         with TemporaryDirectory(prefix="megatron-mtp-") as folder:

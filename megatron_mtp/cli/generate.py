@@ -46,7 +46,7 @@ def main(arguments: list[str], program: str) -> int:
     args = parser(program).parse_args(arguments)
     quieten()
 
-    from megatron_mtp.decoding.text import own_output
+    from megatron_mtp.cli.terminal import own_output
 
     answer = own_output() if args.json else sys.stdout
     with sentences(program):
@@ -130,12 +130,12 @@ def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
     import torch
 
+    from megatron_mtp.cli.cost import Work, summary, table
+    from megatron_mtp.cli.terminal import Stream, read_prompts
     from megatron_mtp.decoding.api import check_prompts
-    from megatron_mtp.decoding.cost import Work, summary, table
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
     from megatron_mtp.decoding.sampling import Sampling
-    from megatron_mtp.decoding.text import Stream, read_prompts
 
     sampling = Sampling.of(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
@@ -212,8 +212,8 @@ def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
     """What ends a text before its budget: tokens, and `--stop`."""
+    from megatron_mtp.cli.terminal import cutter
     from megatron_mtp.data.tokenizer import end_tokens
-    from megatron_mtp.decoding.text import cutter
 
     if "" in args.stop:
         raise ValueError("--stop is empty; give the text to end after.")
@@ -238,7 +238,7 @@ def _as_json(
 
 def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
-    from megatron_mtp.decoding.text import quoted
+    from megatron_mtp.cli.terminal import quoted
 
     for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
         sign = f"[{number}] " if len(texts) > 1 else ""

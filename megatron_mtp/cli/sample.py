@@ -16,10 +16,10 @@ from megatron_mtp.files import check_outside, one_writer, remove
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
+    from megatron_mtp.data.prompts import Prompts
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.decoding.own_texts.prompts import Prompts
-    from megatron_mtp.decoding.own_texts.writing import How, Written
     from megatron_mtp.decoding.runner import Runner
+    from megatron_mtp.decoding.samples import Sample, SampleSettings
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
     from megatron_mtp.decoding.method import parse_config
-    from megatron_mtp.decoding.own_texts.writing import How, appended, finished_texts
+    from megatron_mtp.decoding.samples import SampleSettings, appended, read_samples
     from megatron_mtp.decoding.sampling import Sampling
 
     _check(args)
@@ -122,7 +122,7 @@ def run(args: Namespace) -> int:
     }
     if args.dry_run:
         prompts = _prompts(args, folder)
-        there = sum(number < args.texts for number in finished_texts(file, settings))
+        there = sum(number < args.texts for number in read_samples(file, settings))
         print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
         print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
         print(f"would write {args.output_prefix}.bin, .idx, .json, .answers.npy and .texts.jsonl")
@@ -131,11 +131,13 @@ def run(args: Namespace) -> int:
         if args.overwrite:
             for ending in ENDINGS:
                 remove(Path(f"{args.output_prefix}.{ending}"))
-        texts = finished_texts(file, settings)
+        texts = read_samples(file, settings)
         if _is_done(args, settings):
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        how = How(sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs)
+        how = SampleSettings(
+            sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs
+        )
         _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, settings)
     return 0
@@ -165,8 +167,8 @@ def _settings(args: Namespace) -> dict[str, Any]:
 
 
 def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
+    from megatron_mtp.data.prompts import Beginnings, UserTurns
     from megatron_mtp.data.tokenizer import read_tokenizer
-    from megatron_mtp.decoding.own_texts.prompts import Beginnings, UserTurns
 
     if args.chat:
         chats = read_tokenizer(tokenizer, args.trust_remote_code)
@@ -190,9 +192,9 @@ def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
 
 def _write(
     args: Namespace,
-    texts: "dict[int, Written]",
-    appending: "AbstractContextManager[Callable[[Written], None]]",
-    how: "How",
+    texts: "dict[int, Sample]",
+    appending: "AbstractContextManager[Callable[[Sample], None]]",
+    how: "SampleSettings",
     prompts: "Prompts",
     vocabulary: int,
 ) -> None:
@@ -201,7 +203,7 @@ def _write(
     from tqdm import tqdm
 
     from megatron_mtp.decoding.load import load_checkpoint
-    from megatron_mtp.decoding.own_texts.writing import default_method, write_texts
+    from megatron_mtp.decoding.samples import default_method, write_samples
 
     left = [number for number in range(args.texts) if number not in texts]
     if not left:
@@ -220,12 +222,12 @@ def _write(
         tqdm(desc="sampling", total=args.texts, initial=done, unit="text", mininterval=pause, smoothing=0.05) as bar,
     ):
 
-        def finished(text: "Written") -> None:
+        def finished(text: "Sample") -> None:
             append(text)
             texts[text.number] = text
             bar.update(1)
 
-        stats = write_texts(runner, _numbered(left, prompts, runner), how, finished)
+        stats = write_samples(runner, _numbered(left, prompts, runner), how, finished)
     if stats.drafted:
         print(f"drafting: {stats.accepted_length:.2f} tokens per forward")
 
@@ -238,7 +240,7 @@ def _numbered(numbers: list[int], prompts: "Prompts", runner: "Runner") -> Itera
             yield number, prompt
 
 
-def _publish(args: Namespace, finished: "dict[int, Written]", encoder: "Encoder", settings: dict[str, Any]) -> None:
+def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
     from megatron_mtp.decoding.requests import Finish

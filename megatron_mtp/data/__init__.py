@@ -5,6 +5,7 @@ batch.py             tokens, labels and masks of every depth, made once a batch,
                      parallelism, and values d positions later, also on another rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
+prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
 chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft

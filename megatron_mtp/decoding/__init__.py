@@ -32,9 +32,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, sequences and statistics out, by an engine of their own
-    text.py              texts on the terminal
-    cost.py              prompts under one clock, compared with plain decoding; acceptance, speed, energy
-    own_texts/           continuations of a corpus' prompts, as data to train on: megatron-mtp sample
+    samples.py           continuations of many prompts, in a file of which a kill loses none: megatron-mtp sample
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,14 +15,14 @@ import torch
 from documents import ROOT
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.cli import cost
+from megatron_mtp.cli.cost import Cost, summary, table
 from megatron_mtp.cli.generate import parser
+from megatron_mtp.cli.terminal import COLOUR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
-from megatron_mtp.decoding import cost
-from megatron_mtp.decoding.cost import Cost, summary, table
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.settings import keys
-from megatron_mtp.decoding.text import COLOUR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.decoding.verifiers import VERIFIERS
 

@@ -29,7 +29,6 @@ from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.decoding.verifiers.block import block
 from megatron_mtp.decoding.verifiers.greedy import greedy
 from megatron_mtp.decoding.verifiers.lossy import bild, joint, relaxed
-from megatron_mtp.decoding.verifiers.mtjd import mtjd
 from megatron_mtp.decoding.verifiers.rejection import rejection
 from megatron_mtp.decoding.verifiers.spectr import solve_rho
 from megatron_mtp.decoding.verifiers.walk import chosen, walk
@@ -280,18 +279,6 @@ def test_the_phase_flips_inside_a_draft() -> None:
 def test_block_refuses_a_tree() -> None:
     with pytest.raises(ValueError, match="judges chains"):
         block(_one_hot_logits(1, 1, 1), Draft(torch.tensor([[1, 2]]), None, torch.tensor([[0, 0]])), _round())
-
-
-def test_mtjd_finds_what_greedy_misses() -> None:
-    """Greedy takes 0 (0.6) and then 0.5; the best pair is 1 (0.4) and then 1 (0.9)."""
-    first, second = torch.tensor([0.6, 0.4]), torch.tensor([[0.5, 0.5], [0.1, 0.9]])
-
-    def log_probs(prefixes: Tensor) -> Tensor:
-        return first.log().expand(len(prefixes), 2) if prefixes.size(1) == 0 else second[prefixes[:, 0]].log()
-
-    best, log_prob = mtjd(log_probs, 2, 2)
-    assert best.tolist() == [1, 1]
-    assert log_prob == pytest.approx(torch.tensor(0.36).log().item())
 
 
 def test_spectr_accepts_more_than_a_single_candidate() -> None:

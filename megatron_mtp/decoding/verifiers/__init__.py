@@ -6,7 +6,6 @@
     block.py      a chain judged as a whole
     spectr.py     several candidates by optimal transport
     lossy.py      rules that change the distribution
-    mtjd.py       the joint optimum, an oracle for tests
     walk.py       the accepted path through a tree
 
 A row of VERIFIERS is written as an entry point is, and imported when it is looked up, so that a list of names does not

@@ -1,9 +1,9 @@
-"""Prompts out of a corpus, drawn by seed: text i has the same prompt, however many texts there are.
+"""Prompts out of a corpus, drawn by seed: prompt i is the same, however many are drawn.
 
 In:  the .bin and .idx of `megatron-mtp preprocess`, or JSON lines of conversations.
-Out: the token ids of text i's prompt.
+Out: the token ids of prompt i.
 
-Text i takes the document i of a shuffled order; where all were taken, another order begins.
+Prompt i is of document i of a shuffled order; where all were taken, another order begins.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Prompts(Protocol):
-    """What texts begin with.
+    """Prompts by number.
 
     Attributes:
         documents: how many different documents there are.
@@ -30,7 +30,7 @@ class Prompts(Protocol):
     documents: int
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a text's prompt."""
+        """Token ids of a prompt."""
 
 
 class Beginnings:
@@ -61,7 +61,7 @@ class Beginnings:
             )
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a text's prompt."""
+        """Token ids of a prompt."""
         document = self._long[drawn(self._seed, self.documents, number)]
         start = 0
         if self._anywhere:
@@ -93,7 +93,7 @@ class UserTurns:
         self._tokenizer, self._seed, self.documents = tokenizer, seed, len(self._lines)
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a text's prompt. Raises ValueError for a line that is no conversation."""
+        """Token ids of a prompt. Raises ValueError for a line that is no conversation."""
         line = self._lines[drawn(self._seed, self.documents, number)]
         chat = read_chat(line)
         turns = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
@@ -109,7 +109,7 @@ class UserTurns:
 
 
 def drawn(seed: int, documents: int, number: int) -> int:
-    """The document of a text, out of so many."""
+    """The document of a prompt, out of so many."""
     return int(_order(seed, documents, number // documents)[number % documents])
 
 

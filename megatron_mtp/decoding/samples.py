@@ -1,12 +1,12 @@
-"""A model continues prompts, many at once, each as its number and the settings have it, whatever it shares a step with.
+"""Samples of a model: continuations of many prompts. A sample depends on its number and the settings alone.
 
-In:  a runner, and the prompts of texts by number.
-Out: finished texts, in the order in which they end; in a file, one line each after a line of what they depend on:
+In:  a runner, and prompts by number.
+Out: finished samples, in the order in which they end; in a file, one line each after a line of what they depend on:
 
     {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
     {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop", "logprobs": [-0.2, -1.5, -0.7]}
 
-The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its text made again.
+The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its sample made again.
 """
 
 import json
@@ -27,15 +27,15 @@ from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.files import synced
 
 Numbered = tuple[int, list[int]]
-"""A text's number and its prompt."""
+"""A sample's number and its prompt."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """A finished text.
+class Sample:
+    """A finished continuation.
 
     Attributes:
-        number: its place among all texts.
+        number: its place among all.
         prompt: token ids that it began with.
         tokens: token ids that the model added.
         finish: why it ended, as `requests.Finish`.
@@ -51,17 +51,17 @@ class Written:
 
 
 @dataclass(frozen=True)
-class How:
-    """How texts are continued.
+class SampleSettings:
+    """How sequences are continued.
 
     Attributes:
         sampling: how a token is chosen.
-        new_tokens: of each text, at most.
-        seed: of all texts.
-        stop_ids: a text ends after any of these.
+        new_tokens: of each, at most.
+        seed: of all.
+        stop_ids: a sequence ends after any of these.
         speculative: how they are drafted; None for plain decoding.
-        together: texts that run at once.
-        logprobs: whether texts have the log-probabilities of their tokens.
+        together: sequences that run at once.
+        logprobs: whether samples have the log-probabilities of their tokens.
     """
 
     sampling: Sampling
@@ -73,7 +73,7 @@ class How:
     logprobs: bool = False
 
     def seed_of(self, number: int) -> int:
-        """The seed of a text, which no other text of any seed has."""
+        """The seed of a sample, which no other sample of any seed has."""
         return (self.seed << 32) + number
 
 
@@ -86,8 +86,8 @@ def default_method(runner: Runner) -> SpeculativeConfig | None:
     return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")
 
 
-def write_texts(
-    runner: Runner, prompts: Iterable[Numbered], how: How, keep: Callable[[Written], object]
+def write_samples(
+    runner: Runner, prompts: Iterable[Numbered], how: SampleSettings, keep: Callable[[Sample], object]
 ) -> AcceptanceStats:
     """Continue every prompt.
 
@@ -95,14 +95,14 @@ def write_texts(
         runner: the model.
         prompts: numbers and prompts, taken as places become free.
         how: the settings.
-        keep: called with every text when it has ended.
+        keep: called with every sample when it has ended.
 
     Returns:
         What it cost.
     """
     settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
     engine = Engine(runner, settings, how.speculative)
-    live: dict[int, Written] = {}
+    live: dict[int, Sample] = {}
     left = iter(prompts)
     while True:
         while len(live) < 2 * how.together and (following := next(left, None)) is not None:
@@ -111,7 +111,7 @@ def write_texts(
                 prompt, how.new_tokens, how.sampling, how.seed_of(number), stop_ids=how.stop_ids,
                 logprobs=0 if how.logprobs else None,
             )  # fmt: skip
-            live[engine.add(asked)] = Written(number, prompt, [], "", [] if how.logprobs else None)
+            live[engine.add(asked)] = Sample(number, prompt, [], "", [] if how.logprobs else None)
         if not live:
             return engine.load.stats
         for update in engine.step():
@@ -126,13 +126,13 @@ def write_texts(
                 keep(replace(text, finish=update.finish))
 
 
-def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
-    """The texts in a file by number; none where the file is not there yet.
+def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
+    """The samples in a file by number; none where the file is not there yet.
 
     Raises:
         ValueError: they were made with other settings, or a line is damaged.
     """
-    texts: dict[int, Written] = {}
+    texts: dict[int, Sample] = {}
     kept: dict[str, Any] = {}
     whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     for place, line in enumerate(whole_lines, start=1):
@@ -140,7 +140,7 @@ def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
             if place == 1:
                 kept = dict(json.loads(line)["settings"])
             else:
-                text = Written(**json.loads(line))
+                text = Sample(**json.loads(line))
                 texts[text.number] = text
         except (ValueError, TypeError, KeyError):
             raise ValueError(
@@ -156,15 +156,15 @@ def finished_texts(file: Path, settings: dict[str, Any]) -> dict[int, Written]:
 
 
 @contextmanager
-def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Written], None]]:
-    """A function that appends a finished text: when it returns, the text is on the disk."""
+def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Sample], None]]:
+    """A function that appends a sample: when it returns, the sample is on the disk."""
     with open(file, "ab") as stream:
 
         def append(line: dict[str, Any]) -> None:
             stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             synced(stream)
 
-        has_texts = bool(finished_texts(file, settings))
+        has_texts = bool(read_samples(file, settings))
         stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_texts else 0)
         if not has_texts:
             append({"settings": settings})

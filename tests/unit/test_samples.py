@@ -16,10 +16,10 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_argu
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
+from megatron_mtp.data.prompts import Beginnings, UserTurns
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding import generate, load_runner
-from megatron_mtp.decoding.own_texts.prompts import Beginnings, UserTurns
-from megatron_mtp.decoding.own_texts.writing import Written, appended, finished_texts
+from megatron_mtp.decoding.samples import Sample, appended, read_samples
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.causal import square_mask
 
@@ -267,7 +267,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "own.texts.jsonl"
     with appended(file, settings) as keep:
         for number in range(3):
-            keep(Written(number, [1], [2], "stop"))
+            keep(Sample(number, [1], [2], "stop"))
     file.write_bytes(file.read_bytes().replace(b'"number":1', b'"nombre":1'))
     with pytest.raises(ValueError, match="is damaged in line 3; remove the line"):
-        finished_texts(file, settings)
+        read_samples(file, settings)

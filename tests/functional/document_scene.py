@@ -19,7 +19,6 @@ MODELS = {
     "GLM-4.5-Air": ("glm4_moe", 1),
     "my-glm": ("glm4_moe", 0),
     "Qwen3-0.6B": ("qwen3", 0),
-    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 1),
 }
 """Folder in models/ to its kind and its depths."""
 

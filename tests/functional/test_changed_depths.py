@@ -31,12 +31,12 @@ class Case:
 
 CASES = {
     "one more, TP2, distributed": Case(1, 2, f"--bf16 {BY_PARAMETER} {TP2}", processes=2),
-    "one less, TP2, distributed": Case(2, 1, f"--bf16 {BY_PARAMETER} {TP2}", processes=2),
+    "one less": Case(2, 1),
     "two more": Case(1, 3, init="random"),
 }
 MORE = {
     "one more, bfloat16": Case(1, 2, "--bf16"),
-    "one less": Case(2, 1),
+    "one less, TP2, distributed": Case(2, 1, f"--bf16 {BY_PARAMETER} {TP2}", processes=2),
     "one less, bfloat16": Case(3, 1, "--bf16"),
     "one more, distributed, float32": Case(1, 2, BY_PARAMETER, init="random"),
     "one more, DP2": Case(1, 2, f"--bf16 {BY_PARAMETER}", processes=2),

@@ -42,7 +42,7 @@ for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
 """A run like the quickstart's, of two steps, under all names that documents give to a run."""
 
-LONG = ("docs/attaching.md", "docs/conversion.md", "docs/serving.md", "docs/training.md")
+LONG = [f"docs/{name}.md" for name in ("attaching", "conversion", "serving", "training", "extensions/predict")]
 """Documents whose commands run with --all; their verbs have tests of their own."""
 
 FLAGS = (

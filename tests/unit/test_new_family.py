@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import hf_models
 import pytest
 import torch
@@ -24,6 +25,16 @@ for arguments in json.loads(sys.argv[1]):
         sys.exit(status)
 """
 """Several commands in one process, which takes longer to start than to convert."""
+
+INSTALLED = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from megatron_mtp.checkpoint.families import FAMILIES
+from megatron_mtp.checkpoint.verify.reference_forms import FORMS
+for table in (FAMILIES, FORMS):
+    vars(table).pop("_registered", None)
+"""
+"""A package that a fork finds, whose tables may have been listed before."""
 
 
 def heron_depths(trunk: Tensors, depths: int) -> Tensors:
@@ -44,9 +55,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[str]:
-    """Run commands of `convert` with the modules at `path` in front of all others."""
+    """Run commands of `convert` with the modules at `path` in front of all others; in a fork if the package is as it is."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    if not (path / "megatron_mtp").exists():
+        code = [sys.executable, "-c", INSTALLED + COMMANDS, words, str(path)]
+        return fork_server.run(code, env=environment, cwd=path)
     code = [sys.executable, "-c", COMMANDS, words]
     return subprocess.run(code, capture_output=True, text=True, env=environment, cwd=path)
 

@@ -68,39 +68,30 @@ def _drawn(prefix: str, layer: Any, weights: RandomWeights) -> dict[str, Tensor]
 
 
 def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> Any:
-    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialized."""
-    if name.startswith("tf_layer."):
-        return _copied(_in_trunk(name.removeprefix("tf_layer."), loaded, block), value, loaded)
-    if name.startswith("final_layernorm."):
-        of_hybrid = f"decoder.final_norm.{name.removeprefix('final_layernorm.')}"
-        return _copied(of_hybrid if of_hybrid in loaded else f"decoder.{name}", value, loaded)
-    if name == "eh_proj.weight":
-        return _pass_hidden_state(value, block)
-    return value  # enorm and hnorm: 1, as initialized
+    """The value of one entry of a depth; `name` is relative to the depth, `value` as initialized.
 
+    Where a kernel's `_extra_state` is not stored, it stays as initialized; so do enorm and hnorm, at 1.
 
-def _in_trunk(name: str, loaded: dict[str, Any], block: MultiTokenPredictionBlock) -> str:
-    """The trunk's entry for one of a depth's layer, or of its stack: its last layers are the trunk's."""
-    last = _last_trunk_layer(loaded)
-    if not isinstance(stack := block.layers[0].tf_layer, HybridStack):
-        return f"decoder.layers.{last}.{name}"
-    _, index, rest = name.split(".", 2)
-    return f"decoder.layers.{last + 1 - len(stack.layers) + int(index)}.{rest}"
-
-
-def _last_trunk_layer(loaded: dict[str, Any]) -> int:
-    numbers = [int(name.split(".")[2]) for name in loaded if name.startswith("decoder.layers.")]
-    if not numbers:
-        raise ValueError(
-            "--mtp-init last-layer was given, but the pipeline stage of the MTP depths holds no trunk layer to copy; "
-            "give --mtp-init random, or a layout with a trunk layer on that stage."
-        )
-    return max(numbers)
-
-
-def _copied(source: str, value: Any, loaded: dict[str, Any]) -> Any:
-    """The trunk's entry; where a kernel's `_extra_state` is not stored, it stays as initialized."""
-    return loaded.get(source, value)
+    Raises:
+        ValueError: the stage has no trunk layer that could be copied.
+    """
+    part, _, rest = name.partition(".")
+    if part == "tf_layer":
+        numbers = [int(one.split(".")[2]) for one in loaded if one.startswith("decoder.layers.")]
+        if not numbers:
+            raise ValueError(
+                "--mtp-init last-layer was given, but the pipeline stage of the MTP depths holds no trunk layer to "
+                "copy; give --mtp-init random, or a layout with a trunk layer on that stage."
+            )
+        source = f"decoder.layers.{max(numbers)}.{rest}"
+        if isinstance(stack := block.layers[0].tf_layer, HybridStack):  # its last layers are the trunk's
+            _, index, rest = rest.split(".", 2)
+            source = f"decoder.layers.{max(numbers) + 1 - len(stack.layers) + int(index)}.{rest}"
+        return loaded.get(source, value)
+    if part == "final_layernorm":
+        of_hybrid = f"decoder.final_norm.{rest}"
+        return loaded.get(of_hybrid if of_hybrid in loaded else f"decoder.{name}", value)
+    return _pass_hidden_state(value, block) if name == "eh_proj.weight" else value
 
 
 def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tensor:

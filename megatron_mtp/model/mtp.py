@@ -68,18 +68,16 @@ def mtp_layer_submodules(
     tf_layer: ModuleSpec, architecture: str, use_te: bool, sharded_name: str = SHARDED_TF_LAYER
 ) -> MultiTokenPredictionLayerSubmodules:
     """The spec of one depth around an inner layer or stack of layers, for TE or for portable modules."""
-    backend: BackendSpecProvider = _te_backend() if use_te else LocalSpecProvider()
+    backend: BackendSpecProvider = LocalSpecProvider()
+    if use_te:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        backend = TESpecProvider()
     norm = backend.layer_norm()
     made = MultiTokenPredictionLayerSubmodules(tf_layer, final_layernorm=norm, sharded_name=sharded_name)
     if architecture == "parallel":
         return made
     return replace(made, enorm=norm, hnorm=norm, eh_proj=backend.column_parallel_linear())
-
-
-def _te_backend() -> BackendSpecProvider:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    return TESpecProvider()
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             embedded_SBH: embedding of the token d positions later; None for a parallel head.
             padding_mask_BS: True where the position was shifted in from outside; MoE routers leave it out.
         """
-        run = self._checkpointed if self._recomputes() else self._run
+        recomputes = self.training and self.config.recompute_granularity == "full"
+        run = self._checkpointed if recomputes else self._run
         return run(hidden_SBH, embedded_SBH, attention, padding_mask_BS)
 
     def forward_single_position(
@@ -230,9 +229,6 @@ class MultiTokenPredictionLayer(MegatronModule):
         apply_prefix_mapping(entries, {f"{prefix}tf_layer.": f"{prefix}{self.sharded_name}."})
         return entries
 
-    def _recomputes(self) -> bool:
-        return self.training and self.config.recompute_granularity == "full"
-
     def _checkpointed(
         self,
         hidden_SBH: Tensor,
@@ -265,7 +261,8 @@ class MultiTokenPredictionLayer(MegatronModule):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None,
     ) -> Tensor:
-        with self._rng_of_sequence_slice():
+        # Each sequence-parallel rank has other positions, and needs other random numbers for dropout.
+        with tensor_parallel.get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             if embedded_SBH is not None:
                 with get_fp8_context(self.config):
                     hidden_SBH = self._merge(embedded_SBH, hidden_SBH)
@@ -286,12 +283,6 @@ class MultiTokenPredictionLayer(MegatronModule):
         both_SB2H = torch.cat((self.enorm(embedded_SBH), self.hnorm(hidden_SBH)), dim=-1)
         merged, _ = self.eh_proj(both_SB2H)
         return whole_states(merged, self.config, self.tp_group)
-
-    def _rng_of_sequence_slice(self) -> Any:
-        """Each sequence-parallel rank has other positions, and needs other random numbers for dropout."""
-        if self.config.sequence_parallel:
-            return tensor_parallel.get_cuda_rng_tracker().fork()
-        return nullcontext()
 
 
 def _read_other_names(layer: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -384,7 +375,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         if self.config.mtp_detach_heads:
             hidden_SBH = hidden_SBH.detach()
         if padding_mask_DBS is not None and self.config.sequence_parallel:
-            padding_mask_DBS = self._own_positions(padding_mask_DBS)
+            padding_mask_DBS = padding_mask_DBS.chunk(self.tp_group.size(), dim=2)[self.tp_group.rank()]
         masks = [None] * self.depths if padding_mask_DBS is None else list(padding_mask_DBS)
         if not self.sequential:
             return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
@@ -400,10 +391,6 @@ class MultiTokenPredictionBlock(MegatronModule):
                 state_SBH = layer(read_SBH, embedded_SBH, attention.at_pass(depth, angles), mask_BS)
                 states.append(state_SBH)
         return states
-
-    def _own_positions(self, mask_DBS: Tensor) -> Tensor:
-        """This sequence-parallel rank's positions."""
-        return mask_DBS.chunk(self.tp_group.size(), dim=2)[self.tp_group.rank()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -227,7 +227,9 @@ class PortableAttention(torch.nn.Module):
         if self.softmax_offset is not None and visible is not None:
             query, key, value = with_sink(query, key, value, self.softmax_offset, self.scale)
             visible = pad(visible, (0, 1), value=True)
-        with self._rng_of_heads():
+        # Each tensor-parallel rank has other heads, and needs other random numbers for dropout.
+        drops = self.dropout and self.training and not self.sequence_parallel
+        with get_cuda_rng_tracker().fork() if drops else nullcontext():
             attended = scaled_dot_product_attention(
                 query,
                 key,
@@ -256,12 +258,6 @@ class PortableAttention(torch.nn.Module):
             before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
             visible = visible & (ahead >= -before) & (ahead <= after)
         return visible
-
-    def _rng_of_heads(self) -> Any:
-        """Each tensor-parallel rank has other heads, and needs other random numbers for dropout."""
-        if self.dropout and self.training and not self.sequence_parallel:
-            return get_cuda_rng_tracker().fork()
-        return nullcontext()
 
 
 def with_chain(
@@ -423,10 +419,7 @@ class PortableLatentAttention(LatentSelfAttention):
         super().__init__(*args, **kwargs)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
-                weight.register_hook(self._share_of_sum)
-
-    def _share_of_sum(self, gradient: Tensor) -> Tensor:
-        return gradient / self.tp_group.size()
+                weight.register_hook(lambda gradient: gradient / self.tp_group.size())
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed queries, and compressed keys and values with the rotary part of the keys behind, both whole."""

@@ -8,6 +8,7 @@ that it holds and takes its columns, without communication between tensor- and e
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -57,7 +58,8 @@ class RandomWeights:
             shape: of the whole tensor.
             part: its place in the whole tensor; None for all of it.
         """
-        *_, module, name = _undivided(key).split(".")
+        # Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`.
+        *_, module, name = re.sub(r"in_proj\.weight\..*", "in_proj.weight", key).split(".")
         part = part or (slice(None),) * len(shape)
         if name in BIASES:
             return torch.zeros(tuple(shape))[part]
@@ -71,11 +73,8 @@ class RandomWeights:
     def _normal(self, key: str, shape: Sequence[int], part: Part) -> Tensor:
         *of_rows, columns = shape
         rows = torch.arange(math.prod(of_rows)).view(*of_rows)[part[:-1]]
-        drawn = [self._row(key, row, columns)[part[-1]] for row in rows.flatten().tolist()]
+        drawn = [normal_by_name(f"{self.seed}/{key}/{row}", columns)[part[-1]] for row in rows.flatten().tolist()]
         return torch.stack(drawn).view(*rows.shape, -1)
-
-    def _row(self, key: str, row: int, columns: int) -> Tensor:
-        return normal_by_name(f"{self.seed}/{key}/{row}", columns)
 
 
 def normal_by_name(name: str, *shape: int) -> Tensor:
@@ -83,9 +82,3 @@ def normal_by_name(name: str, *shape: int) -> Tensor:
     digest = blake2b(name.encode(), digest_size=8).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
     return torch.randn(shape, generator=generator, device="cpu")
-
-
-def _undivided(key: str) -> str:
-    """Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`."""
-    weight, found, _ = key.rpartition("in_proj.weight.")
-    return f"{weight}in_proj.weight" if found else key

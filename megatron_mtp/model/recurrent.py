@@ -265,8 +265,9 @@ class PortableMamba(MambaMixer):
         z_SBC, mixed_SBC = projected_SBC.split([inner, projected_SBC.size(-1) - inner], dim=-1)
         offsets = None if packed_seq_params is None else offsets_of(packed_seq_params)
         exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), offsets)
+        sharing = max(1, exchange.ranks // int(self.ngroups_local_tp))  # ranks that share the heads of one group
         *convolved, dt = columns_of_ranks(
-            [inner, groups, groups, self.nheads_local_tp], exchange.ranks, (1, *[self._sharing_ranks] * 2)
+            [inner, groups, groups, self.nheads_local_tp], exchange.ranks, (1, sharing, sharing)
         )
         columns_RC = torch.cat([*convolved, dt], dim=1).to(mixed_SBC.device)
         whole_BLC = exchange.to_heads(mixed_SBC, columns_RC).transpose(0, 1)
@@ -275,11 +276,6 @@ class PortableMamba(MambaMixer):
         y_SBC = self.norm(y_SBC, z_SBC) if self.rmsnorm else y_SBC * silu(z_SBC)
         output: tuple[Tensor, Tensor | None] = self.out_proj(y_SBC)
         return output
-
-    @property
-    def _sharing_ranks(self) -> int:
-        """Context-parallel ranks among which the heads of one group are shared out."""
-        return max(1, int(self.pg_collection.cp.size()) // int(self.ngroups_local_tp))
 
     def _mixed(self, xBCdt_BLC: Tensor, columns_C: Tensor, document_1L: Tensor) -> Tensor:
         """Convolution and scan of some heads; `columns_C` are theirs in this tensor-parallel rank's x, B, C and dt."""
@@ -408,7 +404,9 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         keys, values, heads = (
             size // ranks for size in (self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp)
         )
-        own_C, own_H = columns_C[: 2 * keys + values], columns_C[-heads:] - columns_C.new_tensor(self._steps_start)
+        # the column of the first head's alpha, behind queries, keys, values and all betas
+        first = int(2 * self.qk_dim_local_tp + self.v_dim_local_tp + self.num_v_heads_local_tp)
+        own_C, own_H = columns_C[: 2 * keys + values], columns_C[-heads:] - first
         qkv_BLC, beta_BLH, alpha_BLH = whole_BLC.split([own_C.numel(), heads, heads], dim=-1)
         bias_C = None if self.conv1d.bias is None else self.conv1d.bias[own_C]
         qkv_BLC = self.act_fn(causal_convolution(qkv_BLC, self.conv1d.weight.squeeze(1)[own_C], bias_C, document_1L))
@@ -419,11 +417,6 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         g_BLH = -self.A_log[own_H].to(wide).exp() * softplus(alpha_BLH.to(wide) + self.dt_bias[own_H])
         out_BLHV = self.gated_delta_rule(query_BLHK, key_BLHK, value_BLHV, g_BLH, beta_BLH.sigmoid(), document_1L)
         return out_BLHV.flatten(2)
-
-    @property
-    def _steps_start(self) -> int:
-        """The column of the first head's alpha, behind queries, keys, values and all betas."""
-        return int(2 * self.qk_dim_local_tp + self.v_dim_local_tp + self.num_v_heads_local_tp)
 
     def _normed_keys(self, keys_BLC: Tensor, heads: int) -> Tensor:
         """Keys or queries for every value head; consecutive value heads share one."""

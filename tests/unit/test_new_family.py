@@ -55,7 +55,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[str]:
-    """Run commands of `convert` with the modules at `path` in front of all others; in a fork if the package is as it is."""
+    """Run commands of `convert`, modules at `path` in front of all others; in a fork if the package is as it is."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
     if not (path / "megatron_mtp").exists():

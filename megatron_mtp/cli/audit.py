@@ -55,11 +55,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Audit and print; returns the exit status.
-
-    Raises:
-        ValueError: a path is no model, or a flag does not fit.
-    """
+    """Audit and print; returns the exit status. Raises ValueError where a path is no model, or a flag does not fit."""
     if args.text is not None and not args.logits:
         raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
     if args.text is not None and not args.text.is_file():

@@ -214,11 +214,7 @@ def _check_files(prefix: str) -> Index:
 
 
 def read_index(prefix: str) -> Index:
-    """Read PREFIX.idx.
-
-    Raises:
-        ValueError: it is no index, or not whole.
-    """
+    """Read PREFIX.idx. Raises ValueError where it is no index, or not whole."""
     path = f"{prefix}.idx"
     size = os.path.getsize(path)
     with open(path, "rb") as file:

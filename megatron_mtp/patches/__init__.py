@@ -5,7 +5,6 @@ patch.py              what a row is, and how it is applied: the original is kept
                       each file below has the replacements of a subject, and their probes: is the fault there?
 layers.py             routers of experts, YaRN beside MTP, fused weight gradients; data sets without a compiler
 optimizers.py         the distributed optimizer in checkpoints, also torch's and that of stages without training
-unpickling.py         catalogues and objects of checkpoints are read without running code
-checksums.py          checksums of what a checkpoint holds: made when it is saved, compared when it is loaded
+catalogue.py          what checkpoints hold is read without running code; checksums are made and compared
 saving.py             saves: the helper process ends with its rank, and a save in progress does not look whole
 """

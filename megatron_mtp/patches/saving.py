@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.patches.checksums import CHECKSUMS
+from megatron_mtp.patches.catalogue import CHECKSUMS, seal
 from megatron_mtp.patches.patch import Function, names_in, with_globals
 
 FORMAT = "metadata.json"
@@ -61,8 +61,6 @@ def sealed(save: Save) -> Save:
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
-        from megatron_mtp.patches.unpickling import seal
-
         folder, is_first = Path(checkpoint_dir), torch.distributed.get_rank() == 0
         if is_first:
             (folder / CHECKSUMS).unlink(missing_ok=True)

@@ -7,13 +7,7 @@ The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everythin
 torch's faults in 2.11 and in 2.15.
 """
 
-from megatron_mtp.patches import (
-    checksums,
-    layers,
-    optimizers,
-    saving,
-    unpickling,
-)
+from megatron_mtp.patches import catalogue, layers, optimizers, saving
 from megatron_mtp.patches.patch import Patch, Probe, apply, called_by_name, has_no_callbacks, unobserved
 
 CORE = ">=0.19.0,<=0.19.2"
@@ -101,8 +95,8 @@ PATCHES = (
         "Megatron's copy of torch's function writes entries without checksums.",
         NONE,
         CORE,
-        checksums.writes_no_checksum,
-        checksums.with_checksum,
+        catalogue.writes_no_checksum,
+        catalogue.with_checksum,
     ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
@@ -157,8 +151,8 @@ PATCHES = (
         "Entries of a checkpoint are written without checksums.",
         NONE,
         TORCH,
-        checksums.writes_no_checksum,
-        checksums.with_checksum,
+        catalogue.writes_no_checksum,
+        catalogue.with_checksum,
         package="torch",
     ),
     Patch(
@@ -166,8 +160,8 @@ PATCHES = (
         "Damaged entries of a checkpoint are loaded.",
         NONE,
         TORCH,
-        checksums.reads_damaged_bytes,
-        checksums.checked_once,
+        catalogue.reads_damaged_bytes,
+        catalogue.checked_once,
         package="torch",
     ),
     Patch(
@@ -175,8 +169,8 @@ PATCHES = (
         "The catalogue of a checkpoint is unpickled, which runs whatever code it names.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        unpickling.unpickles_catalogues,
-        lambda _: unpickling.read_metadata,
+        catalogue.unpickles_catalogues,
+        lambda _: catalogue.read_metadata,
         package="torch",
     ),
     Patch(
@@ -184,8 +178,8 @@ PATCHES = (
         "Objects in a checkpoint are unpickled, which runs whatever code they name.",
         "https://github.com/pytorch/pytorch/issues/189308",
         TORCH,
-        unpickling.unpickles_objects,
-        lambda _: unpickling.load_bytes,
+        catalogue.unpickles_objects,
+        lambda _: catalogue.load_bytes,
         package="torch",
     ),
 )

@@ -22,7 +22,7 @@ from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, check_trainable, flags_without
 from megatron_mtp.model.build import MTPModelConfig, config_of
 from megatron_mtp.model.pattern import without_stages
-from megatron_mtp.patches.unpickling import CATALOGUE
+from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chats import make_chats, reads_chats
 from megatron_mtp.training.checks import (

@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.audit.side import NESTED, Entry, MegatronSide
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
-from megatron_mtp.patches.unpickling import read_catalogue
+from megatron_mtp.patches.catalogue import read_catalogue
 
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.")
 """Keys of the optimizer's tensors that say what they are: exp_avg, exp_avg_sq, fp32_param."""

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from megatron_mtp.files import written_beside
+from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.patches.saving import FORMAT
-from megatron_mtp.patches.unpickling import CATALOGUE
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -40,9 +40,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
-from megatron_mtp.patches.checksums import DamagedError, check_entry, checked_once
+from megatron_mtp.patches.catalogue import CATALOGUE, DamagedError, check_entry, checked_once, foreign, read_catalogue
 from megatron_mtp.patches.saving import FORMAT
-from megatron_mtp.patches.unpickling import CATALOGUE, foreign, read_catalogue
 
 Shape = tuple[int, ...]
 

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE, Shape
 from megatron_mtp.files import synced
-from megatron_mtp.patches.checksums import Summed, crc32_of
+from megatron_mtp.patches.catalogue import CATALOGUE, Summed, crc32_of, seal
 from megatron_mtp.patches.saving import FORMAT
-from megatron_mtp.patches.unpickling import CATALOGUE, seal
 
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|\w*norm)\.weight(?:\.\w+)?")
 

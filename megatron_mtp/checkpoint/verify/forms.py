@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, check_trainable
 from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.patches.checksums import DamagedError
+from megatron_mtp.patches.catalogue import DamagedError
 
 TOLERANCE = 1e-6
 """Largest difference, relative to the largest number; for one rank in float32 none was seen."""

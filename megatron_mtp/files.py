@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,9 +93,16 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        _check_takes(file, name)
+        try:  # which also says so where its folder takes no files
+            file.touch()
+        except OSError:
+            raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
+        holder = ""
+        with suppress(OSError):  # it has just ended
+            holder = file.read_text()
         raise ValueError(
-            f"{name} is being written by {_holder(file)}; wait until it has ended, or name another output."
+            f"{name} is being written by {holder or 'another process'}; wait until it has ended, or name another "
+            "output."
         ) from None
     try:
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
@@ -104,21 +111,6 @@ def one_writer(output: Path, name: str) -> Iterator[None]:
         if lock.lock_counter == 1:
             file.unlink(missing_ok=True)
         lock.release()
-
-
-def _check_takes(file: Path, name: str) -> None:
-    """Raises ValueError where the lock could not be had because its folder takes no files, which it does not say."""
-    try:
-        file.touch()
-    except OSError:
-        raise ValueError(f"{name} cannot be written: {file.parent} takes no files; name another output.") from None
-
-
-def _holder(file: Path) -> str:
-    try:
-        return file.read_text() or "another process"
-    except OSError:  # it has just ended
-        return "another process"
 
 
 def check_outside(output: Path, *sources: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from megatron_mtp.runtime import quieten
 if TYPE_CHECKING:
     from megatron_mtp.data.prompts import Prompts
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.decoding.runner import Runner
     from megatron_mtp.decoding.samples import Sample, SampleSettings
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
@@ -215,6 +214,9 @@ def _write(
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens}, and the model has {runner.positions} positions; give fewer."
         )
+    numbered = ((number, prompts.prompt(number)) for number in left)
+    # A conversation that leaves no room for a token is left out.
+    fitting = ((number, prompt) for number, prompt in numbered if len(prompt) < runner.positions)
     pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
     done = args.texts - len(left)
     with (
@@ -227,17 +229,9 @@ def _write(
             texts[text.number] = text
             bar.update(1)
 
-        stats = write_samples(runner, _numbered(left, prompts, runner), how, finished)
+        stats = write_samples(runner, fitting, how, finished)
     if stats.drafted:
         print(f"drafting: {stats.accepted_length:.2f} tokens per forward")
-
-
-def _numbered(numbers: list[int], prompts: "Prompts", runner: "Runner") -> Iterator[tuple[int, list[int]]]:
-    """The prompts that leave room for a token; a conversation that does not is left out."""
-    for number in numbers:
-        prompt = prompts.prompt(number)
-        if len(prompt) < runner.positions:
-            yield number, prompt
 
 
 def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:

@@ -96,14 +96,10 @@ def add_product(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
         torch.addmm(total_XH, left_XN, right_NH, out_dtype=exact, out=total_XH)
     else:
         for rows in _blocks(total_XH):
-            _add_rows(total_XH[rows], left_XN[rows], right_NH)
-
-
-def _add_rows(total_XH: Tensor, left_XN: Tensor, right_NH: Tensor) -> None:
-    if left_XN.dtype != torch.float16:
-        total_XH += left_XN @ right_NH
-    else:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
-        total_XH.addmm_(left_XN.to(total_XH.dtype), right_NH.to(total_XH.dtype))
+            if left_XN.dtype != torch.float16:
+                total_XH[rows] += left_XN[rows] @ right_NH
+            else:  # a product in float16 would overflow at frequent tokens, and lose the rare ones
+                total_XH[rows].addmm_(left_XN[rows].to(exact), right_NH.to(exact))
 
 
 def deliver(kept: Sum | Factors, weight_VH: Tensor, upstream: Tensor, node: Any, main_grad: bool) -> Tensor | None:

@@ -276,10 +276,10 @@ COVERED: dict[str, set[str]] = {
 """The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 padded-vocabulary-d2 chained-d3 drafter",
+    "tp2": "tied-d3 padded-vocabulary-d2 drafter",
     "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3 drafter-spark",
-    "cp2": "documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
-    "pp2": "tied-d1 repeated-d3 ragged-d3",
+    "cp2": "documents-d3 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
+    "pp2": "tied-d1 repeated-d3",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "packed-d3 grouped-d3",

@@ -93,6 +93,7 @@ def test_a_hybrid_of_two_pipeline_stages_drafts_on_one(tmp_path: Path) -> None:
     assert "'mtp_tree' runs rows that branch off or leaves rows out, which" in (tmp_path / "log4").read_text()
 
 
+@pytest.mark.matrix
 def test_a_model_of_uneven_pipeline_stages_drafts_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     steps = f"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --save {tmp_path / 'checkpoint'}"
     stages = "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"

@@ -90,6 +90,7 @@ def test_energy_is_counted_over_layers_that_are_not_zeros(
     assert found.results["ratio"] == drafted / plain
 
 
+@pytest.mark.matrix
 def test_without_a_device_it_is_skipped_in_one_sentence() -> None:
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=WITHOUT_DEVICE)
     assert run.returncode == 77

@@ -7,6 +7,7 @@ import pytest
 import torch
 from drafting_single import trained_forward
 from hf_models import VOCABULARY, make, read
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
@@ -24,7 +25,7 @@ from megatron_mtp.decoding.scheduler import EngineSettings
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-KINDS = ["mimo", pytest.param("glm4_moe", marks=pytest.mark.matrix), "deepseek_v3", "qwen3_next"]
+KINDS = tiered(["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"], ["mimo", "qwen3_next"])
 """Dense, experts, latent attention with experts, and recurrent layers with experts."""
 DTYPES = {"qwen3_next": torch.float64}
 """Other than float32: states that are carried on row by row round otherwise than whole sequences."""

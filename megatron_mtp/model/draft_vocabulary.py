@@ -30,6 +30,9 @@ class DraftVocabulary(nn.Module):
         index_V: of every token among the drafted ones; `NOT_DRAFTED` for the others.
         first: index of the first of `rows_K`.
         size: N.
+
+    Raises:
+        ValueError: the tokens do not ascend.
     """
 
     rows_K: Tensor
@@ -38,6 +41,8 @@ class DraftVocabulary(nn.Module):
 
     def __init__(self, tokens_N: Tensor, slice_size: int, ranks: int = 1, rank: int = 0) -> None:
         super().__init__()
+        if (tokens_N.diff() <= 0).any():
+            raise ValueError("the ids of the draft vocabulary do not ascend; sort them, each once.")
         start = rank * slice_size
         index_V = torch.full((slice_size * ranks,), NOT_DRAFTED, device=tokens_N.device)
         index_V[tokens_N] = torch.arange(tokens_N.numel(), device=tokens_N.device)

@@ -76,5 +76,5 @@ def test_it_drafts_its_tokens_and_is_exported_with_all(
     assert convert(["drop-mtp", str(trained / "checkpoint"), str(tmp_path / "one"), "--keep", "1"]) == 0
     assert inspect(tmp_path / "one")["draft vocabulary"] == DRAFTED
     assert convert(["mcore-to-hf", str(trained / "checkpoint"), str(tmp_path / "exported")]) == 0
-    said = f"draft vocabulary: {DRAFTED} tokens, in draft_vocabulary.txt: the MTP layers of the folder draft all tokens"
+    said = f"draft vocabulary: {DRAFTED} tokens, in draft_vocabulary.pt, which hf-to-mcore and SGLang"
     assert said in capsys.readouterr().out

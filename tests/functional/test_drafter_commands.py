@@ -1,6 +1,7 @@
 """Whole commands: an EAGLE-3 drafter is trained behind a trunk, resumed, exported, attached again, and drafts."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import launch
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafters import read_drafter
@@ -137,6 +138,28 @@ def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_pat
     ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(trained / "drafter")
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+
+
+def test_a_list_in_any_order_gives_the_same_drafter_and_two_lists_that_differ_are_refused(
+    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    tokens_N = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    order_N = torch.randperm(len(tokens_N), generator=torch.Generator().manual_seed(1))
+    mixed = {
+        "lm_head.weight": tensors["lm_head.weight"][order_N],
+        "d2t": tokens_N[order_N] - torch.arange(len(order_N)),
+    }
+    for name, changes in (("mixed", mixed), ("other", {"d2t": torch.zeros_like(tokens_N)})):
+        shutil.copytree(exported, tmp_path / name)
+        save_file({**tensors, **changes}, tmp_path / name / "model.safetensors")
+    given = [str(trained / "trunk"), str(tmp_path / "mixed"), str(tmp_path / "attached")]
+    assert convert(["attach-drafter", *given]) == 0
+    ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(trained / "drafter")
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    capsys.readouterr()
+    assert convert(["attach-drafter", str(trained / "trunk"), str(tmp_path / "other"), str(tmp_path / "new")]) == 2
+    assert "d2t and t2d name different tokens" in capsys.readouterr().err
 
 
 def test_nothing_is_written_into_a_source(trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:

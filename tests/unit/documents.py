@@ -30,7 +30,8 @@ ENGINES = {
     "guidellm run": "--backend --tokenizer --data --profile --constraint --output",
     "vllm serve": "--speculative-config --trust-remote-code",
     "python -m sglang.launch_server": "--model-path --speculative-algorithm --speculative-num-steps "
-    "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code",
+    "--speculative-eagle-topk --speculative-num-draft-tokens --speculative-draft-model-path --trust-remote-code "
+    "--speculative-token-map",
 }
 """Flags of programs that are not installed here, looked up in their own documentation."""
 

@@ -303,7 +303,7 @@ def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
     ("text", "says"),
     [
         ("", "which is empty; write a token id on every line"),
-        ("3\nfour\n", "which is no text file of token ids, one a line: invalid literal"),
+        ("3\nfour\n", "which is no list of token ids, in text or of torch: invalid literal"),
         ("3\n4000\n", "which has the id 4000, and ids are 0 to"),
         ("3\n-1\n", "which has the id -1, and ids are 0 to"),
         ("3\n5\n3\n", "which has the id 3 twice; give every token once"),

@@ -1,6 +1,7 @@
 """`convert draft-vocab`: the depths draft only these tokens, and every tensor stays as it is."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,45 @@ def test_a_list_takes_the_place_of_the_one_before(converted: Path, tmp_path: Pat
     assert DistReader(tmp_path / "2").keys.count(DRAFT_VOCABULARY) == 1
 
 
-def test_a_list_survives_an_export_whose_head_has_all_rows(converted: Path, tmp_path: Path) -> None:
-    """Engines do not open the list; read again, the checkpoint takes it as it was. A checkpoint without has no list."""
+def test_a_list_survives_an_export_whose_head_has_all_rows(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is what SGLang loads as a token map. A checkpoint without a list writes none."""
     (tmp_path / "ids").write_text("9\n4\n")
     assert run("draft-vocab", converted / "mcore", tmp_path / "fast", "--mtp-draft-vocab-file", tmp_path / "ids") == 0
     assert run("mcore-to-hf", tmp_path / "fast", tmp_path / "hf") == 0
-    assert (tmp_path / "hf/draft_vocabulary.txt").read_text() == "4\n9\n"
+    assert torch.load(tmp_path / "hf/draft_vocabulary.pt", weights_only=True) == [4, 9]
+    found = told(capsys, "hf-to-mcore", tmp_path / "hf", tmp_path / "again")
+    assert found["draft vocabulary"] == "2 tokens, those of draft_vocabulary.pt"
+    assert run("graft", tmp_path / "hf", converted / "trunk", tmp_path / "grafted") == 0
+    for checkpoint in ("again", "grafted"):
+        assert drafted(tmp_path / checkpoint) == [4, 9]
+    assert run("mcore-to-hf", tmp_path / "again", tmp_path / "hf2") == 0
+    assert torch.load(tmp_path / "hf2/draft_vocabulary.pt", weights_only=True) == [4, 9]
+    assert run("mcore-to-hf", converted / "mcore", tmp_path / "whole") == 0
+    assert not (tmp_path / "whole/draft_vocabulary.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [([1, 10**6], "has the id 1000000, and ids are 0 to"), ([1.5], "is no list of token ids"), ({}, "is no list of")],
+)
+def test_a_damaged_list_beside_a_model_is_refused(
+    listed: object, says: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(converted / "source", tmp_path / "hf")
+    torch.save(listed, tmp_path / "hf/draft_vocabulary.pt")
+    assert run("hf-to-mcore", tmp_path / "hf", tmp_path / "mcore") == 2
+    said = capsys.readouterr().err
+    assert f"the draft vocabulary is {tmp_path}/hf/draft_vocabulary.pt, which {says}" in said
+    assert said.count("\n") == 1
+
+
+def test_a_list_beside_a_trunk_alone_is_left(converted: Path, tmp_path: Path) -> None:
+    assert run("mcore-to-hf", converted / "trunk", tmp_path / "hf") == 0
+    torch.save([4, 9], tmp_path / "hf/draft_vocabulary.pt")
     assert run("hf-to-mcore", tmp_path / "hf", tmp_path / "again") == 0
-    ids = tmp_path / "hf/draft_vocabulary.txt"
-    assert run("draft-vocab", tmp_path / "again", tmp_path / "faster", "--mtp-draft-vocab-file", ids) == 0
-    assert drafted(tmp_path / "faster") == [4, 9]
-    assert run("mcore-to-hf", tmp_path / "again", tmp_path / "whole") == 0
-    assert not (tmp_path / "whole/draft_vocabulary.txt").exists()
+    assert DRAFT_VOCABULARY not in DistReader(tmp_path / "again").keys
 
 
 @pytest.mark.parametrize(
@@ -101,7 +129,7 @@ def test_a_list_survives_an_export_whose_head_has_all_rows(converted: Path, tmp_
         ("mcore", "--mtp-draft-vocab-size 0 --data-path corpus", "--mtp-draft-vocab-size is 0; give 1 or more."),
         ("mcore", "--mtp-draft-vocab-size 9999999 --data-path corpus", "give at most that."),
         ("mcore", "--mtp-draft-vocab-size 4 --data-path nowhere", "nowhere.idx"),
-        ("mcore", "--mtp-draft-vocab-file nowhere", "is no text file of token ids"),
+        ("mcore", "--mtp-draft-vocab-file nowhere", "is no list of token ids"),
         ("mcore", "--mtp-draft-vocab-file ids --data-path corpus", "leave --mtp-draft-vocab-size and --data-path out."),
         ("trunk", "--mtp-draft-vocab-file ids", "has no MTP depths, which alone draft; attach-mtp adds some."),
     ],

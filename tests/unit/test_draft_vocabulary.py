@@ -31,6 +31,13 @@ def test_rows_of_two_slices_by_hand() -> None:
     assert first.size == second.size == 3
 
 
+@pytest.mark.parametrize("tokens", [[6, 1, 2], [1, 1, 2]])
+def test_ids_that_do_not_ascend_are_refused(tokens: list[int]) -> None:
+    """Draft indices count rows of the head in order: an index of another order would be another token."""
+    with pytest.raises(ValueError, match="do not ascend"):
+        DraftVocabulary(torch.tensor(tokens), 8)
+
+
 @pytest.mark.parametrize("lacks", [False, True], ids=["stored", "not yet stored"])
 def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path) -> None:
     saved, loading = our_model(2, drafted=None if lacks else DRAFTED), our_model(2, drafted=DRAFTED)

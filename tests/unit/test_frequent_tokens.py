@@ -44,3 +44,18 @@ def test_a_dataset_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
 def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("7\n2\n\n5\n")
     assert tokens_of_file(tmp_path / "ids.txt", 8) == [2, 5, 7]
+
+
+@pytest.mark.parametrize("listed", [[7, 2, 5], torch.tensor([7, 2, 5]), torch.tensor([7, 2, 5], dtype=torch.int32)])
+def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path: Path) -> None:
+    """FR-Spec publishes lists of Python, saved by torch."""
+    torch.save(listed, tmp_path / "freq.pt")
+    assert tokens_of_file(tmp_path / "freq.pt", 8) == [2, 5, 7]
+
+
+def test_a_pickle_with_code_is_not_opened(tmp_path: Path) -> None:
+    torch.save(Path, tmp_path / "freq.pt")
+    with pytest.raises(
+        ValueError, match=r"^the list is .*freq.pt, which is no list of token ids, in text or of torch:"
+    ):
+        tokens_of_file(tmp_path / "freq.pt", 8, "the list")

@@ -307,6 +307,11 @@ def read_drafter(path: Path, args: Namespace) -> Given:
         raise ValueError(
             f"{path}: d2t names a token twice, or one that the trunk does not have; fetch the folder again."
         )
+    drafts_V = folder.read("t2d") if "t2d" in folder.tensors else None
+    if drafts_V is not None and not torch.equal(drafts_V.nonzero()[:, 0], tokens_N):
+        raise ValueError(
+            f"{path}: d2t and t2d name different tokens; d2t has for each draft its token's id less the draft's index."
+        )
     return Given(folder, _layers_of(path, keys, args.num_layers), width, rules, tokens_N, order_N)
 
 

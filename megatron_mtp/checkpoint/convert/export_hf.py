@@ -44,6 +44,7 @@ from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.folder import DRAFTED
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
@@ -54,12 +55,8 @@ from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokeniz
 from megatron_mtp.files import NOT_KEPT
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
-DRAFTED = "draft_vocabulary.txt"
-"""The tokens that the depths of the checkpoint draft, an id a line; those of a folder draft all."""
-DRAFTS_ALL = (
-    f"in {DRAFTED}: the MTP layers of the folder draft all tokens; when it is read again, draft-vocab takes the list "
-    "(--mtp-draft-vocab-file)"
-)
+DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
+"""What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> C
     def keep(folder: Path) -> None:
         _write_files(folder, form, export.config(options, coded))
         if drafted is not None:
-            (folder / DRAFTED).write_text("".join(f"{token}\n" for token in drafted))
+            torch.save(drafted, folder / DRAFTED)
         carry_record(reader.folder.parent, folder)
 
     record = {
@@ -363,7 +360,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
     if form.files is not None:
         for file in sorted(form.files.iterdir()):
-            known = file.name in (ORIGIN, CONFIG, RECORD, DRAFTED) or file.name.endswith(NOT_KEPT)
+            known = file.name in (ORIGIN, CONFIG, RECORD) or file.name.endswith(NOT_KEPT)
             if file.is_file() and not known:
                 shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():

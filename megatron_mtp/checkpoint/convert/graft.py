@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied, correct_origin
 from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
-from megatron_mtp.checkpoint.convert.import_hf import common_of, fingerprint_of, group_of, keep_hf_files, origin
+from megatron_mtp.checkpoint.convert.import_hf import (
+    common_of,
+    draft_vocabulary,
+    fingerprint_of,
+    group_of,
+    keep_hf_files,
+    origin,
+)
 from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, Options, keep_files
 from megatron_mtp.checkpoint.families.family import COPIES
@@ -128,7 +135,8 @@ def _folder_side(path: Path, arguments: Arguments, lost_depths: bool, options: O
 
     def parts(of_depths: bool) -> list[list[Group]]:
         rules = [rule for rule in model.rules if any(one.key.startswith(DEPTHS) for one in rule.mcore) == of_depths]
-        return [[group_of(model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
+        made = [[group_of(model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
+        return made + (draft_vocabulary(model) if of_depths else [])
 
     return GraftSide(
         path,

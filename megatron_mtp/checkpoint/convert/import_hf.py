@@ -19,12 +19,14 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.folder import DRAFTED, HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.config import trained_depths
+from megatron_mtp.data.frequent_tokens import tokens_of_file
 from megatron_mtp.files import NOT_KEPT
 from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
@@ -46,6 +48,7 @@ def plan_import(source: Path, options: Options, arguments: Callable[[HFModel], N
     model = HFModel.read(source)
     model.check_numbers()
     args = arguments(model)
+    parts = [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()]
 
     def keep(folder: Path) -> None:
         keep_hf_files(source, folder / HF_FILES, origin(model))
@@ -55,7 +58,7 @@ def plan_import(source: Path, options: Options, arguments: Callable[[HFModel], N
         (source,),
         model.family.title,
         model.layout.depths,
-        [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()],
+        parts + draft_vocabulary(model),
         fingerprint_of(model, options),
         lambda folder, _: CheckpointFiles(folder.path, common_of(model, args)),
         keep,
@@ -72,11 +75,26 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     """Facts that a user should know about the import of a folder, by name."""
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
     found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
+    for (drafts,) in draft_vocabulary(model):
+        found["draft vocabulary"] = f"{drafts.entries[0].shape[0]} tokens, those of {DRAFTED}"
     depths, held = model.family.depths, model.layout.depths
     if depths is not None and depths.configured(model.config) is None and held < depths.published:
         lost = f"{depths.published - held} of {depths.published}"
         found["MTP layers missing"] = f"{lost} of the published models of this family; no key of the config counts them"
     return found if reason is None else found | {"trainable here": False, "why not": reason}
+
+
+def draft_vocabulary(model: HFModel) -> list[list[Group]]:
+    """A part with the tokens that a list beside the model lets its MTP layers draft; none without list or layers.
+
+    Raises:
+        ValueError: the list is damaged, or of another vocabulary.
+    """
+    file = model.folder.folder / DRAFTED
+    if not file.is_file() or not any(piece.key.startswith("mtp.") for rule in model.rules for piece in rule.mcore):
+        return []
+    tokens_N = torch.tensor(tokens_of_file(file, model.config.integer("vocab_size"), "the draft vocabulary"))
+    return [[Group.single(DRAFT_VOCABULARY, tuple(tokens_N.shape), tokens_N.dtype, tokens_N.clone)]]
 
 
 def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
@@ -107,6 +125,7 @@ def _made(folder: HFFolder, rule: Rule, options: Options) -> list[Tensor]:
 def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:
     """A record that differs when the folder or the options differ."""
     files = sorted({stored.file for stored in model.folder.tensors.values()})
+    files += [file for file in [model.folder.folder / DRAFTED] if file.is_file()]
     return {
         "source": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         "config": read_json(model.folder.folder / CONFIG),

@@ -44,6 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Types by their names in safetensors headers."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 ADAPTER = "adapter_config.json"
+DRAFTED = "draft_vocabulary.pt"
+"""Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ huggingface_hub downloads the files to its cache, checks them, and continues an 
 import re
 from pathlib import Path
 
+from megatron_mtp.checkpoint.hf.folder import DRAFTED
+
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""The files that are downloaded: config, weights and tokenizer; no code, and no weights in other formats."""
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", DRAFTED]
+"""The files that are downloaded: config, weights, tokenizer and list; no code, and no weights in other formats."""
 
 REASONS = {
     "GatedRepoError": "its owner has to grant access; ask for it on the model's page, and give a token as HF_TOKEN",

@@ -48,6 +48,7 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
+from megatron_mtp.decoding.update_weights import update_weights
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss
@@ -194,7 +195,7 @@ def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
         made = sum(len(one.tokens) - len(one.prompt) for one in rollouts)
         forwards = engine.stats.target_forwards - before.target_forwards
         apart = trainer.step(rollouts, trains_mtp=arm == "synced")
-        engine.update_weights(export_hf_weights(trainer.model, trainer.args))
+        update_weights(engine, export_hf_weights(trainer.model, trainer.args))
         figures.append(
             {
                 "reward": statistics.mean(one.reward for one in rollouts),

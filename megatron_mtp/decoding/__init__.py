@@ -29,6 +29,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft
     scheduler.py         who runs in a step: prompts, sequences that are decoded, and those that are put back
     engine.py            continuous batching: requests join and leave between steps
+    update_weights.py    new weights for a running engine
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, sequences and statistics out, by an engine of their own

@@ -6,12 +6,9 @@ ranks may not have failed, and their collectives would meet those of another ste
 """
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
@@ -25,9 +22,6 @@ from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler
 
 SEEDS = range(-(2**63), 2**63)
 """What a seed may be."""
-
-RUNNING = ("finish", "restart")
-"""What becomes of running requests where the weights are updated."""
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +38,8 @@ class Engine:
     Attributes:
         scheduler: who runs in a step.
         stats: what its steps have cost and gained.
-        policy_version: how often the weights were updated, or the number that the last update gave.
+        policy_version: how often the weights were updated (`update_weights`), or the number that the last update gave.
+        is_torn: an update of the weights has failed half-way, so that no step can be taken.
 
     Raises:
         ValueError: a model or config that it cannot serve.
@@ -63,7 +58,7 @@ class Engine:
         self.stats = AcceptanceStats()
         self._methods: dict[Kind, Method] = {}
         self._added = self.policy_version = 0
-        self._is_torn = False
+        self.is_torn = False
         self._method_of(Request([0], 1))
 
     def add(self, request: Request) -> int:
@@ -82,59 +77,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """A decode step of every running sequence, or a chunk of prompts; see `Scheduler.schedule`."""
-        if self._is_torn:
+        if self.is_torn:
             raise RuntimeError("an update of the weights has failed half-way; update them again, whole.")
         updates: list[Update] = []
         for batch in self.scheduler.schedule():
             updates += self._run(batch)
         if self.policy_version:
             updates = [replace(update, policy_version=self.policy_version) for update in updates]
-        return updates
-
-    def update_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        running: str = "finish",
-        like: Path | None = None,
-        version: int | None = None,
-    ) -> list[Update]:
-        """Give the model new weights; no sequence has tokens, keys or values of two versions.
-
-        Requests that wait begin with the new weights. The cache of beginnings is emptied. All tensor-parallel ranks
-        call it, with the same requests.
-
-        Args:
-            weights: names and tensors of a Hugging Face folder of the model, all or some (`export_hf_weights`).
-            running: 'finish' lets running requests end with the old weights first, 'restart' computes them anew: the
-                tokens that they had are void, as the version of their next updates says.
-            like: a folder whose names they have; None for those of an export of the checkpoint that was loaded.
-            version: the new `policy_version`; None for one more than the last.
-
-        Returns:
-            Updates of the requests that finished.
-
-        Raises:
-            ValueError: there is no such choice, or a tensor is not of this model. After the latter the engine takes no
-                step until an update succeeds.
-        """
-        from megatron_mtp.checkpoint.convert.live import load_hf_weights
-
-        if running not in RUNNING:
-            raise ValueError(f"running is '{running}'; give {' or '.join(RUNNING)}.")
-        updates: list[Update] = []
-        self.scheduler.closing = True
-        try:
-            while running == "finish" and self.scheduler.begun:
-                updates += self.step()
-        finally:
-            self.scheduler.closing = False
-        self.scheduler.restart()
-        self._is_torn = True
-        load_hf_weights(self.runner.model, weights, self.runner.source, like)
-        self.runner.read_weights()
-        self.runner.alarm.reset()
-        self._is_torn = False
-        self.policy_version = self.policy_version + 1 if version is None else version
         return updates
 
     def _run(self, batch: PrefillBatch | DecodeBatch) -> list[Update]:

@@ -118,7 +118,7 @@ class Update:
         cached_tokens: of the prompt, which were found in the cache and not run; with the first tokens.
         draft: of all sequences of the step; None for the first token, and where steps overlap.
         row: of this sequence in the draft.
-        policy_version: of the weights that made the tokens (`Engine.update_weights`). A sequence has one version: what
+        policy_version: of the weights that made the tokens (`update_weights`). A sequence has one version: what
             came with an earlier one is void.
     """
 

@@ -22,6 +22,7 @@ from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
+from megatron_mtp.decoding.update_weights import update_weights
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -112,7 +113,7 @@ def test_every_request_is_of_one_version_and_as_alone(versions: Versions, runnin
     assert len(begun) == 16
     assert engine.load.waiting == 4
     ended = {update.request for update in updates if update.finish}
-    updates += engine.update_weights(versions.weights(1), running)
+    updates += update_weights(engine, versions.weights(1), running)
     while engine.busy:
         updates += engine.step()
     found = grown(updates)
@@ -148,11 +149,11 @@ def test_a_models_own_export_updates_another(versions: Versions) -> None:
     trained, runner = load_model(versions.checkpoints[1]), versions.runner(0)
     engine = engine_of(runner)
     stream = export_hf_weights(trained, like=versions.folders[0], only_mtp=True)
-    engine.update_weights((name, tensor) for name, tensor in stream)
+    update_weights(engine, ((name, tensor) for name, tensor in stream))
     prompt = requests()[1].prompt
     old, new = versions.runner(0), versions.runner(1)
     assert generate(runner, [prompt], 8).token_ids != generate(new, [prompt], 8).token_ids
-    engine.update_weights(export_hf_weights(trained, like=versions.folders[0]), version=41)
+    update_weights(engine, export_hf_weights(trained, like=versions.folders[0]), version=41)
     assert engine.policy_version == 41
     assert generate(runner, [prompt], 8).token_ids == generate(new, [prompt], 8).token_ids
     assert generate(old, [prompt], 8).token_ids != generate(new, [prompt], 8).token_ids
@@ -161,15 +162,15 @@ def test_a_models_own_export_updates_another(versions: Versions) -> None:
 def test_what_is_no_update_is_refused(versions: Versions) -> None:
     engine = engine_of(versions.runner(0))
     with pytest.raises(ValueError, match="running is 'kill'; give finish or restart"):
-        engine.update_weights([], "kill")
+        update_weights(engine, [], "kill")
     with pytest.raises(ValueError, match="'lm_head' is no tensor of this model; send those of a folder like"):
-        engine.update_weights([("lm_head", torch.zeros(1))])
+        update_weights(engine, [("lm_head", torch.zeros(1))])
     with pytest.raises(RuntimeError, match="an update of the weights has failed half-way"):
         engine.step()
-    engine.update_weights(versions.weights(0))
+    update_weights(engine, versions.weights(0))
     assert engine.step() == []
     name, tensor = next((name, value) for name, value in versions.weights(0) if name.endswith("gate_proj.weight"))
     with pytest.raises(ValueError, match="came without the tensors that make one weight with it"):
-        engine.update_weights([(name, tensor)])
+        update_weights(engine, [(name, tensor)])
     with pytest.raises(ValueError, match=r"has the shape \(1,\), and the model's is"):
-        engine.update_weights([(name, tensor.flatten()[:1])])
+        update_weights(engine, [(name, tensor.flatten()[:1])])

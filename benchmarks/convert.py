@@ -226,10 +226,10 @@ def _copy(folder: Path) -> None:
 
 
 def _import(folder: Path) -> None:
-    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.convert.stream import Options
 
-    hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(folder / "source", folder / "mcore", Options(quiet=True))
 
 
 def _export(folder: Path) -> None:

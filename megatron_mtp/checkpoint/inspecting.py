@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.drafters import described, is_drafter
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
-from megatron_mtp.checkpoint.convert.import_hf import flags_of, megatron_arguments, origin
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
@@ -74,15 +74,17 @@ def _described(folder: Path, reason: str) -> dict[str, Any] | None:
     return found | ({"findings": wrong, "ok": False} if wrong else {})
 
 
-def checked_arguments(model: HFModel) -> Namespace:
-    """Megatron's arguments of a folder, for a checkpoint.
+def read_checked(folder: Path) -> HFModel:
+    """Read a Hugging Face folder, and compare its numbers and a carried trunk with what they have to be.
 
     Raises:
-        ValueError: Megatron cannot run the trunk, and the folder lacks tensors of the class in transformers.
+        ValueError: copies differ, or Megatron cannot run the trunk, and tensors of transformers' class are missing.
     """
+    model = HFModel.read(folder)
+    model.check_numbers()
     if model.family.untrainable is not None:
-        check_carried(model.folder.folder, {name: stored.shape for name, stored in model.folder.tensors.items()})
-    return megatron_arguments(model)
+        check_carried(folder, {name: stored.shape for name, stored in model.folder.tensors.items()})
+    return model
 
 
 def names(folder: Path, rows: bool = False) -> list[Any]:
@@ -105,9 +107,7 @@ def names(folder: Path, rows: bool = False) -> list[Any]:
 
 
 def _hf(folder: Path) -> dict[str, Any]:
-    model = HFModel.read(folder)
-    model.check_numbers()
-    checked_arguments(model)
+    model = read_checked(folder)
     flags, reason = flags_of(model)
     stored = model.folder.tensors.values()
     return {

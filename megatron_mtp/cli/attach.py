@@ -165,9 +165,8 @@ def _layers_of(donor: Path) -> int:
     quieten()
 
     from megatron_mtp.checkpoint.convert.graft import open_side
-    from megatron_mtp.checkpoint.inspecting import checked_arguments
 
-    if not (depths := open_side(donor, checked_arguments, is_trunk=False).depths):
+    if not (depths := open_side(donor, is_trunk=False).depths):
         raise ValueError(f"--donor is {donor}, which has no MTP layers; give a model that has some.")
     return depths
 

@@ -110,9 +110,9 @@ def carry_out(plan: "Conversion", args: argparse.Namespace) -> dict[str, Any]:
 def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
     """`convert hf-to-mcore`."""
     from megatron_mtp.checkpoint.convert.import_hf import plan_import
-    from megatron_mtp.checkpoint.inspecting import checked_arguments
+    from megatron_mtp.checkpoint.inspecting import read_checked
 
-    return carry_out(plan_import(local_folder(args.source), options(args), checked_arguments), args)
+    return carry_out(plan_import(read_checked(local_folder(args.source)), options(args)), args)
 
 
 def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,11 +155,10 @@ def drop(args: argparse.Namespace) -> dict[str, Any]:
 def graft(args: argparse.Namespace) -> dict[str, Any]:
     """`convert graft`."""
     from megatron_mtp.checkpoint.convert.graft import plan_graft
-    from megatron_mtp.checkpoint.inspecting import checked_arguments
 
     donor, target = local_folder(args.donor), local_folder(args.source)
     _check_text(args)
-    done = carry_out(plan_graft(donor, target, checked_arguments, options(args), args.trust_remote_code), args)
+    done = carry_out(plan_graft(donor, target, options(args), args.trust_remote_code), args)
     return done | _acceptances({"on the donor's trunk": donor, "on the new trunk": args.target}, args.target, args)
 
 
@@ -172,7 +171,6 @@ def _check_text(args: argparse.Namespace) -> None:
 def _acceptances(models: dict[str, Path], checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What `evaluate` finds on --text for models by name, folders or checkpoints, in sequences that this one takes."""
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-    from megatron_mtp.checkpoint.inspecting import checked_arguments
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.mcore.reader import DistReader
 
@@ -184,7 +182,7 @@ def _acceptances(models: dict[str, Path], checkpoint: Path, args: argparse.Names
         for number, (name, path) in enumerate(models.items()):
             if not is_checkpoint(path):  # `evaluate` reads checkpoints
                 source, path = path, Path(folder) / str(number)
-                hf_to_mcore(source, path, options(args), checked_arguments)
+                hf_to_mcore(source, path, options(args))
             found[name] = _acceptance(path, length, args)
     return {"acceptance": found}
 

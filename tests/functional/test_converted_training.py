@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import verify
 
@@ -58,7 +58,7 @@ CASES = {
 def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_path: Path) -> None:
     depths, layouts = CASES[family]
     source = make(tmp_path / "source", family, depths)
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     losses = {}
     for name in layouts:
         processes, flags = LAYOUTS[name]
@@ -79,7 +79,7 @@ def test_training_starts_from_the_same_losses_in_every_layout(family: str, tmp_p
 def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_path: Path) -> None:
     """Projections to a latent are whole on every rank, where Transformer Engine's or ours add up their gradients."""
     source = make(tmp_path / "source", "nemotron_h-latent", 1)
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     step = f"{RUN} --load {tmp_path / 'mcore'} --optimizer sgd --save-interval 1 --sequence-parallel".split()
     single = [*step, "--lr", "1", "--clip-grad", "0", "--save", str(tmp_path / "single")]
     both = [*step, "--lr", "1", "--clip-grad", "0", "--save", str(tmp_path / "both")]
@@ -99,7 +99,7 @@ def test_a_step_makes_the_same_weights_with_tensor_and_expert_parallelism(tmp_pa
 def test_a_trained_hybrid_goes_back_to_its_family(family: str, tmp_path: Path) -> None:
     """Also in bfloat16: a norm that Megatron keeps as w - 1 has then more digits than w."""
     source = make(tmp_path / "source", family, 1, torch.bfloat16)
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     saved = tmp_path / "saved"
     arguments = f"{RUN} --bf16 --load {tmp_path / 'mcore'} --finetune --save {saved} --save-interval 1".split()
     launch.run(launch.python("pretrain_gpt.py", *arguments, "--lr", "1e-2"), tmp_path / "train.log")

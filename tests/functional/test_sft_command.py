@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from hf_models import make
 
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 prepare()
@@ -57,7 +57,7 @@ def chats(file: Path) -> Path:
 
 def test_depths_are_trained_on_answers_beside_a_trunk_that_stays(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "glm4_moe", 2)
-    hf_to_mcore(source, tmp_path / "start", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "start", Options(quiet=True))
     folders = {
         "--load": tmp_path / "start",
         "--save": tmp_path / "trained",

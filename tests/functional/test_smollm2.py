@@ -9,7 +9,7 @@ import launch
 import pytest
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.runtime import prepare
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_a_real_model_is_the_same_in_megatron(tmp_path: Path) -> None:
     options = Options(quiet=True, workers=1)
-    hf_to_mcore(MODEL, tmp_path / "mcore", options, megatron_arguments)
+    hf_to_mcore(MODEL, tmp_path / "mcore", options)
     checks = verify(MODEL, tmp_path / "mcore", TEXT)
     for check in checks:
         print(f"{check.name}: {check.figure:.6f} ({check.witness})")

@@ -13,7 +13,7 @@ from hf_models import MODELS, make, read, write
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -91,7 +91,7 @@ def judge_all(root: Path, names: Iterable[str] = ()) -> dict[tuple[str, bool], J
 
 def _there_and_back(folder: Path) -> Path:
     mcore, back = folder.with_name(f"{folder.name}-mcore"), folder.with_name(f"{folder.name}-back")
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    hf_to_mcore(folder, mcore, QUIET)
     form = kept_form(mcore)
     assert form is not None
     mcore_to_hf(mcore, back, QUIET, form)
@@ -100,7 +100,7 @@ def _there_and_back(folder: Path) -> Path:
 
 def our_logits(judged: Judged, mcore: Path, prompt: Prompt = PROMPT) -> Logits:
     """Convert the folder and compute, as `verify` does."""
-    hf_to_mcore(judged.folder, mcore, QUIET, megatron_arguments)
+    hf_to_mcore(judged.folder, mcore, QUIET)
     if judged.given is None:
         return megatron_logits(mcore, prompt)
     model = HFModel.read(judged.folder)

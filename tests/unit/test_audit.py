@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.side import MegatronSide
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -41,7 +41,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(glm: Path) -> Path:
-    hf_to_mcore(glm, glm.with_name("saved"), QUIET, megatron_arguments)
+    hf_to_mcore(glm, glm.with_name("saved"), QUIET)
     return glm.with_name("saved")
 
 
@@ -227,7 +227,7 @@ def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
 def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import keeps w beside w - 1; Megatron trains the second, and an export alone would give back the first."""
     folder = make(tmp_path / "hf", "qwen3_next", 1)
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     original = DistReader.read
     key = "decoder.layers.0.self_attention.out_norm.weight"
 
@@ -275,7 +275,7 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
     result = audit(eight)
     assert result["ok"]
     assert result["sides"][0]["quant_method"] == "fp8"
-    hf_to_mcore(eight, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(eight, tmp_path / "mcore", QUIET)
     assert guesses(audit(eight, tmp_path / "mcore")) == set()
     assert guesses(audit(glm, eight)) == {"rounded"}
 
@@ -286,7 +286,7 @@ def test_quantised_weights_are_compared_as_transformers_reads_them(
 ) -> None:
     """A release of compressed-tensors or MXFP4, its checkpoint, and the export in bfloat16 are one model."""
     folder, mcore = make_folder(tmp_path / "hf"), tmp_path / "mcore"
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    hf_to_mcore(folder, mcore, QUIET)
     form = kept_form(mcore)
     assert form is not None
     mcore_to_hf(mcore, tmp_path / "back", QUIET, form)
@@ -314,7 +314,7 @@ def test_a_model_around_a_text_model_is_audited_by_its_rules(tmp_path: Path) -> 
     (side,) = audit(folder)["sides"]
     assert side["family"].endswith("inside of llava")
     assert audit(folder)["ok"]
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     assert guesses(audit(folder, tmp_path / "mcore")) == set()
     lost = "language_model.model.layers.1.mlp.up_proj.weight"
     assert lost in read(folder)

@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -45,7 +45,7 @@ class Scene:
     def checkpoint(self, name: str) -> Path:
         path = self.root / f"{name}-mcore"
         if not path.exists():
-            hf_to_mcore(self.folder(name), path, QUIET, megatron_arguments)
+            hf_to_mcore(self.folder(name), path, QUIET)
         return path
 
     def exported(self, name: str) -> Path:

@@ -10,7 +10,7 @@ from audit_faults import Fault, faults, sound, spoiled
 from judged_models import QUIET
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 
 FAULTS = faults()
 LEAST_RIGHT = 0.95
@@ -55,7 +55,7 @@ def test_most_faults_are_explained_rightly(found: Any) -> None:
 def test_the_same_faults_are_found_against_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     saved = {name: tmp_path / f"{name}-saved" for name in folders}
     for name, folder in folders.items():
-        hf_to_mcore(folder, saved[name], QUIET, megatron_arguments)
+        hf_to_mcore(folder, saved[name], QUIET)
     rows = []
     for fault in FAULTS:
         folder = spoiled(fault, folders[fault.family], tmp_path / str(fault))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hf_models import make, read
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.inspecting import names
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -24,7 +24,7 @@ LINES = [
 @pytest.mark.parametrize(("name", "depths"), [("mimo", 2), ("glm4_moe", 1), ("nemotron_h", 1)])
 def test_every_tensor_of_both_sides_is_named_with_its_shape(name: str, depths: int, tmp_path: Path) -> None:
     folder, mcore = make(tmp_path / "hf", name, depths), tmp_path / "mcore"
-    hf_to_mcore(folder, mcore, Options(quiet=True), megatron_arguments)
+    hf_to_mcore(folder, mcore, Options(quiet=True))
     rows, tensors, reader = names(folder, rows=True), read(folder), DistReader(mcore)
     assert names(mcore, rows=True) == rows
     assert names(mcore) == names(folder)

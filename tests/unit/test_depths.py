@@ -9,7 +9,7 @@ from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, with_depths
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES
@@ -24,7 +24,7 @@ CASES += [("ernie4_5_moe", 3, 1), ("mimo", 3, 1), ("glm4_moe", 3, 0), ("longcat_
 @pytest.mark.parametrize(("name", "depths", "keep"), CASES)
 def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, tmp_path: Path) -> None:
     source = make(tmp_path / "source", name, depths)
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     plan_dropping(tmp_path / "mcore", keep).write(tmp_path / "less", QUIET)
     form = kept_form(tmp_path / "less")
     assert form is not None
@@ -87,7 +87,7 @@ def test_a_trunk_that_megatron_cannot_run_gets_no_depths(tmp_path: Path) -> None
     source = make(tmp_path / "hf", "llama", 0)
     keys = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(keys | {"hidden_act": "gelu"}))
-    hf_to_mcore(source, tmp_path / "trunk", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "trunk", QUIET)
     with pytest.raises(ValueError, match="trunk was converted from a model that Megatron cannot run: it has the activ"):
         plan_attaching(tmp_path / "trunk", 1, Init("random", 1)).write(tmp_path / "new", QUIET)
     assert not (tmp_path / "new").exists()

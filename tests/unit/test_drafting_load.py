@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.tokenizer import keep_tokenizer, run_tokenizer
 from megatron_mtp.cli import generate as verb
@@ -29,7 +29,7 @@ def test_a_converted_model_drafts_in_its_own_precision(
     """With its depths and its tokenizer, before any training here."""
     source = hf_models.make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
     shutil.copytree(train_bpe(["abc"], 258, tmp_path / "tokenizer"), source, dirs_exist_ok=True)
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     loaded = load.load_checkpoint(tmp_path / "mcore", dtype=dtype)
     assert {weight.dtype for weight in loaded.runner.model.parameters()} == {weights}
     assert loaded.tokenizer == tmp_path / "mcore" / "hf"
@@ -42,7 +42,7 @@ def test_a_converted_model_drafts_in_its_own_precision(
 def test_a_tokenizer_without_an_end_token_drafts(tmp_path: Path) -> None:
     """Its texts run to the budget."""
     source = hf_models.make(tmp_path / "hf", "mimo", 1)
-    hf_to_mcore(with_tokenizer(source), tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(with_tokenizer(source), tmp_path / "mcore", Options(quiet=True))
     for prompt in (["--prompt-ids", "0,1,2"], ["--prompt", "abc"]):
         flags = ["--load", str(tmp_path / "mcore"), *prompt, "--max-new-tokens", "5", "--json"]
         answer = io.StringIO()
@@ -89,7 +89,7 @@ def test_another_tokenizer_replaces_the_kept_one(tmp_path: Path) -> None:
 
 def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     source = hf_models.make(tmp_path / "hf", "mimo_v2_flash", 1)
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True))
     with pytest.raises(
         ValueError, match=r"--load is .*, which was converted from .* cannot run: it has sliding windows"
     ):
@@ -98,7 +98,7 @@ def test_a_conversion_that_megatron_cannot_run_is_refused_in_a_sentence(tmp_path
 
 def test_rows_that_pad_the_vocabulary_are_never_emitted_where_no_tokenizer_tells_their_number(tmp_path: Path) -> None:
     """96 tokens in 128 rows: the conversion knows the number; the runner took all rows for tokens."""
-    hf_to_mcore(hf_models.make(tmp_path / "hf", "mimo", 1), tmp_path / "mcore", Options(quiet=True), megatron_arguments)
+    hf_to_mcore(hf_models.make(tmp_path / "hf", "mimo", 1), tmp_path / "mcore", Options(quiet=True))
     for file in (tmp_path / "mcore" / "hf").glob("tokenizer*"):
         file.unlink()
     runner = load.load_runner(tmp_path / "mcore", dtype=torch.float32)

@@ -9,7 +9,7 @@ import pytest
 from hf_models import make
 from judged_models import QUIET
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer, sampling_defaults, train_bpe
 from megatron_mtp.extensions.predict.source import read_ids
@@ -63,7 +63,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in train_bpe(["abc"], 258, place / "tokenizer").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (place / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 8)
-    hf_to_mcore(folder, place / "before", QUIET, megatron_arguments)
+    hf_to_mcore(folder, place / "before", QUIET)
     return place
 
 
@@ -80,7 +80,7 @@ def test_every_verb_ends_texts_there(scene: Path, monkeypatch: pytest.MonkeyPatc
     ends = {EOD, 2, end}  # the config class of Llama has 2
     assert len(free) > 3
     (place / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [EOD, end]}))
-    hf_to_mcore(place / "hf", place / "after", QUIET, megatron_arguments)
+    hf_to_mcore(place / "hf", place / "after", QUIET)
     load = str(place / "after")
     assert generated(place / "after") == free[: free.index(end) + 1]
 

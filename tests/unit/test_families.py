@@ -11,7 +11,7 @@ from hf_models import CASES, make, read
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES, OWN
 from megatron_mtp.checkpoint.families.family import Family
@@ -22,7 +22,7 @@ QUIET = Options(quiet=True, workers=1)
 
 def there_and_back(folder: Path, name: str, depths: int, dtype: torch.dtype, shards: bool = False) -> tuple[Path, Path]:
     source = make(folder / "source", name, depths, dtype, shards)
-    hf_to_mcore(source, folder / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, folder / "mcore", QUIET)
     form = kept_form(folder / "mcore")
     assert form is not None
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True, shard_bytes=100_000), form)

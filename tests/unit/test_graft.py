@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.graft import plan_graft
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import verify
@@ -41,12 +41,12 @@ def lost(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path) -> Path:
-    hf_to_mcore(folder, folder.with_name(f"{folder.name}-mcore"), QUIET, megatron_arguments)
+    hf_to_mcore(folder, folder.with_name(f"{folder.name}-mcore"), QUIET)
     return folder.with_name(f"{folder.name}-mcore")
 
 
 def grafted(donor: Path, target: Path, out: Path) -> Path:
-    plan_graft(donor, target, megatron_arguments, QUIET).write(out, QUIET)
+    plan_graft(donor, target, QUIET).write(out, QUIET)
     return out
 
 
@@ -184,7 +184,7 @@ def test_trunks_that_megatron_trained_with_other_flags_do_not_fit(flags: str, tm
     donor, whole = trained(tmp_path / "donor"), trained(tmp_path / "whole", flags)
     assert main(["drop-mtp", str(whole), str(tmp_path / "trunk")]) == 0
     with pytest.raises(ValueError, match=f"do not fit the trunk of .*: the donor has {OF_TRUNKS[flags]}; give the"):
-        plan_graft(donor, tmp_path / "trunk", megatron_arguments, QUIET)
+        plan_graft(donor, tmp_path / "trunk", QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -227,30 +227,30 @@ def test_tokens_with_other_ids_are_counted_and_the_first_is_named(sides: tuple[P
     ids = rf"\({first} at the donor, {first + 1} at the trunk\)"
     says = f"3 of 260 tokens have another id, the first 'a' {ids}; give the MTP layers of"
     with pytest.raises(ValueError, match=says):
-        plan_graft(donor, other, megatron_arguments, QUIET)
+        plan_graft(donor, other, QUIET)
 
 
 def test_what_is_known_of_the_tokens_is_said(sides: tuple[Path, Path], tmp_path: Path) -> None:
     donor, target = sides
-    assert "tokens: the same tokenizer" in plan_graft(donor, target, megatron_arguments, QUIET).notes["fits"]
-    plan = plan_graft(donor, changed(target, renamed, tmp_path / "other"), megatron_arguments, QUIET)
+    assert "tokens: the same tokenizer" in plan_graft(donor, target, QUIET).notes["fits"]
+    plan = plan_graft(donor, changed(target, renamed, tmp_path / "other"), QUIET)
     assert "tokens: the same ids for 259 tokens" in plan.notes["fits"]
     assert "tokens: 1 that the donor's tokenizer lacks, the first 'so'" in plan.notes["not known"]
     (tmp_path / "other/tokenizer.json").unlink()
     (tmp_path / "other/tokenizer_config.json").unlink()
-    plan = plan_graft(donor, tmp_path / "other", megatron_arguments, QUIET)
+    plan = plan_graft(donor, tmp_path / "other", QUIET)
     assert f"tokens: {tmp_path}/other has no tokenizer, so its ids may have another meaning" in plan.notes["not known"]
 
 
 def test_the_distance_of_the_trunks_is_said(sides: tuple[Path, Path], tmp_path: Path) -> None:
     donor, target = sides
-    (apart, warned) = plan_graft(donor, target, megatron_arguments, QUIET).notes["not known"]
+    (apart, warned) = plan_graft(donor, target, QUIET).notes["not known"]
     assert "decoder.layers.2.self_attention.linear_proj 1.4" in apart
     assert "that of different models" in warned
     near = Path(shutil.copytree(donor, tmp_path / "near"))
     moved = {"model.norm.weight": 1.4, "model.layers.2.self_attn.o_proj.weight": 0.75}
     write(near, {name: moved.get(name, 1) * tensor for name, tensor in read(lost(near)).items()})
-    (apart,) = plan_graft(donor, near, megatron_arguments, QUIET).notes["not known"]
+    (apart,) = plan_graft(donor, near, QUIET).notes["not known"]
     assert apart.endswith(
         "embedding.word_embeddings 0, output_layer 0, decoder.final_layernorm 0.4, "
         "decoder.layers.0.self_attention.linear_proj 0, decoder.layers.2.self_attention.linear_proj 0.25"

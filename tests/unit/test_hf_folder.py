@@ -10,7 +10,7 @@ import torch
 from hf_models import make, read, write
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import folder as folders
 from megatron_mtp.checkpoint.hf.folder import HFFolder
@@ -41,7 +41,7 @@ def test_fp8_comes_out_as_bfloat16_without_a_quantisation_config(tmp_path: Path)
     expected = folder.read(NAME)
     assert expected.dtype == torch.bfloat16
     assert torch.equal(expected[16:32, 32:48], (read(source)[NAME][16:32, 32:48].float() * 2).bfloat16())
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     assert torch.equal(DistReader(tmp_path / "mcore").read("decoder.layers.1.mlp.linear_fc2.weight"), expected)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
@@ -53,7 +53,7 @@ def test_fp8_comes_out_as_bfloat16_without_a_quantisation_config(tmp_path: Path)
 def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     source = fp8_folder(tmp_path / "source", scaled=False)
     with pytest.raises(ValueError, match=f"'{NAME}' in .* is FP8 without"):
-        hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+        hf_to_mcore(source, tmp_path / "mcore", QUIET)
     assert not (tmp_path / "mcore").exists()
 
 
@@ -69,7 +69,7 @@ def test_a_file_is_opened_once_for_all_its_tensors(tmp_path: Path, monkeypatch: 
 
 
 def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_to_mcore(make(tmp_path / "hf", "glm4_moe", 1), tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(make(tmp_path / "hf", "glm4_moe", 1), tmp_path / "mcore", QUIET)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     monkeypatch.setattr(reader, "create_read_items_for_chunk_list", lambda *_: pytest.fail("searched"))

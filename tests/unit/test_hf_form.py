@@ -10,7 +10,7 @@ from hf_models import make, read
 from megatron.core import dist_checkpointing
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import load_model, model_config
@@ -109,7 +109,7 @@ def test_the_rows_that_pad_the_vocabulary_stay_behind(tmp_path: Path) -> None:
     assert torch.equal(tensors["model.embed_tokens.weight"], model.embedding.word_embeddings.weight[:100])
     assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[:100])
     assert model.output_layer.weight.size(0) == 128
-    hf_to_mcore(tmp_path / "hf", tmp_path / "again", QUIET, megatron_arguments)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "again", QUIET)
     assert export(tmp_path / "again", tmp_path / "back") == keys
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
     assert [check for check in verify(tmp_path / "hf", source) if not check.ok] == []
@@ -120,7 +120,7 @@ def test_keys_that_a_config_leaves_out_have_their_familys_defaults(tmp_path: Pat
     """transformers writes no `norm_topk_prob` for this family, whose weights of experts always add up to 1."""
     source = make(tmp_path / "hf", "qwen3_5_moe_text-packed", 1)
     assert "norm_topk_prob" not in json.loads((source / "config.json").read_text())
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form_of(tmp_path / "mcore"))
     before, after = read(source), read(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -130,7 +130,7 @@ def test_keys_that_a_config_leaves_out_have_their_familys_defaults(tmp_path: Pat
 @pytest.mark.usefixtures("megatron")
 def test_what_megatron_has_padded_and_saved_goes_back_as_it_came(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "mimo", 1)
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     model = load_model(tmp_path / "mcore")
     assert model.embedding.word_embeddings.weight.size(0) == 128
     assert read(source)["model.embed_tokens.weight"].size(0) == 96

@@ -13,7 +13,7 @@ from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.model.initialize import fill_absent_layers
@@ -76,7 +76,7 @@ def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4_moe"])
 def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) -> None:
     """attach-mtp knew neither the smaller deviation of what writes to the residual stream nor norms of 1."""
-    hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET, megatron_arguments)
+    hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET)
     plan_attaching(tmp_path / "trunk", 2, Init("random", 7)).write(tmp_path / "attached", QUIET)
     attached = load_model(tmp_path / "attached")
     loaded = {name: value for name, value in attached.state_dict().items() if not name.startswith("mtp.")}

@@ -15,7 +15,7 @@ import pytest
 from hf_models import make
 
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.partial_folder import PLAN, RECORDS, PartialFolder
 from megatron_mtp.checkpoint.convert.stream import Options
 
@@ -45,7 +45,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 def imported(folder: Path, family: str, name: str, depths: int) -> None:
     hf = make(folder / ("hf" if depths else "hf-trunk"), family, depths)
-    hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1), megatron_arguments)
+    hf_to_mcore(hf, folder / name, Options(quiet=True, workers=1))
 
 
 def killed(folder: Path, commands: dict[str, list[str]]) -> Told:

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trunk_models import TRUNKS
 
 from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import FP4, Numbers, from_mxfp4
 from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights
@@ -164,7 +164,7 @@ def mxfp4_folder(folder: Path) -> Path:
 def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: object, tmp_path: Path) -> None:
     assert callable(make_folder)
     folder = make_folder(tmp_path / "hf")
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
@@ -185,7 +185,7 @@ def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
 def test_a_folder_of_every_form_becomes_a_trunk_with_its_head(form: str, tmp_path: Path) -> None:
     """The type is that of scales of 16 bits, and otherwise bfloat16; the reader's own bits come back."""
     folder = coded_folder(tmp_path / "hf", form)
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     kept = kept_form(tmp_path / "mcore")
     assert kept is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, kept)
@@ -207,7 +207,7 @@ def test_an_export_has_no_quantization_in_its_config(place: str, tmp_path: Path)
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     keys[place] = {"quantization_config": settings, "model_type": "llama"} if place == "text_config" else settings
     (folder / "config.json").write_text(json.dumps(keys))
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     assert "fp8" not in json.dumps(form.keys)
@@ -219,5 +219,5 @@ def test_a_scale_that_was_left_over_is_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     write(folder, {**read(folder), name: torch.ones(48, 64).bfloat16()})
     with pytest.raises(ValueError, match=f"'{name}' in .* is bfloat16, but '{name}_scale' beside it is the scale"):
-        hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+        hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     assert not (tmp_path / "mcore").exists()

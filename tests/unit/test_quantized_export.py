@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.folder import HFFolder
@@ -33,7 +33,7 @@ DEPTHS = {"glm4_moe": "model.layers.3.", "deepseek_v3": "model.layers.3."}
 def exported(folder: Path, family: str, quantize: Quantize, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
     """A folder, and its quantized export."""
     source = make(folder / "hf", family, 1, dtype, changes=FAMILIES[family])
-    hf_to_mcore(source, folder / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, folder / "mcore", QUIET)
     form = kept_form(folder / "mcore")
     assert form is not None
     mcore_to_hf(folder / "mcore", folder / "coded", Options(quiet=True, quantize=quantize), form)
@@ -174,7 +174,7 @@ def test_transformers_loads_an_fp8_export_to_the_readers_bits(quantize: Quantize
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
     source = make(tmp_path / "hf", "llama", 0, torch.bfloat16, changes=sizes)
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "coded", Options(quiet=True, quantize=quantize), form)

@@ -8,7 +8,7 @@ from hf_models import make
 from judged_models import QUIET
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 
 SCHEMES = "FP8_DYNAMIC FP8_BLOCK NVFP4A16 MXFP4A16 W4A16 W4A16_ASYM W8A16 INT8".split()
 SIZES = {
@@ -30,4 +30,4 @@ def test_a_folder_of_llm_compressor_has_no_finding_and_converts(scheme: str, tmp
     found = audit(tmp_path / "coded")["findings"]
     assert [one["says"] for one in found if one["severity"] != "note"] == []
     assert any("21 weights (trunk: 21 in" in one["says"] for one in found)
-    assert hf_to_mcore(tmp_path / "coded", tmp_path / "mcore", QUIET, megatron_arguments).tensors == 30
+    assert hf_to_mcore(tmp_path / "coded", tmp_path / "mcore", QUIET).tensors == 30

@@ -13,7 +13,7 @@ from drafting_single import sequences_of
 from random_models import RandomModel, random_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 def test_a_random_model_is_drafted_as_transformers_runs_it_or_refused(seed: int, tmp_path: Path) -> None:
     model = random_model(seed)
     folder, mcore = model.write(tmp_path / "hf", seed), tmp_path / "mcore"
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    hf_to_mcore(folder, mcore, QUIET)
     if model.refused is not None:
         return check_refused(folder, mcore, model.refused)
     tokens_BS = prompt_of(model, seed)

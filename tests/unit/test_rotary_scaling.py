@@ -14,7 +14,7 @@ from tiers import tiered
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.verify.prompt import Prompt
@@ -86,7 +86,7 @@ def test_a_scaled_model_is_exported_as_it_was_trained(case: str, tmp_path: Path)
     family, name, depths, rope = CASES[case]
     source = published(tmp_path / "source", name, depths, rope)
     trained = tmp_path / "mcore"
-    hf_to_mcore(source, trained, QUIET, megatron_arguments)
+    hf_to_mcore(source, trained, QUIET)
     if family in ("glm4_moe", "mimo"):
         plan_attaching(trained, 2, Init("random", 1)).write(tmp_path / "start", QUIET)
         trained = tmp_path / "start"

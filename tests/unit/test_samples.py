@@ -12,7 +12,7 @@ from hf_models import make
 from judged_models import QUIET
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
@@ -41,7 +41,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / "texts" / f"{number:02}.txt").write_text(text)
     sizes = {"vocab_size": 258, "max_position_embeddings": POSITIONS}
     for name, family, depths in (("plain", "llama", 0), ("drafting", "glm4_moe", 2)):
-        hf_to_mcore(make(place / f"hf-{name}", family, depths, changes=sizes), place / name, QUIET, megatron_arguments)
+        hf_to_mcore(make(place / f"hf-{name}", family, depths, changes=sizes), place / name, QUIET)
     given = ["--input", str(place / "texts"), "--tokenizer", str(place / "tokenizer")]
     assert cli.main(["preprocess", *given, "--output-prefix", str(place / "corpus"), "--workers", "1"]) == 0
     return place

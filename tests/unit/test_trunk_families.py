@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Then, Transposed
@@ -48,7 +48,7 @@ class Converted:
     def checkpoint(self, name: str) -> Path:
         made = self._root / f"{name}-mcore"
         if not made.exists():
-            hf_to_mcore(self.folder(name), made, QUIET, megatron_arguments)
+            hf_to_mcore(self.folder(name), made, QUIET)
         return made
 
     def back(self, name: str) -> Path:
@@ -84,7 +84,7 @@ def test_a_round_trip_gives_back_every_bit_and_key(name: str, converted: Convert
 @pytest.mark.parametrize("name", ALL)
 def test_a_round_trip_of_larger_shards_in_bfloat16_gives_back_every_bit_and_key(tmp_path: Path, name: str) -> None:
     source = make(tmp_path / "source", ALL[name], 0, torch.bfloat16, shards=True, changes=larger(name))
-    hf_to_mcore(source, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
     assert_same_folder(source, given_back(tmp_path / "mcore", tmp_path / "back"))
 
 
@@ -214,7 +214,7 @@ def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
     fault: str, judged: dict[str, Logits], converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_in_rules(OWN_FAULTS[fault], monkeypatch)
-    hf_to_mcore(converted.folder("gpt_oss"), tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(converted.folder("gpt_oss"), tmp_path / "mcore", QUIET)
     assert differing(judged["gpt_oss"], load_model(tmp_path / "mcore")) == ["trunk logits, largest difference"]
 
 

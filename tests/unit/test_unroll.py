@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomise, relative_difference
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments, set_passes
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, set_passes
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
@@ -86,7 +86,7 @@ def test_an_exported_folder_says_how_many_passes_were_trained_and_an_import_read
     mcore_to_hf(source, tmp_path / "hf", QUIET, form_of(source))
     keys = json.loads((tmp_path / "hf" / CONFIG).read_text())
     assert (keys["num_nextn_predict_layers"], keys["mtp_unroll"]) == (1, 4)
-    hf_to_mcore(tmp_path / "hf", tmp_path / "back", QUIET, megatron_arguments)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "back", QUIET)
     back = DistReader(iteration_folder(tmp_path / "back")).common()["args"]
     assert (back.mtp_num_layers, back.mtp_use_repeated_layer, trained_depths(back)) == (1, True, 4)
 

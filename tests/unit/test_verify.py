@@ -29,7 +29,7 @@ from judged_models import (
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -168,7 +168,7 @@ def test_a_depth_that_sees_another_token_is_seen(name: str, judged: AllJudged, t
 @pytest.mark.parametrize("name", ["mimo", *SPLIT])
 def test_a_dropped_rule_is_seen(name: str, judged: AllJudged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules, folder = Family.all_rules, judged[name, False].folder
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     dropped = f"mtp.layers.{WITH_DEPTHS[name] - 1}.hnorm.weight"
     monkeypatch.setattr(Family, "all_rules", lambda *a: [r for r in rules(*a) if r.mcore[0].key != dropped])
     with pytest.raises(ValueError, match=r"hnorm|hidden"):
@@ -194,7 +194,7 @@ def test_a_folder_that_lacks_a_carried_tensor_is_refused(
 
 
 def test_other_weights_are_seen(tmp_path: Path, judged: AllJudged) -> None:
-    hf_to_mcore(judged["llama", False].folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(judged["llama", False].folder, tmp_path / "mcore", QUIET)
     checks = verify(judged["llama", True].folder, tmp_path / "mcore")
     assert failed(checks) == ["tensors that are equal bit by bit, there and back", "trunk logits, largest difference"]
     assert "first that differs: " in checks[0].witness
@@ -206,7 +206,7 @@ def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
 ) -> None:
     """Also of models without states: SmolLM2-135M enlarges rounding at single positions."""
     folder = judged["llama", False].folder
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
 
     def differing(hf: Path, prompt: Prompt) -> dict[str, Tensor]:
         logits = reference_logits(hf, prompt)
@@ -221,7 +221,7 @@ def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
 @pytest.mark.usefixtures("megatron")
 def test_a_trunk_left_to_transformers_is_proved_and_said(tmp_path: Path, judged: AllJudged) -> None:
     folder = judged["step3p7", False].folder
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     checks = verify(folder, tmp_path / "mcore")
     assert failed(checks) == []
     witnesses = {check.name.split(",")[0]: check.witness for check in checks}
@@ -233,7 +233,7 @@ def test_depths_that_neither_can_run_leave_the_round_trip(tmp_path: Path) -> Non
     folder = make(tmp_path / "hf", "exaone_moe", 1)
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, "mtp_layer_types": ["sliding_attention"]}))
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     checks = verify(folder, tmp_path / "mcore")
     assert [(check.name, check.ok, check.made) for check in checks] == [
         ("tensors that are equal bit by bit, there and back", True, True),
@@ -254,7 +254,7 @@ def test_what_was_not_compared_has_a_status_of_its_own(
     name: str, changes: dict[str, Any], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(tmp_path / "hf", name, 0)
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, **changes}))
     arguments = ["verify", str(folder), str(tmp_path / "mcore")]
@@ -268,7 +268,7 @@ def test_depths_that_no_reference_describes_are_not_compared(
 ) -> None:
     """transformers then runs the trunk alone, which says nothing about the depths."""
     folder = judged["glm4_moe", False].folder
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     trunk = {"trunk": judged["glm4_moe", False].logits["trunk"]}
     monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.compare", lambda *_, **__: [])
     monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.reference_logits", lambda *_: trunk)

@@ -16,7 +16,7 @@ from test_rotary_scaling import LLAMA3, YARN
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify import verify as verify_module
 from megatron_mtp.checkpoint.verify.prompt import Prompt
@@ -111,7 +111,7 @@ def test_every_number_that_changes_a_logit_is_seen(name: str, tmp_path: Path) ->
         keys["rope_parameters"] = {**keys["rope_parameters"], **rope}
         keys.pop("rope_theta", None)
     (source / "config.json").write_text(json.dumps(keys))
-    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True, workers=1), megatron_arguments)
+    hf_to_mcore(source, tmp_path / "mcore", Options(quiet=True, workers=1))
     assert failed(source, tmp_path / "mcore") == set()
     whole = logits_of(source, LONG)
     assert whole is not None

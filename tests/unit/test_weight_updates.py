@@ -10,7 +10,7 @@ from hf_models import VOCABULARY, make, read
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
@@ -41,7 +41,7 @@ class Versions:
         self.folders = [make(folder / f"hf{seed}", kind, 1, seed=seed) for seed in (7, 8)]
         self.checkpoints = [folder / f"mcore{number}" for number in (0, 1)]
         for source, target in zip(self.folders, self.checkpoints, strict=True):
-            hf_to_mcore(source, target, Options(quiet=True, workers=1), megatron_arguments)
+            hf_to_mcore(source, target, Options(quiet=True, workers=1))
 
     def runner(self, version: int) -> Runner:
         return load_runner(self.checkpoints[version], VOCABULARY, self.dtype)

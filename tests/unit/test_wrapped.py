@@ -11,7 +11,7 @@ from tiers import tiered
 from trunk_models import SEEING
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
 from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
@@ -24,7 +24,7 @@ TRAINED = [name for name in SEEING if name not in ("aya_vision", "exaone4_5", "g
 
 def there_and_back(folder: Path) -> Path:
     mcore, back = folder.with_name(f"{folder.name}-mcore"), folder.with_name(f"{folder.name}-back")
-    hf_to_mcore(folder, mcore, QUIET, megatron_arguments)
+    hf_to_mcore(folder, mcore, QUIET)
     form = kept_form(mcore)
     assert form is not None
     mcore_to_hf(mcore, back, QUIET, form)
@@ -69,7 +69,7 @@ def test_megatrons_logits_are_those_of_the_whole_model(
 @pytest.mark.usefixtures("megatron")
 def test_verify_sees_a_fault_of_the_text_model_and_of_the_eye(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", SEEING["llava"], 0)
-    hf_to_mcore(folder, tmp_path / "mcore", QUIET, megatron_arguments)
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     tensors = read(folder)
     for part in ("language_model.model.layers.1.mlp.up_proj.weight", "vision_tower"):
         name = next(name for name in tensors if name.startswith(part) and tensors[name].dim() == 2)
@@ -105,7 +105,7 @@ def test_attached_depths_are_exported_with_the_whole_folder(
     checks = verify(back, more)
     assert [check.name for check in checks if not check.ok] == []
     assert "depth 2 logits, largest difference" in {check.name for check in checks}
-    hf_to_mcore(back, again, QUIET, megatron_arguments)
+    hf_to_mcore(back, again, QUIET)
     assert main(["verify", str(back), str(again)]) == 0
 
 

@@ -15,7 +15,7 @@ import filecmp
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,18 @@ from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied
 from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import (
     common_of,
-    draft_vocabulary,
     fingerprint_of,
-    group_of,
+    groups_of,
     keep_hf_files,
+    megatron_arguments,
     origin,
 )
-from megatron_mtp.checkpoint.convert.plan import HFModel, parts_of
+from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, Options, keep_files
 from megatron_mtp.checkpoint.families.family import COPIES
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
 from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
@@ -65,9 +66,6 @@ UNRELATED = 0.5
 ROWS = 4096
 """Rows of a tensor that are compared at a time, in float32."""
 
-Arguments = Callable[[HFModel], Namespace]
-"""Makes Megatron's arguments for the model of a folder."""
-
 
 @dataclass(frozen=True)
 class GraftSide:
@@ -76,30 +74,50 @@ class GraftSide:
     Attributes:
         path: what the user gave.
         args: Megatron's arguments of the model.
-        shapes: shape of every tensor by its key.
+        parts: its tensors as a conversion writes them.
         tokenizer: its folder; None if there is none.
         rows: of the embedding, without those that pad it.
         features: forms of the Hugging Face folder that it is or was.
         has: forms that such a folder may have.
-        read: reads a whole tensor.
-        parts: the groups of the MTP layers (true), or all others.
         record: differs when the model differs.
-        common: what a checkpoint of this trunk stores beside tensors, with changed arguments.
+        common: what a checkpoint of it stores beside tensors.
         keep: copies config and tokenizer into the folder of a new checkpoint.
     """
 
     path: Path
     args: Namespace
-    shapes: Mapping[str, Shape]
+    parts: list[list[Group]]
     tokenizer: Path | None
     rows: int
     features: frozenset[str]
     has: Set[str]
-    read: Callable[[str], Tensor]
-    parts: Callable[[bool], list[list[Group]]]
     record: dict[str, Any]
-    common: Callable[[dict[str, Any]], dict[str, Any]]
+    common: dict[str, Any]
     keep: Callable[[Path], None]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Group, int]]:
+        groups = [group for part in self.parts for group in part]
+        return {key: (one, place) for one in groups for place, entry in enumerate(one.entries) for key in entry.keys}
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every tensor by its key."""
+        entries = {key: group.entries[place] for key, (group, place) in self._places.items()}
+        return {key: entry.whole or entry.shape for key, entry in entries.items()}
+
+    def read(self, key: str) -> Tensor:
+        """Read a whole tensor."""
+        group, place = self._places[key]
+        return group.make()[place]
+
+    def parts_of(self, of_depths: bool) -> list[list[Group]]:
+        """The tensors of the MTP layers, or all others."""
+
+        def wanted(group: Group) -> bool:
+            return any(key.startswith(DEPTHS) for entry in group.entries for key in entry.keys) == of_depths
+
+        return [part for whole in self.parts if (part := [*filter(wanted, whole)])]
 
     @property
     def depths(self) -> int:
@@ -118,68 +136,11 @@ class GraftSide:
         return max(int(key.split(".")[2]) for key in self.shapes if key.startswith("decoder.layers."))
 
 
-def _folder_side(path: Path, arguments: Arguments, lost_depths: bool, options: Options) -> GraftSide:
-    model = HFModel.read(path, lost_depths)
-    model.check_numbers()
-    args = arguments(model)
-    pieces = {
-        key: (rule, place, piece)
-        for rule in model.rules
-        for place, piece in enumerate(rule.mcore)
-        for key in (piece.key, *piece.aliases)
-    }
-
-    def read(key: str) -> Tensor:
-        rule, place, _ = pieces[key]
-        return rule.to_mcore([model.folder.read(tensor.name) for tensor in rule.hf])[place]
-
-    def parts(of_depths: bool) -> list[list[Group]]:
-        rules = [rule for rule in model.rules if any(one.key.startswith(DEPTHS) for one in rule.mcore) == of_depths]
-        made = [[group_of(model.folder, rule, options) for rule in part] for part in parts_of(rules).values()]
-        return made + (draft_vocabulary(model) if of_depths else [])
-
-    return GraftSide(
-        path,
-        args,
-        shapes={key: piece.whole or piece.shape or () for key, (_, _, piece) in pieces.items()},
-        tokenizer=path if has_tokenizer(path) else None,
-        rows=model.config.integer("vocab_size"),
-        features=model.layout.features,
-        has=model.family.features.keys(),
-        read=read,
-        parts=parts,
-        record=fingerprint_of(model, options),
-        common=lambda changes: common_of(model, Namespace(**{**vars(args), **changes})),
-        keep=lambda folder: keep_hf_files(path, folder / HF_FILES, origin(model)),
-    )
-
-
-def _checkpoint_side(path: Path) -> GraftSide:
-    reader = DistReader(path)
-    args, kept = reader.common()["args"], reader.folder.parent
-    tokenizer = run_tokenizer(args, kept)
-    return GraftSide(
-        path,
-        args,
-        shapes={key: reader.shape(key) for key in reader.keys},
-        tokenizer=tokenizer,
-        rows=getattr(args, "vocab_size", None) or Tokens.of(tokenizer, args).vocabulary(reader),
-        features=frozenset(kept_origin(kept / HF_FILES).get("layout", {}).get("features", ())),
-        has=frozenset(),
-        read=reader.read,
-        parts=lambda of_depths: [[copied(reader, key) for key in reader.keys if key.startswith(DEPTHS) == of_depths]],
-        record=reader.fingerprint(),
-        common=lambda changes: changed_args(reader, **changes),
-        keep=partial(keep_files, kept),
-    )
-
-
-def open_side(path: Path, arguments: Arguments, is_trunk: bool, options: Options | None = None) -> GraftSide:
+def open_side(path: Path, is_trunk: bool, options: Options | None = None) -> GraftSide:
     """Open a folder or a checkpoint; no weights are read.
 
     Args:
         path: the folder or checkpoint.
-        arguments: makes the arguments of a folder's model.
         is_trunk: whether the config may count MTP layers that the folder lacks, since transformers drops them.
         options: how to convert a folder.
 
@@ -189,29 +150,63 @@ def open_side(path: Path, arguments: Arguments, is_trunk: bool, options: Options
     if is_checkpoint(path) and not (path / CONFIG).is_file():
         side = _checkpoint_side(path)
     else:
-        side = _folder_side(path, arguments, is_trunk, options or Options())
+        side = _folder_side(path, is_trunk, options or Options())
     if reason := getattr(side.args, "megatron_mtp_untrainable", None):
         raise ValueError(f"{path} is a model that Megatron cannot run ({reason}); MTP layers are not grafted on such.")
     return side
 
 
-def plan_graft(
-    donor: Path, target: Path, arguments: Arguments, options: Options, trust_remote_code: bool = False
-) -> Conversion:
+def _folder_side(path: Path, lost_depths: bool, options: Options) -> GraftSide:
+    model = HFModel.read(path, lost_depths)
+    model.check_numbers()
+    args = megatron_arguments(model)
+    return GraftSide(
+        path,
+        args,
+        parts=groups_of(model, options),
+        tokenizer=path if has_tokenizer(path) else None,
+        rows=model.config.integer("vocab_size"),
+        features=model.layout.features,
+        has=model.family.features.keys(),
+        record=fingerprint_of(model, options),
+        common=common_of(model, args),
+        keep=lambda folder: keep_hf_files(path, folder / HF_FILES, origin(model)),
+    )
+
+
+def _checkpoint_side(path: Path) -> GraftSide:
+    reader = DistReader(path)
+    args, kept = reader.common()["args"], reader.folder.parent
+    tokenizer = run_tokenizer(args, kept)
+    groups = [copied(reader, key) for key in reader.keys]
+    return GraftSide(
+        path,
+        args,
+        parts=[groups],
+        tokenizer=tokenizer,
+        rows=getattr(args, "vocab_size", None) or Tokens.of(tokenizer, args).vocabulary(reader),
+        features=frozenset(kept_origin(kept / HF_FILES).get("layout", {}).get("features", ())),
+        has=frozenset(),
+        record=reader.fingerprint(),
+        common=changed_args(reader),
+        keep=partial(keep_files, kept),
+    )
+
+
+def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: bool = False) -> Conversion:
     """`graft`, from names and shapes; of the tensors a few are read and compared.
 
     Args:
         donor: folder or checkpoint with MTP layers.
         target: folder or checkpoint without.
-        arguments: makes Megatron's arguments for the model of a folder.
         options: how to convert.
         trust_remote_code: whether to run the Python code of tokenizers' folders.
 
     Raises:
         ValueError: the MTP layers do not fit, or a side is damaged.
     """
-    given = open_side(donor, arguments, is_trunk=False, options=options)
-    trunk = open_side(target, arguments, is_trunk=True, options=options)
+    given = open_side(donor, is_trunk=False, options=options)
+    trunk = open_side(target, is_trunk=True, options=options)
     _check_depths(given, trunk)
     _check_computation(given, trunk)
     _check_layers(given, trunk)
@@ -220,6 +215,8 @@ def plan_graft(
     if trunk.layers[0] is not None:
         pattern = trunk.args.hybrid_layer_pattern.split("/")[0]
         changes["hybrid_layer_pattern"] = "/".join([pattern, *given.layers[1]])
+
+    common = trunk.common | {"args": Namespace(**{**vars(trunk.args), **changes})}
 
     def keep(folder: Path) -> None:
         trunk.keep(folder)
@@ -231,9 +228,9 @@ def plan_graft(
         (target, donor),
         "Megatron",
         given.depths,
-        [*trunk.parts(False), *given.parts(True)],
+        [*trunk.parts_of(False), *given.parts_of(True)],
         {"donor": given.record, "target": trunk.record},
-        lambda folder, _: CheckpointFiles(folder.path, trunk.common(changes)),
+        lambda folder, _: CheckpointFiles(folder.path, common),
         keep,
         notes={"fits": [*_agreed(trunk), *tokens], "not known": [*new_tokens, *_distance(given, trunk)]},
     )
@@ -263,34 +260,25 @@ def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
 
 
 def _check_computation(donor: GraftSide, target: GraftSide) -> None:
-    """Compare Megatron's settings of both models, and the rows of their vocabularies.
-
-    Raises:
-        ValueError: they differ: sizes, heads, positions, norms and their epsilon, experts, a tied or own head.
-    """
+    """Raises ValueError where Megatron's settings of both models or the rows of their vocabularies differ."""
     one, other = (
         {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
+        | {"rows of the vocabulary": side.rows}
         for side in (donor, target)
     )
-    for side, settings in ((donor, one), (target, other)):
-        settings["rows of the vocabulary"] = side.rows
     if different := differences(one, other, "and the trunk"):
         raise _refused(donor, target, f"the donor has {different[0]}")
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:
-    """Compare the tensors inside an MTP layer with those of the trunk's last layers of the same kind.
-
-    Raises:
-        ValueError: they differ: Megatron gives an MTP layer the form of the trunk's layers.
-    """
+    """Raises ValueError where an MTP layer has not the form of the trunk's last layers of the same kind."""
     for inside, layer in _counterparts(donor, target):
         of_donor, of_trunk = _form(donor.shapes, inside), _form(target.shapes, layer)
         for name in sorted(of_donor | of_trunk):
             one, other = of_donor.get(name), of_trunk.get(name)
             if one != other:
-                shapes = f"'{name}' is {_by(one)} in their layer, and {_by(other)} in the trunk's last"
-                raise _refused(donor, target, shapes)
+                theirs, own = ("absent" if shape is None else by(shape) for shape in (one, other))
+                raise _refused(donor, target, f"'{name}' is {theirs} in their layer, and {own} in the trunk's last")
 
 
 def _counterparts(donor: GraftSide, target: GraftSide) -> Iterator[tuple[str, str]]:
@@ -310,24 +298,14 @@ def _form(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:
     return {name.removeprefix(prefix): shapes[key] for key, name in names.items()}
 
 
-def _by(shape: Shape | None) -> str:
-    return "absent" if shape is None else "x".join(map(str, shape))
-
-
 def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool) -> tuple[list[str], list[str]]:
-    """Compare the ids of all tokens that both tokenizers have.
-
-    Returns:
-        What is known to fit, and what is not known.
-
-    Raises:
-        ValueError: a token has another id, or a tokenizer cannot be read.
-    """
+    """Say what is known of tokens that both tokenizers have, and what is not; ValueError where one has another id."""
     one, other = donor.tokenizer, target.tokenizer
     if one is None or other is None:
         path = donor.path if one is None else target.path
         return [], [f"tokens: {path} has no tokenizer, so its ids may have another meaning"]
-    if _is_same_file(one / "tokenizer.json", other / "tokenizer.json"):
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    if all(file.is_file() for file in files) and filecmp.cmp(files[0], files[1], shallow=False):
         return ["tokens: the same tokenizer"], []
     theirs, own = (read_tokenizer(folder, trust_remote_code).get_vocab() for folder in (one, other))
     wrong = sorted((id, token) for token, id in theirs.items() if own.get(token, id) != id)
@@ -338,10 +316,6 @@ def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool
     new = sorted(own.keys() - theirs.keys(), key=own.__getitem__)
     said = [f"tokens: {len(new)} that the donor's tokenizer lacks, the first {new[0]!r}"] if new else []
     return [f"tokens: the same ids for {len(own) - len(new)} tokens"], said
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------

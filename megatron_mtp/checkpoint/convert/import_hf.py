@@ -3,7 +3,6 @@
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -29,26 +28,16 @@ from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
-def hf_to_mcore(source: Path, target: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Converted:
+def hf_to_mcore(source: Path, target: Path, options: Options) -> Converted:
     """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads."""
-    return plan_import(source, options, arguments).write(target, options)
-
-
-def plan_import(source: Path, options: Options, arguments: Callable[[HFModel], Namespace]) -> Conversion:
-    """`hf-to-mcore`, from names and shapes; of the tensors only copies and zeros are read.
-
-    Args:
-        source: the folder.
-        options: how to convert.
-        arguments: makes Megatron's arguments for the model, which the checkpoint keeps.
-
-    Raises:
-        ValueError: the folder is damaged or contradicts itself.
-    """
     model = HFModel.read(source)
     model.check_numbers()
-    args = arguments(model)
-    parts = [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()]
+    return plan_import(model, options).write(target, options)
+
+
+def plan_import(model: HFModel, options: Options) -> Conversion:
+    """`hf-to-mcore`, from names and shapes alone."""
+    source, args = model.folder.folder, megatron_arguments(model)
 
     def keep(folder: Path) -> None:
         keep_hf_files(source, folder / HF_FILES, origin(model))
@@ -58,7 +47,7 @@ def plan_import(source: Path, options: Options, arguments: Callable[[HFModel], N
         (source,),
         model.family.title,
         model.layout.depths,
-        parts + draft_vocabulary(model),
+        groups_of(model, options),
         fingerprint_of(model, options),
         lambda folder, _: CheckpointFiles(folder.path, common_of(model, args)),
         keep,
@@ -82,6 +71,12 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
         lost = f"{depths.published - held} of {depths.published}"
         found["MTP layers missing"] = f"{lost} of the published models of this family; no key of the config counts them"
     return found if reason is None else found | {"trainable here": False, "why not": reason}
+
+
+def groups_of(model: HFModel, options: Options) -> list[list[Group]]:
+    """The tensors of a model in parts, the last of which are the tokens that its MTP layers may draft, if listed."""
+    parts = [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()]
+    return parts + draft_vocabulary(model)
 
 
 def draft_vocabulary(model: HFModel) -> list[list[Group]]:

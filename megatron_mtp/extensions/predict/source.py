@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of
-from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, megatron_arguments
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
@@ -59,7 +59,7 @@ def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_
             raise ValueError(f"--family is '{family}', but {path} is a Hugging Face folder; leave --family out.")
         with TemporaryDirectory(prefix="megatron-mtp-") as folder:
             target = Path(folder) / "checkpoint"
-            hf_to_mcore(path, target, Options(quiet=True), megatron_arguments)
+            hf_to_mcore(path, target, Options(quiet=True))
             yield Source(target, _family(HFConfig.read(path)))
     else:
         raise ValueError(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_mtp.decoding.config import Settings, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.settings import Settings, keys
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.files import written_beside

@@ -5,7 +5,6 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
 
     types.py             Draft (a tree), Verdict, Round
     requests.py          Request and Update: what passes between the engine and those who send it requests
-    settings.py          settings of a method or verifier: kinds, defaults, ranges, meanings
     config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
     sampling.py          logits to probabilities to tokens; random numbers by seed and position
     proposers/           PROPOSERS: what drafts
@@ -25,7 +24,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     sequences.py         the tensors of a batch of sequences while they grow
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
     block_manager.py     which blocks are free, and which hold a beginning that sequences share
-    judged.py            penalties and log-probabilities
+    penalties.py         penalties and log-probabilities
     batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft
     scheduler.py         who runs in a step: prompts, sequences that are decoded, and those that are put back
     engine.py            continuous batching: requests join and leave between steps

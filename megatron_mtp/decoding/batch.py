@@ -16,7 +16,7 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors
-from megatron_mtp.decoding.judged import NO_PENALTIES, Judge, logprobs_of, penalised
+from megatron_mtp.decoding.penalties import NO_PENALTIES, PenalizedVerifier, logprobs_of, penalized
 from megatron_mtp.decoding.proposers.base import Method, Proposer
 from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
 from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
@@ -199,7 +199,7 @@ class PrefillBatch:
         """The token after each sequence."""
         if any(seq.reads_logits for seq in self.seqs):
             rows = [
-                penalised(seq.request.penalties, seq.tokens, len(seq.request.prompt), own_1V)
+                penalized(seq.request.penalties, seq.tokens, len(seq.request.prompt), own_1V)
                 for seq, own_1V in zip(self.seqs, logits_BV.split(1), strict=True)
             ]
             logits_BV = torch.cat(rows)
@@ -366,7 +366,7 @@ class DecodeBatch:
         update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
         self.method.stats.count(update.offered, update.accepted, len(update.tokens))
         self.sequences.settle(row, update.tokens, update.finish is not None)
-        if isinstance(rule, Judge) and top is not None:
+        if isinstance(rule, PenalizedVerifier) and top is not None:
             return replace(update, logprobs=rule.logprobs(row, update.tokens, top))
         return update
 
@@ -386,7 +386,7 @@ class DecodeBatch:
         A drafter that does not know how far sequences have come runs more rows anew than its states go back.
         """
         proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
-        reads = isinstance(self.method.verifier, Judge) or proposer.drafts_trees or proposer.has_states
+        reads = isinstance(self.method.verifier, PenalizedVerifier) or proposer.drafts_trees or proposer.has_states
         return not reads and proposer.recordable and rule.recordable
 
     def _catch_up(self, count: int) -> None:
@@ -418,12 +418,12 @@ class DecodeBatch:
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
         if rows != [*range(len(sequences.live))] or ended:
-            sequences.keep_texts(rows + rows[:1] * ended)
+            sequences.select(rows + rows[:1] * ended)
         self._rows = seqs + seqs[:1] * ended
         for row in range(len(seqs), len(self._rows)):
             sequences.end(row)
         if any(seq.reads_logits for seq in seqs):
-            rule = Judge(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
+            rule = PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
         self.method = replace(own, sampling=sampling, verifier=rule)
         self._overlaps = self._overlap and self._may_overlap()
         sequences.fixed = False

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, SpeculativeConfig
+from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, Settings, SpeculativeConfig, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.base import Method, Proposer
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.settings import Settings, keys
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.decoding.verifiers.base import Verifier
 from megatron_mtp.registry import Registry

@@ -1,6 +1,6 @@
 """Logits to probabilities to tokens, with random numbers that belong to a request.
 
-A request's numbers depend on its seed and on its position in its text alone, so the rest of the batch changes nothing.
+A request's numbers depend on its seed and position alone, so the rest of the batch changes nothing.
 They are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
 
 Letters in names: B batch, V vocabulary; ... any leading dimensions.
@@ -81,28 +81,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class SamplingByText:
-    """How a token is chosen where the texts of a batch differ; takes the place of a `Sampling` above temperature 0.
-
-    Attributes:
-        each: of every text, in the order of the batch.
-    """
+class SamplingOfEach:
+    """How tokens are chosen where the sequences of a batch differ, in their order; in the place of one `Sampling`."""
 
     each: tuple[Sampling, ...]
 
     @property
     def greedy(self) -> bool:
-        """Whether all texts take the most probable token."""
+        """Whether all sequences take the most probable token."""
         return all(one.greedy for one in self.each)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[B, ..., V] to the same; every text as it would be alone."""
+        """[B, ..., V] to the same; every sequence as it would be alone."""
         return torch.stack([one.probabilities(own) for one, own in zip(self.each, logits, strict=True)])
 
 
-def sampling_of(each: list[Sampling]) -> Sampling | SamplingByText:
+def sampling_of(each: list[Sampling]) -> Sampling | SamplingOfEach:
     """Of a batch; one for all where they do not differ, which takes fewer operations."""
-    return each[0] if len(set(each)) == 1 else SamplingByText(tuple(each))
+    return each[0] if len(set(each)) == 1 else SamplingOfEach(tuple(each))
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -105,7 +105,7 @@ class Sequences:
         table_BL = torch.cat([mine.table_BL, theirs.table_BL])
         self.tables = replace(mine, table_BL=table_BL, entries=entries, firsts=firsts)
 
-    def keep_texts(self, rows: list[int]) -> None:
+    def select(self, rows: list[int]) -> None:
         """Only these sequences stay, in this order; the others must have ended, or go on elsewhere."""
         for name in HOST:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
@@ -119,7 +119,7 @@ class Sequences:
     def only(self, rows: list[int]) -> "Sequences":
         """Some of the sequences as a batch of their own, for a forward that the others do not need."""
         made = copy.copy(self)
-        made.keep_texts(rows)
+        made.select(rows)
         return made
 
     def as_of(self, length: int) -> "Sequences":

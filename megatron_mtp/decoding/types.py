@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.sampling import Noise, Sampling, SamplingByText
+from megatron_mtp.decoding.sampling import Noise, Sampling, SamplingOfEach
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Round:
         tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` says how many they are.
     """
 
-    sampling: Sampling | SamplingByText
+    sampling: Sampling | SamplingOfEach
     noise: Noise
     config: SpeculativeConfig
     token_ids: Sequence[list[int]] = ()

@@ -20,9 +20,9 @@ from megatron_mtp.cli.cost import Cost, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOUR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
+from megatron_mtp.decoding.config import keys
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.requests import Update
-from megatron_mtp.decoding.settings import keys
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.decoding.verifiers import VERIFIERS
 

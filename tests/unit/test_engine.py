@@ -19,9 +19,9 @@ from megatron_single import VOCABULARY
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.judged import Judge, penalised
 from megatron_mtp.decoding.memory import block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.penalties import PenalizedVerifier, penalized
 from megatron_mtp.decoding.requests import EngineCore, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Sampling
@@ -600,7 +600,7 @@ def test_logprobs_of_a_prompt_that_was_put_back_are_whole() -> None:
     assert given == prompt[1:]
 
 
-def penalised_by_hand(request: Request) -> list[int]:
+def penalized_by_hand(request: Request) -> list[int]:
     """Greedy, by the definition, over the forward of training."""
     twin, penalties, text = model_of("gqa", 3, torch.float32), request.penalties, list(request.prompt)
     for _ in range(request.max_new_tokens):
@@ -634,14 +634,14 @@ def test_penalties_are_those_of_their_definition(method: str) -> None:
     ]
     engine = engine_of()
     wanted = [request_of([5, 6, 7, 5], 25, method, penalties=one) for one in every]
-    some = penalised_by_hand(replace(wanted[1], max_new_tokens=5))
+    some = penalized_by_hand(replace(wanted[1], max_new_tokens=5))
     ends = frozenset(some[3:5])  # a text ends at one of them, and no earlier than the 8th token where that is asked for
     for penalties in (Penalties(0.0, 0.7), Penalties(0.0, 0.7, least=8, ends=ends)):
         every.append(penalties)
         wanted.append(request_of([5, 6, 7, 5], 25, method, penalties=penalties, stop_ids=ends))
     numbers = [engine.add(request) for request in wanted]
     made = texts_of(drained(engine))
-    right = [penalised_by_hand(request) for request in wanted]
+    right = [penalized_by_hand(request) for request in wanted]
     assert [made[number] for number in numbers] == right
     assert len({tuple(text) for text in right}) == len(every)
     assert len(right[-2]) < 8 < len(right[-1])
@@ -661,7 +661,7 @@ def penalties_p_value(method: str) -> float:
             (*path, token): count * chance
             for path, count in expected.items()
             for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1:, :3]]
-            for given in [penalised(penalties, [*prompt, *path], len(prompt), logits_V)[0]]
+            for given in [penalized(penalties, [*prompt, *path], len(prompt), logits_V)[0]]
             for token, chance in enumerate(sampling.probabilities(given).tolist())
             if chance
         }
@@ -691,10 +691,12 @@ def test_penalties_of_a_drafted_row_count_the_drafts_before_it(parents: list[int
     logits_BRV = torch.randn(1, 5, 7, generator=torch.Generator().manual_seed(1))
     draft = Draft(torch.tensor([drafts]), parents_BN=None if parents is None else torch.tensor([parents]))
     noise = Noise(torch.tensor([0]), torch.tensor([4]))
-    Judge(rule, [penalties], [2])(logits_BRV, draft, Round(Sampling(), noise, config_from(METHODS["mtp"]), [text]))
+    PenalizedVerifier(rule, [penalties], [2])(
+        logits_BRV, draft, Round(Sampling(), noise, config_from(METHODS["mtp"]), [text])
+    )
     ways = [[], drafts[:1], drafts[:2], drafts[:3], drafts] if parents is None else [[], [2], [4], [4, 4], [4, 4, 5]]
     for row, way in enumerate(ways):
-        right_RV = penalised(penalties, text + way, 2, logits_BRV[0, row : row + 1])
+        right_RV = penalized(penalties, text + way, 2, logits_BRV[0, row : row + 1])
         torch.testing.assert_close(seen[0][0, row], right_RV[0])
         impossible = (right_RV[0] == -torch.inf).nonzero()[:, 0].tolist()
         assert impossible == ([1, 6] if 2 + len(way) < least else [])

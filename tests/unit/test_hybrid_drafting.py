@@ -29,7 +29,7 @@ from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
-from megatron_mtp.decoding.proposers.plain import Plain
+from megatron_mtp.decoding.proposers.base import Plain
 from megatron_mtp.decoding.rows import BlockTables
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling

@@ -5,8 +5,8 @@ python tools/docs/method_tables.py
 
 from pathlib import Path
 
+from megatron_mtp.decoding.config import Settings, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.settings import Settings, keys
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/decoding.md"

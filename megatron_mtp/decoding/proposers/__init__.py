@@ -1,13 +1,11 @@
 """Proposers: each drafts in its own way, and states its facts and settings in its own file.
 
-    base.py         Proposer
-    mtp.py          the trained depths: sequential, one reused, on the trunk's states, parallel heads
-    tree.py         trees and beams of the first depth's drafts
-    eagle3.py       chains and trees of a drafter that reads three of the trunk's layers
+    base.py         Proposer; plain decoding, which drafts nothing
+    mtp.py          trained depths: sequential, one reused, on the trunk's states, parallel heads; EAGLE-3
+    tree.py         trees and beams of the first depth's or an EAGLE-3 drafter's tokens
     ngram.py        what followed the same tokens before
     lookahead.py    n-grams from the trunk's own guesses
     draft_model.py  a smaller model
-    plain.py        nothing: plain decoding
 
 A row of PROPOSERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
 wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
@@ -29,13 +27,13 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
             "mtp_trunk_states": "megatron_mtp.decoding.proposers.mtp:TrunkStates",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
-            "eagle3": "megatron_mtp.decoding.proposers.eagle3:Eagle3",
-            "eagle3_tree": "megatron_mtp.decoding.proposers.eagle3:Eagle3Tree",
+            "eagle3": "megatron_mtp.decoding.proposers.mtp:Eagle3",
+            "eagle3_tree": "megatron_mtp.decoding.proposers.tree:Eagle3Tree",
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
             "lookahead": "megatron_mtp.decoding.proposers.lookahead:Lookahead",
-            "plain": "megatron_mtp.decoding.proposers.plain:Plain",
+            "plain": "megatron_mtp.decoding.proposers.base:Plain",
         }
     ),
 )

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, override
 from torch import Tensor
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.sampling import DRAFT, Sampling, SamplingByText, draw
-from megatron_mtp.decoding.settings import Settings
+from megatron_mtp.decoding.config import Settings, SpeculativeConfig
+from megatron_mtp.decoding.sampling import DRAFT, Sampling, SamplingOfEach, draw
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers.base import Rule
 
@@ -117,7 +116,7 @@ class Method:
     proposer: Proposer
     verifier: Rule
     config: SpeculativeConfig
-    sampling: Sampling | SamplingByText
+    sampling: Sampling | SamplingOfEach
     count: int
     auto: bool = False
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
@@ -126,6 +125,24 @@ class Method:
     def slots(self) -> int:
         """Slots behind the tokens of a sequence that two steps may write."""
         return 2 + self.proposer.nodes(self.count) + self.count
+
+
+class Plain(Proposer):
+    """Plain decoding: nothing is drafted, and every forward of the trunk gives one token."""
+
+    line = "nothing: one token a forward"
+    limit = "since it is plain decoding"
+    remedy = "choose another method"
+    recordable = True
+
+    @property
+    @override
+    def most(self) -> int:
+        return 0
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        return Draft(sequences.tokens_BT[:, :0])
 
 
 class OneCache(Proposer):

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.proposers.base import OneCache, pick
 from megatron_mtp.decoding.proposers.mtp import chain_of, windows
-from megatron_mtp.decoding.settings import Settings, setting
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers.lossy import BildSettings
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
+from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.settings import Settings, setting
 from megatron_mtp.decoding.types import Draft, Round
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.settings import Settings, setting
 from megatron_mtp.decoding.types import Draft, Round
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.config import MOST_DRAFTED
+from megatron_mtp.decoding.config import MOST_DRAFTED, Settings, setting
 from megatron_mtp.decoding.proposers.mtp import Eagle, run
 from megatron_mtp.decoding.sampling import DRAFT, draw
-from megatron_mtp.decoding.settings import Settings, setting
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
@@ -239,6 +238,13 @@ class Tree(Grower):
             return Draft(tokens_BN, None, parents_BN)
         probs = [_rows_of(level.probs_BFV, level.rows_BN) for level in levels]
         return Draft(tokens_BN, torch.cat(probs, dim=1), parents_BN)
+
+
+class Eagle3Tree(Tree):
+    """A tree grown with an EAGLE-3 drafter, as `mtp.Eagle3` runs it."""
+
+    line = "a tree grown with an EAGLE-3 drafter"
+    depths = "eagle3"
 
 
 class Beam(Grower):

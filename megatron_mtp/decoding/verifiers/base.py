@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_mtp.decoding.settings import Settings
+from megatron_mtp.decoding.config import Settings
 from megatron_mtp.decoding.types import Draft, Round, Verdict
 
 Rule = Callable[[Tensor, Draft, Round], Verdict]

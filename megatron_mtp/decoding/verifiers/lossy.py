@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.sampling import RECOVER, draw
-from megatron_mtp.decoding.settings import Settings, setting
 from megatron_mtp.decoding.types import Draft, Round, Verdict
 from megatron_mtp.decoding.verifiers.base import Verifier
 from megatron_mtp.decoding.verifiers.walk import chosen, row_of, walk

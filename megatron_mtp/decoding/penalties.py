@@ -1,8 +1,7 @@
 """What requests ask of the target's logits beside a token: penalties, and log-probabilities of what was emitted.
 
-`Judge` stands in the place of a group's verifier: it changes the logits that the rule sees, and keeps what the texts'
-log-probabilities are made of. Penalties change what the target wants, and so the distribution that a lossless rule
-keeps; what is drafted stays as it is.
+`PenalizedVerifier` stands in the place of a batch's verifier: it changes the logits that the rule sees, and keeps those
+that log-probabilities are made of. Penalties change the distribution that a lossless rule keeps, and not the drafts.
 
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
@@ -23,13 +22,13 @@ NO_PENALTIES = Penalties()
 
 
 @dataclass
-class Judge:
-    """A verifier for texts of which some have penalties or want log-probabilities.
+class PenalizedVerifier:
+    """A verifier for sequences of which some have penalties or want log-probabilities.
 
     Attributes:
         rule: the verifier proper.
-        penalties: of every text.
-        prompts: tokens of every text's prompt.
+        penalties: of every sequence.
+        prompts: tokens of every sequence's prompt.
         logits_BRV, kept_BR: of the last step, before penalties.
     """
 
@@ -40,10 +39,10 @@ class Judge:
     kept_BR: Tensor | None = None
 
     def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
-        """The rule's verdict on the penalised logits."""
+        """The rule's verdict on the penalized logits."""
         rows = [
-            penalised(one, text, prompt, logits_RV, drafted_RV)
-            for one, text, prompt, logits_RV, drafted_RV in zip(
+            penalized(one, tokens, prompt, logits_RV, drafted_RV)
+            for one, tokens, prompt, logits_RV, drafted_RV in zip(
                 self.penalties, round.token_ids, self.prompts, logits_BRV, _drafted(draft, logits_BRV), strict=True
             )
         ]
@@ -51,12 +50,12 @@ class Judge:
         self.logits_BRV, self.kept_BR = logits_BRV, verdict.kept_BR
         return verdict
 
-    def logprobs(self, text: int, tokens: list[int], top: int) -> list[TokenLogprob]:
-        """Of the tokens that the last step gave a text."""
+    def logprobs(self, row: int, tokens: list[int], top: int) -> list[TokenLogprob]:
+        """Of the tokens that the last step gave a sequence."""
         assert self.logits_BRV is not None
         assert self.kept_BR is not None
-        rows_R = self.kept_BR[text].nonzero()[:, 0]
-        return logprobs_of(self.logits_BRV[text, rows_R[: len(tokens)]], tokens, top)
+        rows_R = self.kept_BR[row].nonzero()[:, 0]
+        return logprobs_of(self.logits_BRV[row, rows_R[: len(tokens)]], tokens, top)
 
 
 def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
@@ -67,18 +66,18 @@ def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
     return ancestors_BRR[:, :, 1:].to(like_BRV) @ one_hot(draft.tokens_BN, like_BRV.size(-1)).to(like_BRV)
 
 
-def penalised(
-    penalties: Penalties, text: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
+def penalized(
+    penalties: Penalties, tokens: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
 ) -> Tensor:
-    """The logits [R, V] of a text's next tokens, of which each row has drafted some more."""
+    """The logits [R, V] of a sequence's next tokens, of which each row has drafted some more."""
     if penalties == NO_PENALTIES:
         return logits_RV
-    emitted_RV = _counts(text[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
+    emitted_RV = _counts(tokens[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
     if penalties.bias:
-        tokens, values = zip(*penalties.bias, strict=True)
-        index_T = torch.tensor(tokens, device=logits_RV.device)
+        biased, values = zip(*penalties.bias, strict=True)
+        index_T = torch.tensor(biased, device=logits_RV.device)
         logits_RV = logits_RV.index_add(1, index_T, logits_RV.new_tensor(values).expand(len(logits_RV), -1))
-    there_RV = (emitted_RV > 0) | (_counts(text[:prompt], logits_RV) > 0)
+    there_RV = (emitted_RV > 0) | (_counts(tokens[:prompt], logits_RV) > 0)
     by = penalties.repetition
     logits_RV = torch.where(there_RV, torch.where(logits_RV > 0, logits_RV / by, logits_RV * by), logits_RV)
     logits_RV = logits_RV - penalties.presence * (emitted_RV > 0) - penalties.frequency * emitted_RV

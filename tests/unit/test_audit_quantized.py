@@ -12,6 +12,7 @@ from quantized_models import FORMS, SIZES, coded, groups, nvfp4, quantized, with
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.hf.quantized import Settings
 
 Spoil = Callable[[Path], None]
 HEAD = "model.layers.3.self_attn.q_proj."
@@ -233,6 +234,39 @@ def test_two_forms_that_two_groups_declare_are_sound(tmp_path: Path) -> None:
     settings(config_groups={"group_0": trunk})(folder)
     ((said, _),) = found(folder)
     assert "of the MTP layers are stored as NVFP4" in said
+
+
+CHANNEL, TENSOR = ({"num_bits": 8, "type": "float", "strategy": one} for one in ("channel", "tensor"))
+MODULES = [f"model.layers.{layer}.{name}" for layer in (1, 11) for name in ("self_attn.q_proj", "mlp.up_proj")]
+TARGETS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "a name before a pattern and a class": (["re:.*q_proj", "Linear"], ["model.layers.1.self_attn.q_proj"], []),
+    "a pattern before a class": (["Linear"], [r"re:.*layers\.11\..*"], []),
+    "patterns in their order": ([r"re:model\.layers\.1.*"], [r"re:.*\.q_proj"], []),
+    "patterns that begin in the middle": (["re:q_proj"], ["re:.*up"], []),
+    "names that are parts, and other classes": (["q_proj", "model.layers.1", "linear", "Embedding"], ["Linear"], []),
+    "nothing": (["Embedding"], ["re:lm_head"], []),
+    "a list": (["Linear"], [], ["re:.*up_proj", "model.layers.1.self_attn.q_proj", "layers.11.self_attn.q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_modules_are_in_the_group_in_which_compressed_tensors_puts_them(case: str) -> None:
+    """`match_targets` orders what matches, and the first decides; classes are compared as a whole."""
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    one, other, ignore = TARGETS[case]
+    of_target = dict.fromkeys(one, CHANNEL) | dict.fromkeys(other, TENSOR)
+    group = {
+        "group_0": {"targets": one, "weights": CHANNEL},
+        "group_1": {"targets": other or ["no"], "weights": TENSOR},
+    }
+    says = Settings({"quant_method": "compressed-tensors", "config_groups": group, "ignore": ignore})
+    for name in MODULES:
+        linear = torch.nn.Linear(1, 1)
+        theirs = [] if match.is_match(name, linear, ignore) else match.match_targets(name, linear, of_target)
+        expected = (
+            [{"channel": "FP8, rows", "tensor": "FP8, tensor"}[of_target[theirs[0]]["strategy"]]] if theirs else []
+        )
+        assert [form.name for form in says.promised(name) or ()] == expected, name
 
 
 def test_entries_that_name_nothing_and_change_nothing_are_a_note(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from megatron_mtp.checkpoint.hf.quantized import (
     Quantized,
     Settings,
     activation_scales,
+    inside,
+    layer_of,
+    module_of,
     quantized_weights,
 )
 
@@ -192,13 +195,13 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
     for name, entry in side.tensors.items():
         if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")) or name in told:
             continue
-        promised = settings.promised(_module(name))
+        promised = settings.promised(module_of(name))
         if promised is None:
             continue
         if not is_quantized(entry):
             plain += [name] if promised and name.endswith(".weight") and _leaf(name) in leaves else []
         elif not promised:
-            (against if settings.listing(_module(name)) else untargeted).append(name)
+            (against if settings.listing(module_of(name)) else untargeted).append(name)
         elif name in side.quantized and not set(side.quantized[name].forms) & set(promised):
             others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
     if against:
@@ -224,7 +227,7 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
 
 
 def _listed_but_quantized(side: HFSide, settings: Settings, members: list[str]) -> Finding:
-    entries = dict.fromkeys(entry for name in members if (entry := settings.listing(_module(name))))
+    entries = dict.fromkeys(entry for name in members if (entry := settings.listing(module_of(name))))
     says = f"{counted(len(members), 'weight')}{_whose(side, members)} are quantized, but the config lists them as not "
     says += f"quantized: {listed(members)}. Engines load them without their scales."
     keys = [key for key, each in settings.lists.items() if entries.keys() & set(each)]
@@ -245,13 +248,13 @@ def _quantized_in_the_config_alone(side: HFSide, settings: Settings, members: li
 
 def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
     """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
-    layers = {re.sub(r"(.*?layers\.\d+)\..*", r"\1", _module(name)) for name in members}
+    layers = {layer_of(module_of(name)) for name in members}
     free = all(not any(name.startswith(f"{layer}.") for name in side.quantized) for layer in layers)
     if free and settings.keys.get("quant_method") == COMPRESSED:
-        return listed(f"re:{re.escape(layer)}\\..*" for layer in sorted(layers))
+        return listed(map(inside, sorted(layers)))
     if free and settings.keys.get("quant_method") == MODELOPT:
         return listed(f"{layer}*" for layer in sorted(layers))
-    return listed(map(_module, members))
+    return listed(map(module_of, members))
 
 
 def _declare(settings: Settings, side: HFSide, members: list[str]) -> str:
@@ -278,10 +281,6 @@ def _whose(side: HFSide, members: Iterable[str]) -> str:
     return {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _leaf(name: str) -> str:
     """The module's own name: `q_proj`."""
-    return _module(name).rpartition(".")[2]
+    return module_of(name).rpartition(".")[2]

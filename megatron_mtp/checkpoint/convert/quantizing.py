@@ -17,7 +17,7 @@ from typing import Any
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.forms import WRITTEN, Form, Shape
-from megatron_mtp.checkpoint.hf.quantized import COMPRESSED
+from megatron_mtp.checkpoint.hf.quantized import COMPRESSED, inside, layer_of, module_of
 
 PLAIN = "bfloat16"
 """The value of `--mtp-dtype` for depths that are not quantized."""
@@ -26,7 +26,6 @@ _LINEAR = re.compile(r"^(decoder|mtp)\..*\.linear_\w+\.weight$")
 _CARRIED_LINEAR = re.compile(r"(?!.*(vis(ion|ual)|audio|tower|projector)).*\blayers\.\d+\..*(?<!eh)_proj\.weight$")
 """Those of layers that Megatron cannot run, by the folder's names."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
-_LAYER = re.compile(r"(.*?layers\.\d+)\..*")
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,26 @@ def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str
     forms = list(dict.fromkeys(coded.values()))
     (first, *_) = says = [form.encoding.says for form in forms if form.encoding is not None]
     mixed = {_experts_of(name) for name in coded}
-    named = ((name.removesuffix(".weight"), _experts_of(name)) for name in plain)
+    named = ((module_of(name), _experts_of(name)) for name in plain)
     modules = list(dict.fromkeys(module if experts in mixed else experts for module, experts in named))
     if "quant_method" in first:
         return {**first, "modules_to_not_convert": modules}
-    inside = set(depths)
+    of_depths = set(depths)
     groups = {}
     for number, form in enumerate(forms):
         own = [name for name, one in coded.items() if one == form]
-        alone = len(forms) > 1 and all(name in inside for name in own)
-        layers = dict.fromkeys(_LAYER.sub(r"\1", name) for name in own)
-        targets = [f"re:{re.escape(layer)}\\..*" for layer in layers] if alone else ["Linear"]
+        alone = len(forms) > 1 and of_depths.issuperset(own)
+        targets = [*map(inside, dict.fromkeys(map(layer_of, own)))] if alone else ["Linear"]
         groups[f"group_{number}"] = {"targets": targets, **says[number]}
     return {
         "quant_method": COMPRESSED,
         "format": first["format"] if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [f"re:{re.escape(one)}\\..*" if one.endswith(".experts") else one for one in modules],
+        "ignore": [inside(one) if one.endswith(".experts") else one for one in modules],
     }
 
 
 def _experts_of(name: str) -> str:
     """The common module of a layer's experts, for the weight of one; the module of other weights."""
-    return _EXPERT.sub(r"\1", name.removesuffix(".weight"))
+    return _EXPERT.sub(r"\1", module_of(name))

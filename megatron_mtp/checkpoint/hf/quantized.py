@@ -277,16 +277,23 @@ class Settings:
             return None
         if self.listing(module) is not None:
             return []
-        method, groups = str(self.method), self.groups
-        if self.keys.get("quant_method") == COMPRESSED or groups:
-            own = [weights for targets, weights in groups if any(names(one, module, COMPRESSED) for one in targets)]
-            own += [weights for targets, weights in groups if "Linear" in targets or not targets]
-            return [form for form in FORMS if form.scheme and _is_scheme(form.scheme, own[0])] if own else []
+        method = str(self.method)
+        if self.keys.get("quant_method") == COMPRESSED or self.groups:
+            group = self._group_of(module)
+            return [form for form in FORMS if form.scheme and _is_scheme(form.scheme, group)] if group else []
         if method.startswith(f"{MODELOPT} FP8"):
             return [form for form in FORMS if form.types == FP8[:2]]
         if method == "fp8" and isinstance(self.keys.get("weight_block_size"), list):
             return [FORMS[0]]
         return [form for form in FORMS if method in form.methods] or None
+
+    def _group_of(self, module: str) -> dict[str, Any] | None:
+        """The group that targets a module, as compressed-tensors chooses it: by name, by pattern, by class."""
+        groups = self.groups
+        each = [(("re:" in one, one), weights) for targets, weights in groups for one in targets]
+        named = sorted((pair for pair in each if names(pair[0][1], module, COMPRESSED)), key=lambda pair: pair[0])
+        linear = [weights for targets, weights in groups if "Linear" in targets or not targets]
+        return next((weights for weights in [*(weights for _, weights in named), *linear]), None)
 
 
 def _counts(value: Any) -> bool:
@@ -318,6 +325,21 @@ def names(entry: str, module: str, method: str) -> bool:
         return True
     is_regex = method != MODELOPT and not PLAIN.fullmatch(entry) and ("*" not in entry or ".*" in entry)
     return is_regex and _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)  # as transformers reads it
+
+
+def module_of(weight: str) -> str:
+    """The module of a weight: its name without `.weight`."""
+    return weight.removesuffix(".weight")
+
+
+def layer_of(module: str) -> str:
+    """The layer that a module is in, such as `model.layers.3`; outside of layers the module."""
+    return re.sub(r"(.*?layers\.\d+)\..*", r"\1", module)
+
+
+def inside(module: str) -> str:
+    """The entry of a list of compressed-tensors for all modules inside of one."""
+    return f"re:{re.escape(module)}\\..*"
 
 
 def _matches(pattern: str, module: str) -> bool:

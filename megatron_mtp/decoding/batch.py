@@ -6,8 +6,9 @@ the trunk, keeps what the verifier accepts and adds one token of the target's ow
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +16,16 @@ from torch import Tensor
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
+from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors
 from megatron_mtp.decoding.penalties import NO_PENALTIES, PenalizedVerifier, logprobs_of, penalized
 from megatron_mtp.decoding.proposers.base import Method, Proposer
 from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
 from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
 from megatron_mtp.decoding.rows import Rows, rounded
-from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
 from megatron_mtp.decoding.sequences import Progress, Sequences
-from megatron_mtp.decoding.types import Draft, Round, StepOutput
+from megatron_mtp.decoding.types import Draft, Round, StepOutput, Verdict
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 FAR_BEHIND = 32
@@ -40,7 +41,6 @@ class Sequence:
         number: what `add` returned; a smaller one came earlier.
         budget: new tokens that it may have.
         tokens: the prompt and what was emitted.
-        held: its blocks.
         entry: where recurrent layers keep its states; None where it has no place.
         run: rows of the trunk that the prefill has done.
         alone: whether it shares no forward with others, after one that has failed.
@@ -122,8 +122,9 @@ class PrefillBatch:
         sequences: a row for each sequence.
     """
 
-    def __init__(self, runner: Runner, seqs: list[Sequence], counts: list[int], sequences: Sequences) -> None:
-        self.runner, self.seqs, self.counts, self.sequences = runner, seqs, counts, sequences
+    def __init__(self, seqs: list[Sequence], counts: list[int], sequences: Sequences) -> None:
+        self.runner = seqs[0].method.proposer.runner
+        self.seqs, self.counts, self.sequences = seqs, counts, sequences
         self.stats = AcceptanceStats()
         sequences.prompt_lengths = [len(seq.request.prompt) for seq in seqs]
         sequences.progress = [seq.progress for seq in seqs]
@@ -140,107 +141,78 @@ class PrefillBatch:
         ]
 
     def run(self, counts: list[int]) -> None:
-        """Run so many rows of each sequence through the trunk."""
-        if any(counts):
-            self._forward(counts)
-        for seq, count in zip(self.seqs, counts, strict=True):
+        """Run so many rows of each sequence; it then is those of its rows that have run, and one token more."""
+        sequences, most, each = self.sequences, max(counts), [*zip(self.seqs, counts, strict=True)]
+        if most:
+            ends = [seq.run + count for seq, count in each]
+            first_B, live_BR = self._tensor(ends) - most, None
+            if any(seq.run and count < most for seq, count in each):  # rows in front of these have run
+                place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
+                live_BR = place_BR >= self._tensor([seq.run for seq in self.seqs]).unsqueeze(1)
+            window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
+            rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
+            hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.memory.cache)
+            sequences.put_states(hidden_SBH, rows)
+            for row, (seq, count) in enumerate(each):
+                top, after = seq.request.prompt_logprobs, seq.request.prompt[seq.run + 1 :][:count]
+                if top is not None and after and not seq.has_begun:
+                    logits_RV = self.runner.logits(hidden_SBH[most - count :, row : row + 1])[0, : len(after)]
+                    seq.prompt_logprobs += logprobs_of(logits_RV, after, top)
+        for seq, count in each:
             seq.run += count
-        self._show()
+        lengths = [min(seq.run + 1, len(seq.tokens)) for seq in self.seqs]
+        sequences.token_ids = [
+            seq.tokens if length == len(seq.tokens) else seq.tokens[:length]
+            for seq, length in zip(self.seqs, lengths, strict=True)
+        ]
+        sequences.length_B.copy_(self._tensor(lengths))
 
     def begin(self) -> list[Update]:
         """Draw the first token of each sequence whose prompt has run, if it has none."""
-        sequences = self.sequences
-        begins = [seq.has_run and not seq.has_begun for seq in self.seqs]
+        sequences, seqs = self.sequences, self.seqs
+        begins = [seq.has_run and not seq.has_begun for seq in seqs]
         if not any(begins):
             return []
         sequences.live = begins
         sequences.live_B.copy_(self._tensor(begins))
-        logits_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
-        drawn_B = self._drawn(logits_BV)
+        logits_BV = penalized_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
+        if any(seq.reads_logits for seq in seqs):
+            penalties = [(seq.request.penalties, seq.tokens, len(seq.request.prompt)) for seq in seqs]
+            own = zip(penalties, logits_BV.split(1), strict=True)
+            penalized_BV = torch.cat([penalized(*one, own_1V) for one, own_1V in own])
+        probs_BV = sampling_of([seq.request.sampling for seq in seqs]).probabilities(penalized_BV)
+        drawn_B = draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0])
         sequences.append(drawn_B)
-        made = [self._began(row, [token], logits_BV) for row, token in enumerate(drawn_B.tolist()) if begins[row]]
-        sequences.live = [True] * len(self.seqs)
+        updates = []
+        for row, token in enumerate(drawn_B.tolist()):
+            if begins[row]:
+                update, top = seqs[row].update([token]), seqs[row].request.logprobs
+                sequences.settle(row, update.tokens, update.finish is not None)
+                if top is not None:
+                    update = replace(update, logprobs=logprobs_of(logits_BV[row : row + 1], update.tokens, top))
+                updates.append(update)
+        sequences.live = [True] * len(seqs)
         sequences.live_B.fill_(True)
-        return made
+        return updates
 
     def part(self, seqs: list[Sequence]) -> Sequences:
         """Some of the sequences as a batch of their own."""
         numbers = {seq.number for seq in seqs}
         return self.sequences.only([row for row, seq in enumerate(self.seqs) if seq.number in numbers])
 
-    def _forward(self, counts: list[int]) -> None:
-        sequences, most = self.sequences, max(counts)
-        ends = [seq.run + count for seq, count in zip(self.seqs, counts, strict=True)]
-        first_B = self._tensor(ends) - most
-        window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
-        live_BR = self._not_yet_run(first_B, counts)
-        rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
-        hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.memory.cache)
-        sequences.put_states(hidden_SBH, rows)
-        for row, (seq, count) in enumerate(zip(self.seqs, counts, strict=True)):
-            if seq.request.prompt_logprobs is not None:
-                self._read_prompt(seq, hidden_SBH[most - count :, row : row + 1], seq.request.prompt_logprobs)
-
-    def _not_yet_run(self, first_B: Tensor, counts: list[int]) -> Tensor | None:
-        """False for rows that have run; None where there are none beside those before slot 0."""
-        most = max(counts)
-        if all(seq.run == 0 or count == most for seq, count in zip(self.seqs, counts, strict=True)):
-            return None
-        place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
-        return place_BR >= self._tensor([seq.run for seq in self.seqs]).unsqueeze(1)
-
-    def _show(self) -> None:
-        """Let each sequence be one of its rows that have run, and one more."""
-        shown = [(seq.tokens, min(seq.run + 1, len(seq.tokens))) for seq in self.seqs]
-        self.sequences.token_ids = [whole if length == len(whole) else whole[:length] for whole, length in shown]
-        self.sequences.length_B.copy_(self._tensor([length for _, length in shown]))
-
-    def _drawn(self, logits_BV: Tensor) -> Tensor:
-        """The token after each sequence."""
-        if any(seq.reads_logits for seq in self.seqs):
-            rows = [
-                penalized(seq.request.penalties, seq.tokens, len(seq.request.prompt), own_1V)
-                for seq, own_1V in zip(self.seqs, logits_BV.split(1), strict=True)
-            ]
-            logits_BV = torch.cat(rows)
-        probs_BV = sampling_of([seq.request.sampling for seq in self.seqs]).probabilities(logits_BV)
-        return draw(probs_BV, self.sequences.noise.uniform(RECOVER, 1)[:, 0])
-
-    def _began(self, row: int, gained: list[int], logits_BV: Tensor) -> Update:
-        seq = self.seqs[row]
-        update, top = seq.update(gained), seq.request.logprobs
-        self.sequences.settle(row, update.tokens, update.finish is not None)
-        if top is None:
-            return update
-        return replace(update, logprobs=logprobs_of(logits_BV[row : row + 1], update.tokens, top))
-
-    def _read_prompt(self, seq: Sequence, hidden_S1H: Tensor, top: int) -> None:
-        after = seq.request.prompt[seq.run + 1 :][: hidden_S1H.size(0)]
-        if after and not seq.has_begun:
-            seq.prompt_logprobs += logprobs_of(self.runner.logits(hidden_S1H)[0, : len(after)], after, top)
-
     def _tensor(self, values: list[int] | list[bool]) -> Tensor:
         return torch.tensor(values, device=self.runner.device)
 
 
-class PendingOutput:
-    """What a step gave its sequences, being copied to the host while the next step runs.
+class PendingOutput(NamedTuple):
+    """What a step gave the sequences of its rows, while the next one runs; None where one has ended.
 
-    Args:
-        seqs: of the rows; None where one has ended.
+    `read` waits for counts, tokens and valid nodes of each row, which are being copied to the host.
     """
 
-    def __init__(self, seqs: list[Sequence | None], output: StepOutput) -> None:
-        self.seqs, self.nodes = seqs, output.draft.nodes
-        parts = [output.count_B.unsqueeze(1), output.tokens_BR, output.draft.valid()]
-        self._read = on_its_way(torch.cat(parts, dim=1))
-
-    def gained(self) -> Iterator[tuple[Sequence, list[int], int]]:
-        """Every sequence with its new tokens and the depth of its draft; waits for them."""
-        for seq, (count, *values) in zip(self.seqs, self._read(), strict=True):
-            valid = values[self.nodes + 1 :]
-            if seq is not None:
-                yield seq, values[:count], next((n for n, ok in enumerate(valid) if not ok), self.nodes)
+    seqs: list[Sequence | None]
+    nodes: int
+    read: Callable[[], list[list[int]]]
 
 
 def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
@@ -277,21 +249,12 @@ class DecodeBatch:
         method: how they draft; its `stats` are the last step's.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        seqs: list[Sequence],
-        sequences: Sequences,
-        kept: KeptTensors,
-        overlap: bool = False,
-    ) -> None:
-        self.runner, self.sequences, self._overlap = runner, sequences, overlap
-        self.method = seqs[0].method
-        self._kept = kept
+    def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors, overlap: bool = False) -> None:
+        self.sequences, self.method, self._kept, self._overlap = sequences, seqs[0].method, kept, overlap
         self._auto: AutoK | None = None
         self._pending: PendingOutput | None = None
         self._rows: list[Sequence] = seqs
-        self._keep([*range(len(seqs))])
+        self._select([*range(len(seqs))])
 
     @property
     def stats(self) -> AcceptanceStats:
@@ -307,18 +270,17 @@ class DecodeBatch:
         """More sequences, which have their first tokens."""
         self.sequences.join(sequences)
         self._rows = self._rows + seqs
-        self._keep([row for row, live in enumerate(self.sequences.live) if live])
+        self._select([row for row, live in enumerate(self.sequences.live) if live])
 
     def leave(self, gone: list[Sequence]) -> None:
         """Go on without these sequences."""
-        numbers, live = {seq.number for seq in gone}, self.sequences.live
-        staying = [row for row, seq in enumerate(self._rows) if live[row] and seq.number not in numbers]
+        numbers, rows = {seq.number for seq in gone}, self._row_of()
+        staying = [row for number, row in rows.items() if number not in numbers]
         if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
-            for row, seq in enumerate(self._rows):
-                if live[row] and seq.number in numbers:
-                    self.sequences.end(row)
+            for number in numbers & rows.keys():
+                self.sequences.end(rows[number])
         else:
-            self._keep(staying)
+            self._select(staying)
 
     def place(self, seq: Sequence) -> None:
         """Tell the device of a sequence's new blocks."""
@@ -327,9 +289,7 @@ class DecodeBatch:
 
     def choose(self) -> int:
         """K of the next step."""
-        if not self.method.auto:
-            return self.method.count
-        self._auto = auto_of(self.runner, self.method, len(self.seqs))
+        self._auto = auto_of(self.method, len(self.seqs))
         return self.method.count if self._auto is None else self._auto.choose()
 
     def step(self) -> list[Update]:
@@ -340,20 +300,20 @@ class DecodeBatch:
         count, sequences, graphed = self.choose(), self.sequences, self._graphed
         began = time.perf_counter()
         self._catch_up(count)
-        output = step(self.runner, sequences, self.method, count) if graphed is None else graphed(count)
+        output = step(sequences, self.method, count) if graphed is None else graphed(count)
+        draft = output.draft
         self._kept.failed |= graphed is not None and graphed.failed
         if self._overlaps:
             rows = [seq if live else None for seq, live in zip(self._rows, sequences.live, strict=True)]
-            taken = PendingOutput(rows, output)
-            updates = self._arrived()
-            self._pending = taken
+            parts = [output.count_B.unsqueeze(1), output.tokens_BR, draft.valid()]
+            pending = PendingOutput(rows, draft.nodes, on_its_way(torch.cat(parts, dim=1)))
+            updates, self._pending = self._arrived(), pending
         else:
-            draft, levels = output.draft, output.draft.levels()
-            gains = zip(output.tokens_BR.tolist(), output.count_B.tolist(), [*sequences.live], strict=True)
+            gains = zip(output.tokens_BR.tolist(), output.count_B.tolist(), draft.levels(), strict=True)
             updates = [
-                self.give(row, tokens[:gained], max(levels[row], default=0), draft)
-                for row, (tokens, gained, live) in enumerate(gains)
-                if live
+                self.give(row, tokens[:gained], max(levels, default=0), draft)
+                for row, (tokens, gained, levels) in enumerate(gains)
+                if sequences.live[row]
             ]
         stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
         if self._auto is not None and (graphed is None or graphed.is_steady):
@@ -372,22 +332,19 @@ class DecodeBatch:
 
     def _arrived(self) -> list[Update]:
         """What the step before gave; of sequences that were cancelled or put back since then, nothing."""
-        pending, self._pending = self._pending, None
-        rows, given = self._row_of(), () if pending is None else pending.gained()
-        return [self.give(rows[seq.number], gained, n, None) for seq, gained, n in given if seq.number in rows]
+        if self._pending is None:
+            return []
+        (seqs, nodes, read), self._pending = self._pending, None
+        rows, updates = self._row_of(), []
+        for seq, (count, *values) in zip(seqs, read(), strict=True):
+            if seq is not None and seq.number in rows:
+                depth = next((node for node, valid in enumerate(values[nodes + 1 :]) if not valid), nodes)
+                updates.append(self.give(rows[seq.number], values[:count], depth, None))
+        return updates
 
     def _row_of(self) -> dict[int, int]:
         live = self.sequences.live
         return {seq.number: row for row, seq in enumerate(self._rows) if live[row]}
-
-    def _may_overlap(self) -> bool:
-        """Whether steps of these sequences read nothing back, and need no tokens that the host does not know.
-
-        A drafter that does not know how far sequences have come runs more rows anew than its states go back.
-        """
-        proposer, rule = self.method.proposer, VERIFIERS[str(self.method.config.verifier)]
-        reads = isinstance(self.method.verifier, PenalizedVerifier) or proposer.drafts_trees or proposer.has_states
-        return not reads and proposer.recordable and rule.recordable
 
     def _catch_up(self, count: int) -> None:
         """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
@@ -401,7 +358,7 @@ class DecodeBatch:
             if proposer.missed(alone, count) > far:
                 catch_up(alone, self.method, count)
 
-    def _keep(self, rows: list[int]) -> None:
+    def _select(self, rows: list[int]) -> None:
         """Go on with these rows alone, and find out anew what a step of them is."""
         seqs, sequences = [self._rows[row] for row in rows], self.sequences
         self._graphed: GraphedStep | None = None
@@ -409,12 +366,14 @@ class DecodeBatch:
             self._rows, sequences.live = [], []
             return
         own = seqs[0].method
-        rule, sampling = own.verifier, sampling_of([seq.request.sampling for seq in seqs])
+        proposer, rule, name = own.proposer, own.verifier, str(own.config.verifier)
+        sampling, reads_logits = sampling_of([seq.request.sampling for seq in seqs]), any(s.reads_logits for s in seqs)
         records = (
             isinstance(sampling, Sampling)
             and not self._kept.failed
-            and not any(seq.reads_logits or seq.alone for seq in seqs)
-            and can_record(self.runner, own.proposer, own.count, str(own.config.verifier))
+            and not reads_logits
+            and not any(seq.alone for seq in seqs)
+            and can_record(proposer.runner, proposer, own.count, name)
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
         if rows != [*range(len(sequences.live))] or ended:
@@ -422,35 +381,35 @@ class DecodeBatch:
         self._rows = seqs + seqs[:1] * ended
         for row in range(len(seqs), len(self._rows)):
             sequences.end(row)
-        if any(seq.reads_logits for seq in seqs):
+        if reads_logits:
             rule = PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
         self.method = replace(own, sampling=sampling, verifier=rule)
-        self._overlaps = self._overlap and self._may_overlap()
+        # A drafter that does not know how far sequences have come runs more rows anew than its states go back.
+        needs_tokens = reads_logits or proposer.drafts_trees or proposer.has_states
+        self._overlaps = self._overlap and not needs_tokens and proposer.recordable and VERIFIERS[name].recordable
         sequences.fixed = False
         if sequences.few_shapes:
             sequences.growth = (own.count + 1) * (2 if self._overlaps else 1)
-            sequences.reach = own.proposer.nodes(own.count) + 1
+            sequences.reach = proposer.nodes(own.count) + 1
         if records:
             recorded = self._kept.move(sequences, (own.config, sampling))
-            take = lambda count: step(self.runner, sequences, self.method, count)  # noqa: E731
-            self._graphed = GraphedStep(take, sequences, own.proposer, recorded)
+            take = lambda count: step(sequences, self.method, count)  # noqa: E731
+            self._graphed = GraphedStep(take, sequences, proposer, recorded)
 
 
-def can_record(runner: Runner, proposer: Proposer, count: int, verifier: str) -> bool:
+def can_record(runner: Any, proposer: Proposer, count: int, verifier: str) -> bool:
     """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
     runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
     return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
 
 
-def auto_of(runner: Runner, method: Method, seqs: int) -> AutoK | None:
+def auto_of(method: Method, seqs: int) -> AutoK | None:
     """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
-    key = method.config, _few_sizes(max(seqs, 1))
-    if key not in runner.auto_counts:
-        runner.auto_counts[key] = AutoK(method.count)
-    return runner.auto_counts[key]
+    measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
+    return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count))
 
 
 def _few_sizes(seqs: int) -> int:
@@ -458,20 +417,28 @@ def _few_sizes(seqs: int) -> int:
     return 1 << (seqs - 1).bit_length()
 
 
-def step(runner: Runner, sequences: Sequences, method: Method, count: int) -> StepOutput:
-    """All of a step that the device does: draft K = `count` tokens, score, judge and keep them."""
+def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
+    """All of a step that the device does: propose K = `count` tokens, verify and accept; nothing is read back.
+
+    K is the same where a sequence has fewer tokens to go: its samples must not depend on its neighbors.
+    """
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     began = time.perf_counter()
-    draft = propose(sequences, method, round, count)
+    draft = method.proposer.propose(sequences, round, count) if count else Draft(sequences.tokens_BT[:, :0])
     method.stats.drafter_seconds += time.perf_counter() - began
-    return verify(runner, sequences, method, draft, round)
+    return sequences.accept(draft, verify(sequences, method, draft, round))
 
 
-def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
-    """K = `count` drafts, also where one has fewer tokens to go: its samples must not depend on its neighbours."""
-    if count == 0:
-        return Draft(sequences.tokens_BT[:, :0])
-    return method.proposer.propose(sequences, round, count)
+def verify(sequences: Sequences, method: Method, draft: Draft, round: Round) -> Verdict:
+    """Score the newest tokens and a draft in one forward of the trunk, and judge the draft."""
+    rows, runner = sequences.rows_of(draft), method.proposer.runner
+    newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
+    tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
+    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.memory.cache)
+    sequences.put_states(hidden_SBH, rows)
+    logits_BRV = runner.logits(hidden_SBH)
+    method.proposer.observe(sequences, draft, logits_BRV)
+    return method.verifier(logits_BRV, draft, round)
 
 
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:
@@ -479,15 +446,3 @@ def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     began = time.perf_counter()
     method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.token_ids), count)
     method.stats.drafter_seconds += time.perf_counter() - began
-
-
-def verify(runner: Runner, sequences: Sequences, method: Method, draft: Draft, round: Round) -> StepOutput:
-    """Score a draft, judge it and keep what is accepted; nothing is read back to the host."""
-    rows = sequences.rows_of(draft)
-    newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
-    tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
-    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.memory.cache)
-    sequences.put_states(hidden_SBH, rows)
-    logits_BRV = runner.logits(hidden_SBH)
-    method.proposer.observe(sequences, draft, logits_BRV)
-    return sequences.keep(draft, method.verifier(logits_BRV, draft, round))

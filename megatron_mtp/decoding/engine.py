@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         self.runner, self.settings, self.drafter = runner, settings or EngineSettings(), drafter
         self.speculative = speculative or SpeculativeConfig("plain")
-        self.scheduler = Scheduler(runner, self.settings, drafter)
+        self.scheduler = Scheduler(self.settings, runner, drafter)
         self.stats = AcceptanceStats()
         self._methods: dict[Kind, Method] = {}
         self._added = self.policy_version = 0

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, Settings, SpeculativeConfig, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
@@ -12,9 +12,6 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.decoding.verifiers.base import Verifier
 from megatron_mtp.registry import Registry
-
-if TYPE_CHECKING:
-    from megatron_mtp.decoding.runner import Runner
 
 MOST_TRIED = 6
 """The largest K that 'auto' considers where the method has no limit of its own."""
@@ -56,9 +53,7 @@ def is_lossless(config: SpeculativeConfig) -> bool:
     return config.verifier is None or VERIFIERS[config.verifier].lossless
 
 
-def make_method(
-    runner: "Runner", config: SpeculativeConfig | None, sampling: Sampling, drafter: "Runner | None" = None
-) -> Method:
+def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Sampling, drafter: Any = None) -> Method:
     """The method that a config asks for; plain decoding without one.
 
     Args:
@@ -136,7 +131,7 @@ def _not_here(key: str) -> str:
     return f"there is no key '{key}'"
 
 
-def _check_depths(runner: "Runner", method: str) -> None:
+def _check_depths(runner: Any, method: str) -> None:
     wanted, found = PROPOSERS[method].depths, runner.kind
     if wanted is None:
         return
@@ -155,7 +150,7 @@ def _check_depths(runner: "Runner", method: str) -> None:
         raise ValueError(f"'{method}' was asked of a checkpoint {has}; choose {_any_of(others)}.")
 
 
-def _check_states(runner: "Runner", method: str) -> None:
+def _check_states(runner: Any, method: str) -> None:
     part = _without_branches(runner, PROPOSERS[method])
     if part is not None:
         kinds = None, runner.kind
@@ -170,14 +165,14 @@ def _check_states(runner: "Runner", method: str) -> None:
         )
 
 
-def _without_branches(runner: "Runner", proposer: type[Proposer]) -> str | None:
+def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
     """The part of the model whose states a method cannot keep; None if it can draft."""
     if runner.recurrent_trunk and proposer.drafts_trees:
         return "trunk"
     return "depths" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
 
 
-def _count(runner: "Runner", config: SpeculativeConfig, proposer: Proposer) -> int:
+def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
     """K, or with 'auto' the largest K to consider."""
     asked, most = config.num_speculative_tokens, proposer.most
     if isinstance(asked, int):

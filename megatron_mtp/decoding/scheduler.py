@@ -11,11 +11,11 @@ A sequence that was put back loses its rows and nothing else: its tokens are run
 random numbers depend on its seed and positions. So a sequence depends on its request alone, whatever comes when.
 """
 
-import heapq
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,15 +23,16 @@ from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence, aut
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.graphs import KeptTensors
-from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK
-from megatron_mtp.decoding.memory import entry_bytes
+from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK, Memory
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.rows import BLOCK, BlockTables
-from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Progress, Sequences
 
 Kind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
+
+Group = tuple[Kind, int | None]
+"""Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
 
 
 @dataclass(frozen=True)
@@ -73,47 +74,52 @@ class EngineSettings:
 class Scheduler:
     """The sequences of an engine, and what they have of its memory.
 
+    Args:
+        runner, drafter: the target and the small model that drafts, if there is one; each is a `Runner`.
+
     Attributes:
         seqs: by number, those that have not ended.
-        waiting: numbers of those without a place, as a heap.
+        waiting: numbers of those without a place, in order.
         prefilled: those whose prompts run, in the order in which they came.
         decoded: batches of those that have their first tokens.
-        pool: the blocks of the memory.
         preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
         closing: whether no sequence begins; those that have begun go on.
     """
 
-    def __init__(self, runner: Runner, settings: EngineSettings, drafter: Runner | None) -> None:
-        self.runner, self.settings = runner, settings
-        self.has_states = entry_bytes(runner, drafter) > 0
-        longest = min(settings.slots or runner.positions + BEYOND, settings.blocks * settings.block_size)
-        self._pages_of_a_sequence = -(-(longest + 1) // settings.block_size)  # and the scratch slot
-        self._spare = int(self._pages_of_a_sequence > 1)  # block 0, which pages without a block point to
-        self._longest = longest
-        self.block_manager = BlockManager(settings.blocks, settings.block_size, runner.depths, self._spare)
-        self.memory = runner.new_memory(self.block_tables_of([]), drafter)
+    def __init__(self, settings: EngineSettings, runner: Any, drafter: Any = None) -> None:
+        self.settings = settings
+        self.has_states = runner.recurrent_trunk or runner.recurrent_depths
+        self.has_states |= drafter is not None and drafter.recurrent_trunk
+        size, self._longest = settings.block_size, settings.slots or runner.positions + BEYOND
+        self._longest = min(self._longest, settings.blocks * size)
+        pages = -(-(self._longest + 1) // size)  # and the scratch slot
+        spare = int(pages > 1)  # block 0, which pages without a block point to
+        table_BL = torch.zeros(0, pages, dtype=torch.long, device=runner.device)
+        self._tables = BlockTables(table_BL, settings.blocks + spare, size, kept_entries=settings.running)
+        self.block_manager = BlockManager(settings.blocks, size, runner.depths, spare)
+        self.memory: Memory = runner.new_memory(self._tables, drafter)
         self._kept = KeptTensors()
         self.seqs: dict[int, Sequence] = {}
         self.waiting: list[int] = []
         self.prefilled: list[Sequence] = []
-        self.decoded: dict[tuple[Kind, int | None], DecodeBatch] = {}
+        self.decoded: dict[Group, DecodeBatch] = {}
         self._prompts_turn = True
         self.preempted = self.prompt_tokens = self.cached_tokens = 0
         self.closing = False
 
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait. Errors as `requests.EngineCore.add`."""
-        slots, prompt = seq.slots + seq.budget, len(seq.request.prompt)
+        slots = seq.slots + seq.budget
         if slots > self._longest:
             blocks, most = self.block_manager.blocks_for(slots), self.block_manager.count
             raise ValueError(
-                f"the prompt of {prompt} tokens and {seq.budget} new ones need {blocks} blocks of the cache, which has "
-                f"{most}; ask for less, or give the cache more."
+                f"the prompt of {len(seq.request.prompt)} tokens and {seq.budget} new ones need {blocks} blocks of the "
+                f"cache, which has {most}; ask for less, or give the cache more."
             )
         if len(self.waiting) >= self.settings.waiting:
             raise QueueFull(f"{len(self.waiting)} requests wait already; try again later.")
         self.seqs[seq.number] = seq
-        heapq.heappush(self.waiting, seq.number)
+        insort(self.waiting, seq.number)
 
     def cancel(self, number: int) -> None:
         """Forget a sequence; nothing happens if it has ended."""
@@ -147,8 +153,11 @@ class Scheduler:
         if self._prompts_turn or not self.decoded:
             while rows > 0 and (parts := self._next_parts(rows)):
                 had_prompts = True
-                yield self._prefill_batch(parts)
-                rows -= max(sum(count for _, count in parts), 1)
+                seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
+                tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
+                sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
+                yield PrefillBatch(seqs, counts, sequences)
+                rows -= max(sum(counts), 1)
         self._prompts_turn = not had_prompts
         if not had_prompts:
             self._make_room()
@@ -163,7 +172,7 @@ class Scheduler:
         else:
             numbers = {seq.number for seq in ended}
             self.prefilled = [seq for seq in self.prefilled if seq.number not in numbers]
-            going: dict[tuple[Kind, int | None], list[Sequence]] = defaultdict(list)
+            going: dict[Group, list[Sequence]] = defaultdict(list)
             for seq in batch.seqs:
                 if seq.number not in numbers:
                     going[_group(seq)].append(seq)
@@ -226,13 +235,13 @@ class Scheduler:
         seq.run = 0
         if not seq.has_begun:
             seq.prompt_logprobs = []
-        heapq.heappush(self.waiting, seq.number)
+        insort(self.waiting, seq.number)
         self.preempted += 1
 
     def _remove(self, seq: Sequence) -> None:
         """Take a sequence out of where it is."""
         if seq.number in self.waiting:
-            self._leave_queue(seq.number)
+            self.waiting.remove(seq.number)
         elif seq in self.prefilled:
             self.prefilled.remove(seq)
         else:
@@ -253,12 +262,6 @@ class Scheduler:
             del self.decoded[group]
 
     # ---- prompts
-
-    def _prefill_batch(self, parts: list[tuple[Sequence, int]]) -> PrefillBatch:
-        seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
-        tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
-        sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
-        return PrefillBatch(self.runner, seqs, counts, sequences)
 
     def _next_parts(self, rows: int) -> list[tuple[Sequence, int]]:
         """Prompts that run in a forward of at most so many rows, and how many rows of each.
@@ -293,19 +296,12 @@ class Scheduler:
             return None
         number: int | None = self.waiting[0]
         if self.closing:
-            number = min((one for one in self.waiting if self.seqs[one].has_begun), default=None)
+            number = next((one for one in self.waiting if self.seqs[one].has_begun), None)
         if number is None or not self._give_blocks(seq := self.seqs[number]):
             return None
-        self._leave_queue(number)
+        self.waiting.remove(number)
         insort(self.prefilled, seq, key=lambda one: one.number)
         return seq
-
-    def _leave_queue(self, number: int) -> None:
-        if number == self.waiting[0]:
-            heapq.heappop(self.waiting)
-        else:
-            self.waiting.remove(number)
-            heapq.heapify(self.waiting)
 
     def _give_blocks(self, seq: Sequence) -> bool:
         """Blocks for a sequence that waits, those of a known beginning among them."""
@@ -349,7 +345,7 @@ class Scheduler:
         if group in self.decoded:
             self.decoded[group].join(over, sequences)
         else:
-            self.decoded[group] = DecodeBatch(self.runner, over, sequences, self._kept, self.settings.overlap)
+            self.decoded[group] = DecodeBatch(over, sequences, self._kept, self.settings.overlap)
 
     def _keep_up(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
         """Let the drafter run its rows of the prompts, unless drafting does not pay.
@@ -360,7 +356,7 @@ class Scheduler:
         method = seqs[0].method
         if not method.count or method.proposer.leaves_rows_out:  # the latter runs whole prompts
             return
-        auto = auto_of(self.runner, method, len(self.seqs) - len(self.waiting))
+        auto = auto_of(method, len(self.seqs) - len(self.waiting))
         if auto is not None and auto.rests:
             auto.fall_behind(max(len(seq.tokens) for seq in seqs))
             return
@@ -384,21 +380,16 @@ class Scheduler:
 
     def block_tables_of(self, seqs: list[Sequence]) -> BlockTables:
         """Where the slots of these sequences are."""
-        table_BL = torch.zeros(len(seqs), self._pages_of_a_sequence, dtype=torch.long)
+        table_BL = torch.zeros(len(seqs), self._tables.table_BL.size(1), dtype=torch.long)
         for row, seq in enumerate(seqs):
             table_BL[row, : len(seq.block_table.blocks)] = torch.tensor(seq.block_table.blocks)
-        return BlockTables(
-            table_BL.to(self.runner.device),
-            self.settings.blocks + self._spare,
-            self.settings.block_size,
-            tuple(seq.entry for seq in seqs if seq.entry is not None),
-            self.settings.running,
-            tuple(seq.block_table.blocks[0] for seq in seqs),
-        )
+        entries = tuple(seq.entry for seq in seqs if seq.entry is not None)
+        firsts = tuple(seq.block_table.blocks[0] for seq in seqs)
+        table_BL = table_BL.to(self._tables.table_BL.device)
+        return replace(self._tables, table_BL=table_BL, entries=entries, firsts=firsts)
 
 
-def _group(seq: Sequence) -> tuple[Kind, int | None]:
-    """Sequences of one kind are decoded together, and one that has to be alone in a group of its own."""
+def _group(seq: Sequence) -> Group:
     return (seq.method.config, seq.method.sampling.greedy), seq.number if seq.alone else None
 
 

@@ -207,7 +207,7 @@ class Sequences:
         tree = depth_BR, ancestors_BRA, start
         return Rows(self.newest_B, depth_BR.size(1), window, self.tables, live_BR, False, *tree)
 
-    def keep(self, draft: Draft, verdict: Verdict) -> StepOutput:
+    def accept(self, draft: Draft, verdict: Verdict) -> StepOutput:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""
         if draft.nodes == 0:
             return self.append(verdict.token_B)

@@ -252,7 +252,7 @@ def two_steps(kind: str) -> None:
         chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
         sequences.growth, sequences.fixed = chosen.count + 1, True
         for _ in range(2):
-            batch.step(target, sequences, chosen, chosen.count)
+            batch.step(sequences, chosen, chosen.count)
 
 
 class Agreeing(Proposer):

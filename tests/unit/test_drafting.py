@@ -373,7 +373,7 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: 
         chosen = make_method(target, config, Sampling(temperature), drafter)
         sequences.growth, sequences.fixed = 4, True
         for _ in range(2):
-            step(target, sequences, chosen, chosen.count)
+            step(sequences, chosen, chosen.count)
             assert sequences.length_B.shape == (3,)
         with pytest.raises(DataDependentOutputException):  # planted
             int(sequences.length_B[0])
@@ -390,10 +390,10 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
     sequences = sequences_of(target, prompts_of(3), 60)
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
     sequences.growth, sequences.fixed = 3, True
-    step(target, sequences, chosen, chosen.count)
+    step(sequences, chosen, chosen.count)
     monkeypatch.setattr(Sequences, "newest_B", torch.tensor([1, 2, 3]))  # planted
     with pytest.raises(RuntimeError, match="device"):
-        step(target, sequences, chosen, chosen.count)
+        step(sequences, chosen, chosen.count)
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
@@ -407,7 +407,7 @@ def test_static_shapes_change_no_token(method: str) -> None:
         sequences.growth, sequences.fixed = 4, number > 0
         for row, gained in enumerate(read_back(sequences)):
             sequences.settle(row, gained, ended=False)
-        step(target, sequences, chosen, chosen.count)
+        step(sequences, chosen, chosen.count)
     assert min(len(text) - len(prompt) for text, prompt in zip(sequences.token_ids, prompts, strict=True)) > 10
     for text, answer in zip(sequences.token_ids, plain(target, prompts, 40), strict=True):
         assert text == answer[: len(text)]

@@ -66,7 +66,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     tree = Draft(tokens_BN, None, torch.tensor(PARENTS, device="cuda").expand(len(PATHS), -1))
     method.verifier = accepting(PATHS, tree.nodes + 1)
     round = Round(Sampling(), sequences.noise, config)
-    verify(target, sequences, method, tree, round)
+    sequences.accept(tree, verify(sequences, method, tree, round))
     for row, gained in enumerate(read_back(sequences)):
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
@@ -83,7 +83,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
 
     method.verifier = noting
     texts = [list(text) for text in sequences.token_ids]
-    verify(target, sequences, method, Draft(sequences.tokens_BT[:, :0]), round)
+    verify(sequences, method, Draft(sequences.tokens_BT[:, :0]), round)
     for row, text in enumerate(texts):
         torch.testing.assert_close(seen[0][row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
 

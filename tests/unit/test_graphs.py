@@ -477,7 +477,7 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
     begun = prefilled(target, prompts, settings_of("mtp", 2))
     sequences, chosen = begun.sequences, begun.method
     sequences.growth = 3
-    step = lambda count: batch.step(target, sequences, chosen, count)  # noqa: E731
+    step = lambda count: batch.step(sequences, chosen, count)  # noqa: E731
     taken = GraphedStep(step, sequences, chosen.proposer, {}, record_on_tape)
     lengths = []
     for _ in range(6):

@@ -233,7 +233,7 @@ def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern
                 said = answer[len(text) : len(text) + DRAFTED]
                 drafts.append([*said[:count], *((one + 1) % VOCABULARY for one in said[count:])])
             method.proposer = Given(target, torch.tensor(drafts).cuda())
-            step(target, sequences, method, DRAFTED)
+            step(sequences, method, DRAFTED)
             assert (
                 sequences.length_B - torch.tensor([len(text) for text in sequences.token_ids]).cuda() - 1
             ).tolist() == [*right]

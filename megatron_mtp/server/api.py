@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_mtp.decoding.requests import EngineCore, Request, check_prompt
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
 from megatron_mtp.server.metrics import Metrics
@@ -73,13 +74,8 @@ class Served:
 
     def as_json(self) -> dict[str, Any]:
         """The entry in the list of models."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "megatron-mtp",
-            "max_model_len": self.positions,
-        }
+        named = {"id": self.name, "object": "model", "created": self.created}
+        return {**named, "owned_by": "megatron-mtp", "max_model_len": self.positions}
 
     def check_name(self, asked: str | None) -> None:
         """Raises APIError for another model."""
@@ -301,15 +297,25 @@ async def _answered[AnyBody: Body](
         outputs = await engine.submit(requests)
         return EventStream(engine, outputs, answer.events(outputs))
 
-    async def whole() -> dict[str, Any]:
+    async def whole() -> Response:
         outputs = await engine.submit(requests)
         try:
-            return await answer.whole(outputs)
+            return JSONResponse(await answer.whole(outputs))
         finally:
             engine.forget(outputs)
 
-    written = await _unless_gone(asked, whole())
-    return Response(status_code=GONE) if written is None else JSONResponse(written)
+    async def gone() -> Response:
+        while (await asked.receive())["type"] != "http.disconnect":
+            pass
+        return Response(status_code=GONE)
+
+    tasks = [asyncio.ensure_future(whole()), asyncio.ensure_future(gone())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[list[Request], list[Choice]]:
@@ -330,7 +336,7 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
         Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops, body.min_tokens), muted=limit == 0)
         for index, prompt in enumerate(all_prompts)
     ]
-    sampling, penalties, speculative = body.sampling(), body.penalties(stop_ids), body.speculative()
+    sampling, penalties, speculative = Sampling.of(body), body.penalties(stop_ids), body.speculative()
     requests = [
         Request(
             prompt=choice.prompt,
@@ -363,19 +369,3 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._engine.forget(self._outputs)
-
-
-async def _unless_gone(asked: HTTPRequest, work: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The work's result; None, and the work is cancelled, where the client goes away before."""
-
-    async def gone() -> None:
-        while (await asked.receive())["type"] != "http.disconnect":
-            pass
-
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        leaving.cancel()

@@ -9,7 +9,7 @@ import inspect
 import json
 import threading
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, override
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -75,26 +75,20 @@ class StopStrings:
 
     def add(self, piece: str) -> tuple[str, str | None]:
         """The new characters that may go out, and the stop string that has ended the text."""
-        text = self._held + piece
+        text, self._held = self._held + piece, ""
         found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in self._stops if stop in text]
         if found:
             _, start, stop = min(found)  # the one that is whole first
-            self._held = ""
             return text[:start], stop
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept], None
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        end = len(text) - max(begun, default=0)
+        self._held = text[end:]
+        return text[:end], None
 
     def rest(self) -> str:
         """The characters that were held back, of a text that has ended otherwise."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the text's end that begin the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class Piece(NamedTuple):
@@ -217,8 +211,8 @@ class TextCodec(Codec):
         self._longest = longest_token(form, backend) if self._bytes else None
         self._backend, self._long = backend, threading.Lock()
 
+    @override
     def encode(self, text: str, special: bool, positions: int) -> list[int]:
-        """As in `Codec`."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -235,10 +229,10 @@ class TextCodec(Codec):
             raise too_long(str(len(encoded)), positions)
         return list(encoded.ids)
 
+    @override
     def chat(
         self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
     ) -> list[int]:
-        """As in `Codec`."""
         if self._tokenizer.chat_template is None:
             raise refused("the model's tokenizer has no chat template; use /v1/completions.", "messages")
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
@@ -250,20 +244,21 @@ class TextCodec(Codec):
             raise refused(f"the chat template refuses these messages: {error}", "messages") from error
         return self.encode(str(text), False, positions)
 
+    @override
     def special_stops(self, stops: tuple[str, ...]) -> dict[str, int]:
-        """As in `Codec`."""
         for stop in stops:
             held = next((token for token in self._special if token in stop and token != stop), None)
             if held is not None and stop not in self._special:
                 raise refused(f"'{held}' is a special token, which has no text; send it as a stop of its own.", "stop")
         return {stop: self._special[stop] for stop in stops if stop in self._special}
 
+    @override
     def decode(self, ids: list[int]) -> str:
-        """As in `Codec`."""
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
+    @override
     def written(self, token: int) -> tuple[str, list[int] | None]:
-        """As in `Codec`; bytes that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
+        """A token on its own; bytes that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
         found = self._bytes_of(token)
         try:
             return found.decode(), list(found)

@@ -4,7 +4,6 @@ Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_r
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,10 +29,7 @@ GAUGES: dict[str, tuple[str, Value]] = {
         "share of blocks that live requests hold",
         lambda load: load.blocks_used / (load.blocks or 1),
     ),
-    "recurrent_states": (
-        "requests for whose recurrent states there is room; 0 without recurrent layers",
-        lambda load: load.states,
-    ),
+    "recurrent_states": ("requests for whose recurrent states there is room; 0 without any", lambda load: load.states),
     "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
 }
 COUNTERS: dict[str, tuple[str, Value]] = {
@@ -80,17 +76,11 @@ class EngineCollector(Collector):
         yield expected
 
 
-@dataclass
-class _RequestTimes:
-    asked: float
-    last: float | None = None
-
-
 class Metrics:
     """All metrics of a server; times are those of `time.perf_counter`."""
 
     def __init__(self) -> None:
-        self._registry, self._requests = CollectorRegistry(), dict[int, _RequestTimes]()
+        self._registry, self._requests = CollectorRegistry(), dict[int, tuple[float, float | None]]()
 
         def histogram(name: str, about: str) -> Histogram:
             return Histogram(PREFIX + name, about, registry=self._registry, buckets=SECONDS)
@@ -116,23 +106,23 @@ class Metrics:
 
     def began(self, request: int, asked: float) -> None:
         """Note when a request was made that is queued now."""
-        self._requests[request] = _RequestTimes(asked)
+        self._requests[request] = asked, None
 
     def grew(self, update: Update, now: float) -> None:
         """Time new tokens; none where a step only ran a part of the prompt."""
         if not update.tokens:
             return
-        times = self._requests[update.request]
-        if times.last is None:
-            self._first.observe(now - times.asked)
+        asked, last = self._requests[update.request]
+        if last is None:
+            self._first.observe(now - asked)
         else:
             for _ in update.tokens:
-                self._between.observe((now - times.last) / len(update.tokens))
-        times.last = now
+                self._between.observe((now - last) / len(update.tokens))
+        self._requests[update.request] = asked, now
 
     def ended(self, request: int, reason: str) -> None:
         """Count a request that has ended, or whose client has gone (`CANCELLED`)."""
-        times = self._requests.pop(request)
+        asked, last = self._requests.pop(request)
         self._ends.labels(reason).inc()
-        if times.last is not None and reason != CANCELLED:
-            self._whole.observe(times.last - times.asked)
+        if last is not None and reason != CANCELLED:
+            self._whole.observe(last - asked)

@@ -5,12 +5,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from fastapi.sse import format_sse_event
 
-from megatron_mtp.decoding.requests import Finish, TokenLogprob, Update
+from megatron_mtp.decoding.requests import TokenLogprob, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 
@@ -20,30 +20,19 @@ LEAST = -9999.0
 DONE = format_sse_event(data_str="[DONE]")
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """An update's part of an output.
 
     Attributes:
         text: characters that may go out; fewer than `pieces` have where a stop string may have begun.
-        tokens: the new ones.
-        pieces: the characters that each of them completes.
+        pieces: the characters that each token of the update completes.
         start: characters that the output had before.
-        logprobs: of the tokens, if they were asked for.
-        accepted, offered: as of the update.
-        finish: why the output ended.
-        policy_version: of the weights that made the tokens.
     """
 
+    update: Update
     text: str
-    tokens: list[int]
     pieces: list[str]
     start: int
-    logprobs: list[TokenLogprob]
-    accepted: int
-    offered: int
-    finish: Finish | None
-    policy_version: int
 
 
 @dataclass
@@ -72,17 +61,14 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
         self.cached_tokens += update.cached_tokens
         if self.muted:
-            delta = Delta("", [], [], 0, [], 0, 0, update.finish, update.policy_version)
-        else:
-            pieces = [self.text.piece(place, token) for place, token in enumerate(update.tokens, self._tokens)]
-            text = "".join(piece.released for piece in pieces) + ("" if update.finish is None else self.text.rest())
-            whole, counts = [piece.whole for piece in pieces], (update.accepted, update.offered)
-            ending = update.finish, update.policy_version
-            delta = Delta(text, update.tokens, whole, self._characters, update.logprobs, *counts, *ending)
-            self._tokens += len(whole)
-            self._characters += sum(map(len, whole))
-        self.deltas.append(delta)
-        return delta
+            update = replace(update, tokens=[], logprobs=[], accepted=0, offered=0)
+        pieces = [self.text.piece(place, token) for place, token in enumerate(update.tokens, self._tokens)]
+        rest = "" if update.finish is None or self.muted else self.text.rest()
+        whole, released = [piece.whole for piece in pieces], "".join(piece.released for piece in pieces)
+        self.deltas.append(Delta(update, released + rest, whole, self._characters))
+        self._tokens += len(whole)
+        self._characters += sum(map(len, whole))
+        return self.deltas[-1]
 
 
 class Answer[AnyBody: Body](ABC):
@@ -129,14 +115,16 @@ class Answer[AnyBody: Body](ABC):
 
     def _entry(self, choice: Choice, deltas: list[Delta], streamed: bool) -> dict[str, Any]:
         """Some of a choice's deltas: their text, why the choice ended, the weights' version, tokens and drafts."""
-        entry = {"index": choice.index, **self._said(choice, deltas, streamed), "finish_reason": deltas[-1].finish}
-        entry["policy_version"] = deltas[-1].policy_version
+        last = deltas[-1].update
+        entry = {"index": choice.index, **self._said(choice, deltas, streamed), "finish_reason": last.finish}
+        entry["policy_version"] = last.policy_version
         if self._body.return_token_ids:
-            entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
+            entry["token_ids"] = [token for delta in deltas for token in delta.update.tokens]
             entry["prompt_token_ids"] = choice.prompt if deltas[0] is choice.deltas[0] else None
         if self._body.return_drafts:
             entry["drafts"] = [
-                {"offered": delta.offered, "accepted": delta.accepted, "pieces": delta.pieces} for delta in deltas
+                {"offered": update.offered, "accepted": update.accepted, "pieces": pieces}
+                for update, _, pieces, _ in deltas
             ]
         return entry
 
@@ -148,7 +136,7 @@ class Answer[AnyBody: Body](ABC):
 
     def _usage(self) -> dict[str, Any]:
         prompts = sum(len(choice.prompt) for choice in self._choices[:: self._body.n])
-        completion = sum(len(delta.tokens) for choice in self._choices for delta in choice.deltas)
+        completion = sum(len(delta.update.tokens) for choice in self._choices for delta in choice.deltas)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": completion,
@@ -173,30 +161,24 @@ class CompletionAnswer(Answer[CompletionBody]):
             self._list_prompt(listed, choice)
         for delta in deltas:
             offset = len(prompt) + delta.start
-            for one, piece in zip(delta.logprobs, delta.pieces, strict=True):
-                self._list(listed, one, offset)
+            for one, piece in zip(delta.update.logprobs, delta.pieces, strict=True):
+                self._list(listed, one.token, one, offset)
                 offset += len(piece)
         return {"text": text, "logprobs": listed}
 
     def _list_prompt(self, listed: dict[str, Any], choice: Choice) -> None:
         """Add the prompt's tokens; nothing comes before the first one, which has no probability."""
         detokenizer, offset = self._codec.detokenizer([]), 0
-        for place, token in enumerate(choice.prompt):
-            if place:
-                self._list(listed, choice.prompt_logprobs[place - 1], offset)
-            else:
-                for name, value in (("text_offset", 0), ("token_logprobs", None), ("top_logprobs", None)):
-                    listed[name].append(value)
-                listed["tokens"].append(self._codec.written(token)[0])
+        for token, one in zip(choice.prompt, [None, *choice.prompt_logprobs], strict=True):
+            self._list(listed, token, one, offset)
             offset += len(detokenizer.add(token))
 
-    def _list(self, listed: dict[str, Any], one: TokenLogprob, offset: int) -> None:
-        written = self._codec.written
-        top = {written(token)[0]: finite(logprob) for token, logprob in [*one.top, (one.token, one.logprob)]}
+    def _list(self, listed: dict[str, Any], token: int, one: TokenLogprob | None, offset: int) -> None:
+        written, top = self._codec.written, [] if one is None else [*one.top, (one.token, one.logprob)]
         listed["text_offset"].append(offset)
-        listed["token_logprobs"].append(finite(one.logprob))
-        listed["tokens"].append(written(one.token)[0])
-        listed["top_logprobs"].append(top)
+        listed["tokens"].append(written(token)[0])
+        listed["token_logprobs"].append(None if one is None else finite(one.logprob))
+        listed["top_logprobs"].append({written(id)[0]: finite(logprob) for id, logprob in top} or None)
 
 
 class ChatAnswer(Answer[ChatBody]):
@@ -215,7 +197,7 @@ class ChatAnswer(Answer[ChatBody]):
             listed = [
                 {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*entry) for entry in one.top]}
                 for delta in deltas
-                for one in delta.logprobs
+                for one in delta.update.logprobs
             ]
             logprobs = {"content": listed, "refusal": None}
         if streamed:

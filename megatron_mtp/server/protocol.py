@@ -16,7 +16,7 @@ import json
 import secrets
 from abc import abstractmethod
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, override
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Penalties
-from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE, Sampling
+from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE
 
 LONGEST_BODY = 8 * 2**20
 """Bytes of a request: a million token ids, and no more."""
@@ -76,7 +76,6 @@ SEEDS = 2**63
 USUAL_LIMIT = 16
 """New tokens of a completion, where a body does not say."""
 
-Finite = Field(allow_inf_nan=False)
 Integer = Annotated[
     int, BeforeValidator(lambda given: int(given) if type(given) is float and given % 1 == 0 else given)
 ]
@@ -183,24 +182,22 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """Fields of both endpoints, and what the engine understands of them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), Finite] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), Finite] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[Integer, Field(ge=-1), AfterValidator(lambda given: max(given, 0))] = 0
-    min_p: Annotated[float, Field(ge=0, le=1), Finite] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100), Finite] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     seed: Annotated[Integer, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     best_of: Integer | None = None
     stop: str | list[str] | None = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100), Finite]] | None = (
-        None
-    )
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool = False
@@ -269,10 +266,6 @@ class Body(BaseModel):
         """True where a stream ends with the sums of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return Sampling.of(self)
-
     def penalties(self, ends: frozenset[int]) -> Penalties:
         """Changes of the logits, of a text that may end with these tokens."""
         by_text = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
@@ -308,13 +301,13 @@ class CompletionBody(Body):
     add_special_tokens: bool = False
 
     @property
+    @override
     def top(self) -> int | None:
-        """As in `Body`."""
         return self.logprobs
 
     @property
+    @override
     def limit(self) -> int | None:
-        """As in `Body`."""
         return USUAL_LIMIT if self.max_tokens is None else self.max_tokens
 
 
@@ -388,13 +381,13 @@ class ChatBody(Body):
         }
 
     @property
+    @override
     def top(self) -> int | None:
-        """As in `Body`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    @override
     def limit(self) -> int | None:
-        """As in `Body`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

@@ -15,7 +15,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.arguments import MTPGPTModelConfig
+from megatron_mtp.model.build import build
 from megatron_mtp.model.trunk import MTPGPTModel
 
 SMOLLM2: dict[str, Any] = {

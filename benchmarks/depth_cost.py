@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.build import MTPGPTModelConfig
+from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 

@@ -68,7 +68,8 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding import backend, generate
 from megatron_mtp.decoding.recurrent_state import KEPT, ROLLED_BACK
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.build import MTPHybridModelConfig, build
+from megatron_mtp.model.arguments import MTPHybridModelConfig
+from megatron_mtp.model.build import build
 from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.portable import PortableNorm
 from megatron_mtp.training.forward_step import ForwardStep

@@ -39,7 +39,7 @@ from megatron.training.training import (
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.build import MTPGPTModelConfig
+from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.portable import with_portable_modules
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags

@@ -9,13 +9,13 @@ import torch
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
-from megatron_mtp.checkpoint.convert.drafters import described, is_drafter
+from megatron_mtp.checkpoint.convert.drafters import described
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.folder import check_kind
+from megatron_mtp.checkpoint.hf.folder import check_kind, is_drafter
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,

@@ -24,8 +24,8 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.arguments import check_trainable, completed
-from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
+from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, completed, config_of
+from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import transformer_engine_works
 

@@ -1,13 +1,17 @@
-"""Megatron's arguments of a model: what this machine needs, parsed from flags, completed from a checkpoint's."""
+"""Megatron's arguments of a model, parsed from flags or completed from a checkpoint's, and its configuration."""
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from megatron.training import arguments as megatrons
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training.models import gpt as megatron_gpt
+from megatron.training.models import hybrid as megatron_hybrid
+from torch import Tensor
 
-from megatron_mtp.config import add_yarn_arguments
+from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, add_yarn_arguments, trained_depths
 from megatron_mtp.model.pattern import without_stages
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
@@ -136,3 +140,57 @@ def check_trainable(args: Namespace, name: str) -> None:
         raise ValueError(
             f"{name} was converted from a model that Megatron cannot run{why}; mcore-to-hf converts it back."
         )
+
+
+@dataclass(kw_only=True)
+class DepthFields:
+    """Fields of our configurations beside Megatron's."""
+
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    mtp_init_seed: int = 0
+    absent_mtp_layers: tuple[int, ...] = ()
+    draft_vocabulary: Tensor | None = None
+    absent_draft_vocabulary: bool = False
+    true_vocab_size: int | None = None
+    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+
+
+@dataclass(kw_only=True)
+class MTPGPTModelConfig(DepthFields, megatron_gpt.GPTModelConfig):
+    """Megatron's configuration of a GPT with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
+
+
+@dataclass(kw_only=True)
+class MTPHybridModelConfig(DepthFields, megatron_hybrid.HybridModelConfig):
+    """Megatron's configuration of a hybrid model with ours beside it."""
+
+    builder: ClassVar[str] = "megatron_mtp.model.build.MTPHybridModelBuilder"
+
+
+type MTPModelConfig = MTPGPTModelConfig | MTPHybridModelConfig
+
+
+def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
+    """The configuration of what a model computes, from all of Megatron's arguments: nothing of its training.
+
+    Args:
+        given: further arguments of Megatron's `gpt_config_from_args`, or of its `hybrid_config_from_args`.
+    """
+    config: MTPModelConfig
+    if args.hybrid_layer_pattern is None:
+        config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **given})
+        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
+    else:
+        config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
+    config.true_vocab_size = args.vocab_size
+    if args.mtp_num_layers is not None:
+        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
+    config.mtp = MTPConfig(
+        mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
+        mtp_unroll=getattr(args, "mtp_unroll", None),
+        mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
+        **{name: value for name in DRAFTER_SETTINGS if (value := getattr(args, name, None)) is not None},
+    )
+    return config

@@ -1,15 +1,13 @@
-"""From arguments to a configuration to a model on this machine: whoever needs a model comes here.
+"""From a configuration to a model on this machine: whoever needs a model comes here.
 
-join_world()                              the process group, of a job or of this process alone
-config_of(arguments) -> configuration     of a run, or of a checkpoint (`arguments.completed`)
-build(configuration) -> model             a pipeline stage: `MTPGPTModel` or, of arguments with a hybrid layer pattern,
-                                          `MTPHybridModel`, as Megatron's `pretrain()` builds it too
+join_world()                    the process group, of a job or of this process alone
+build(configuration) -> model   a pipeline stage: `MTPGPTModel` or, of arguments with a hybrid layer pattern,
+                                `MTPHybridModel`, as Megatron's `pretrain()` builds it too
 """
 
 import os
-from argparse import Namespace
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,13 +24,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
-from torch import Tensor
 
-from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_SETTINGS, DSPARK, MARKOV_RANK, MTPConfig, trained_depths
+from megatron_mtp.config import BLOCK_LAYERS, DSPARK, MARKOV_RANK
 from megatron_mtp.cpu import substitutions
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
 from megatron_mtp.model.drafter import Drafter, check_layers, default_layers
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
@@ -71,31 +68,7 @@ def join_world(alone: bool = False) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def config_of(args: Namespace, **given: Any) -> "MTPModelConfig":
-    """The configuration of what a model computes, from all of Megatron's arguments: nothing of its training.
-
-    Args:
-        given: further arguments of Megatron's `gpt_config_from_args`, or of its `hybrid_config_from_args`.
-    """
-    config: MTPModelConfig
-    if args.hybrid_layer_pattern is None:
-        config = gpt_config_from_args(args, **{"model_config_cls": MTPGPTModelConfig, **given})
-        config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's own builder keeps the default
-    else:
-        config = hybrid_config_from_args(args, **{"model_config_cls": MTPHybridModelConfig, **given})
-    config.true_vocab_size = args.vocab_size
-    if args.mtp_num_layers is not None:
-        config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
-    config.mtp = MTPConfig(
-        mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
-        mtp_unroll=getattr(args, "mtp_unroll", None),
-        mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
-        **{name: value for name in DRAFTER_SETTINGS if (value := getattr(args, name, None)) is not None},
-    )
-    return config
-
-
-def build(config: "MTPModelConfig", groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPTrunk:
+def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPTrunk:
     """The model of this process: the whole of it, or a pipeline stage.
 
     Args:
@@ -106,36 +79,6 @@ def build(config: "MTPModelConfig", groups: ProcessGroupCollection | None = None
     if isinstance(config, MTPHybridModelConfig):
         return MTPHybridModelBuilder(config).build_model(groups, **stage)
     return MTPGPTModelBuilder(config).build_model(groups, **stage)
-
-
-@dataclass(kw_only=True)
-class DepthFields:
-    """Fields of our configurations beside Megatron's."""
-
-    mtp: MTPConfig = field(default_factory=MTPConfig)
-    mtp_init_seed: int = 0
-    absent_mtp_layers: tuple[int, ...] = ()
-    draft_vocabulary: Tensor | None = None
-    absent_draft_vocabulary: bool = False
-    true_vocab_size: int | None = None
-    """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
-
-
-@dataclass(kw_only=True)
-class MTPGPTModelConfig(DepthFields, megatron_gpt.GPTModelConfig):
-    """Megatron's configuration of a GPT with ours beside it."""
-
-    builder: ClassVar[str] = "megatron_mtp.model.build.MTPGPTModelBuilder"
-
-
-@dataclass(kw_only=True)
-class MTPHybridModelConfig(DepthFields, megatron_hybrid.HybridModelConfig):
-    """Megatron's configuration of a hybrid model with ours beside it."""
-
-    builder: ClassVar[str] = "megatron_mtp.model.build.MTPHybridModelBuilder"
-
-
-type MTPModelConfig = MTPGPTModelConfig | MTPHybridModelConfig
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):

@@ -19,8 +19,16 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import check_loss
-from megatron_mtp.model.arguments import APEX, CUDA, MODEL_ARGUMENTS, TE, check_trainable, flags_without
-from megatron_mtp.model.build import MTPModelConfig, config_of
+from megatron_mtp.model.arguments import (
+    APEX,
+    CUDA,
+    MODEL_ARGUMENTS,
+    TE,
+    MTPModelConfig,
+    check_trainable,
+    config_of,
+    flags_without,
+)
 from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works

@@ -26,8 +26,8 @@ from megatron.training.theoretical_memory_usage import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mtp.config import trained_depths
-from megatron_mtp.model.arguments import CUDA, flags_without
-from megatron_mtp.model.build import MTPModelConfig, build
+from megatron_mtp.model.arguments import CUDA, MTPModelConfig, flags_without
+from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser

@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.config import PretrainConfigContainer
 
-from megatron_mtp.model.build import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig, build
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
+from megatron_mtp.model.build import build
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import (
     ArgumentsProvider,

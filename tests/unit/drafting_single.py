@@ -28,7 +28,8 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Round
-from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.arguments import MTPGPTModelConfig
+from megatron_mtp.model.build import build
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 

@@ -20,7 +20,8 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomise, transformer_config
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.build import MTPHybridModelConfig, build
+from megatron_mtp.model.arguments import MTPHybridModelConfig
+from megatron_mtp.model.build import build
 from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
 from megatron_mtp.model.portable import PortableNorm
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
-from megatron_mtp.model.build import MTPGPTModelConfig, build, join_world
+from megatron_mtp.model.arguments import MTPGPTModelConfig
+from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 

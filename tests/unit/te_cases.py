@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.model import arguments
-from megatron_mtp.model.build import build, config_of, join_world
+from megatron_mtp.model.arguments import config_of
+from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.portable import PLAIN_QUERIES
 from megatron_mtp.model.trunk import MTPTrunk
 

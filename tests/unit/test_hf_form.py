@@ -13,10 +13,10 @@ from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
-from megatron_mtp.checkpoint.mcore.model import load_model, model_config
+from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.model.arguments import parse_flags, parsed
+from megatron_mtp.model.arguments import completed, config_of, parse_flags, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments
 
@@ -67,7 +67,7 @@ def trained(folder: Path, flags: str = "", vocabulary: int | None = 100, tokeniz
     words = [*TINY.split(), *flags.split(), "--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"]
     args = parsed(words, vocabulary or 300)
     args.vocab_size, args.tokenizer_model = vocabulary, None if tokenizer is None else str(tokenizer)
-    model = build(model_config(args))
+    model = build(config_of(completed(args)))
     return save(model, args, folder)
 
 
@@ -162,7 +162,7 @@ def test_rows_that_no_token_has_are_kept_when_a_converted_model_is_trained(tmp_p
     converted = trained(tmp_path / "converted", vocabulary=300)
     args = parse_flags(["--use-checkpoint-args", "--load", str(converted)])
     vars(args).update({**checkpoint_arguments(args), "tokenizer_model": str(tokenizer)})
-    model = build(model_config(args))
+    model = build(config_of(completed(args)))
     keys = export(save(model, args, tmp_path / "mcore"), tmp_path / "hf")
     assert keys["vocab_size"] == 300
     assert torch.equal(read(tmp_path / "hf")["lm_head.weight"], model.output_layer.weight[:300].cpu())

@@ -10,11 +10,11 @@ import torch
 from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401
 from test_hf_form import save
 
-from megatron_mtp.checkpoint.mcore.model import load_model, model_config
+from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli import main as cli
-from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.build import MTPModelConfig, build
+from megatron_mtp.model.arguments import MTPModelConfig, completed, config_of, parsed
+from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 
 PATTERN = "--hybrid-layer-pattern"
@@ -31,7 +31,7 @@ def stored(folder: Path, flags: str, pattern: str | None = None) -> Path:
     """A checkpoint of new weights, as if a run had left it."""
     args = parsed([*TINY.split(), *flags.split()], 99)
     args.hybrid_layer_pattern = pattern
-    model = build(model_config(args))
+    model = build(config_of(completed(args)))
     args.num_layers, args.vocab_size = model.config.num_layers, 99
     return save(model, args, folder)
 

@@ -13,11 +13,10 @@ from megatron.training import argument_utils
 
 from megatron_mtp.checkpoint import families
 from megatron_mtp.checkpoint.families import trained
-from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, parse_flags, parsed
-from megatron_mtp.model.build import MTPGPTModelConfig, build
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, MTPGPTModelConfig, completed, config_of, parse_flags, parsed
+from megatron_mtp.model.build import build
 
 HARMLESS = {
     "how the work is shared out and overlapped": (
@@ -96,7 +95,7 @@ def test_a_model_of_mup_is_built_again_as_it_was_trained(tmp_path: Path) -> None
     from test_hf_form import save
 
     args = parsed([*TINY.split(), *MUP.split(), "--untie-embeddings-and-output-weights"], 100)
-    made = build(model_config(args))
+    made = build(config_of(completed(args)))
     assert made.config.mup_embedding_mult == 3.0
     assert made.config.mup_output_mult == 0.25
     tokens_BS, made = torch.arange(12).unsqueeze(0), made.cuda().eval()

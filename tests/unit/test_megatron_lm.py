@@ -12,7 +12,7 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training import argument_utils
 from megatron.training.global_vars import unset_global_variables
 
-from megatron_mtp.model.build import MTPHybridModelConfig
+from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training import megatron_lm

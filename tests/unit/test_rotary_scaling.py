@@ -16,11 +16,10 @@ from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.model import model_config
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
 from megatron_mtp.decoding.load import load_checkpoint
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.arguments import completed, config_of, parsed
 from megatron_mtp.model.build import build
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -116,7 +115,7 @@ SETTINGS = {
 def checkpoint(folder: Path, setting: str) -> Path:
     """A checkpoint as training leaves it; the weights are always the same."""
     args = parsed([*TINY.split(), *setting.split()], 100)
-    made = build(model_config(args))
+    made = build(config_of(completed(args)))
     randomise(made)
     return save(made, args, folder)
 

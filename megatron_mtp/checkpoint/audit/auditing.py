@@ -21,9 +21,8 @@ from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
 from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
 from megatron_mtp.checkpoint.audit.settings import settings
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
-from megatron_mtp.checkpoint.convert.drafters import is_drafter
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.folder import ADAPTER
+from megatron_mtp.checkpoint.hf.folder import ADAPTER, is_drafter
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)

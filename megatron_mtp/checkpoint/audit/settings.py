@@ -95,9 +95,8 @@ def _megatron(side: HFSide) -> Settings | None:
 
 
 def _checkpoints(a: MegatronSide, b: MegatronSide) -> tuple[Settings, Settings]:
-    from megatron_mtp.checkpoint.convert.computation import settings_of
+    from megatron_mtp.checkpoint.convert.computation import settings_by_pattern, settings_of
     from megatron_mtp.checkpoint.convert.hybrid import hybrid_arguments
-    from megatron_mtp.checkpoint.verify.forms import settings_by_pattern
 
     ours, theirs = _arguments(a), _arguments(b)
     if (a.pattern is None) == (b.pattern is None):

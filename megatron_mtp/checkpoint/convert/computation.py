@@ -13,7 +13,8 @@ from typing import Any
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.model.arguments import parsed
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, DepthFields, completed, config_of, parsed
+from megatron_mtp.model.pattern import without_stages
 
 Settings = dict[str, Any]
 
@@ -38,17 +39,23 @@ def settings_of(args: Namespace) -> Settings:
     Raises:
         ValueError: Megatron refuses the arguments.
     """
-    from megatron_mtp.checkpoint.mcore.model import model_config
-    from megatron_mtp.model.build import DepthFields
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
-        config = model_config(args)
+        config = config_of(completed(args))
     names = {field.name for field in fields(config)} - {field.name for field in fields(DepthFields)}
     found = {**vars(config.transformer), **{name: getattr(config, name) for name in sorted(names)}}
     plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | tuple | None)}
     plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
     unread = {*ASIDE, *_unread(found)}
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
+
+
+def settings_by_pattern(args: Namespace) -> Settings:
+    """The arguments of a hybrid that say what is computed: equal for equal computations."""
+    pattern = without_stages(args.hybrid_layer_pattern)
+    unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
+    found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name != "moe_layer_freq"}
+    return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
 
 
 def _unread(found: Settings) -> list[str]:

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Opt
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
 from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.folder import EAGLE3, HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
 from megatron_mtp.config import DRAFTER_STEPS
@@ -36,7 +36,6 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.draft_vocabulary import DRAFTER
 from megatron_mtp.model.drafter import FEATURES, as_mtp_layers, can_read, default_layers
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 VOCABULARY, HEAD, OUTPUT = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head", "output_layer.weight"
 OTHER_FORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
@@ -111,7 +110,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
     return Conversion(
         (source,),
-        ARCHITECTURE,
+        EAGLE3,
         0,
         [groups],
         {"source": reader.fingerprint(), "config": keys},
@@ -129,12 +128,12 @@ def _config_keys(args: Namespace, reader: DistReader) -> dict[str, Any]:
     for name, plain in (("rotary_percent", 1.0), ("use_rope_scaling", False), ("rotary_interleaved", False)):
         if (found := getattr(args, name, plain)) not in (plain, None):
             raise ValueError(
-                f"the drafter turns heads with {name} {found}, for which {ARCHITECTURE} has no form; draft with it by "
+                f"the drafter turns heads with {name} {found}, for which {EAGLE3} has no form; draft with it by "
                 "megatron-mtp generate or serve."
             )
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [EAGLE3],
         "model_type": "llama",
         **sizes_of(args),
         "intermediate_size": args.drafter_ffn_hidden_size or args.ffn_hidden_size,
@@ -234,16 +233,6 @@ def plan_attaching_drafter(source: Path, drafter: Path) -> Conversion:
     return changed(reader, source, made, arguments, record, depths=0)
 
 
-def is_drafter(path: Path) -> bool:
-    """Return whether the config of a folder names an EAGLE-3 drafter; one that cannot be read names none."""
-    try:
-        keys = read_json(path / CONFIG)
-    except ValueError:
-        return False
-    named = keys.get("architectures") if isinstance(keys, dict) else None
-    return isinstance(named, list) and ARCHITECTURE in named
-
-
 def described(path: Path) -> dict[str, Any]:
     """Facts about a drafter's folder, for `inspect`.
 
@@ -267,7 +256,7 @@ def described(path: Path) -> dict[str, Any]:
     stored = given.folder.tensors.values()
     return {
         "form": "Hugging Face",
-        "kind": ARCHITECTURE,
+        "kind": EAGLE3,
         "reads the trunk after": " ".join(map(str, given.layers)) + " layers" if says else "engines' default layers",
         "drafts": f"{len(given.tokens_N)} of {sizes['vocab_size']} tokens",
         "tensors": len(stored),
@@ -318,8 +307,8 @@ def read_drafter(path: Path, args: Namespace) -> Given:
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     """The folder's keys, which agree with the trunk."""
     keys: dict[str, Any] = read_json(path / CONFIG)
-    if ARCHITECTURE not in (keys.get("architectures") or []):
-        raise ValueError(f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {ARCHITECTURE}.")
+    if EAGLE3 not in (keys.get("architectures") or []):
+        raise ValueError(f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {EAGLE3}.")
     if other := [name for name in OTHER_FORMS if keys.get(name)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
     rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}

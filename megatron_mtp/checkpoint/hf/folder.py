@@ -43,6 +43,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Types by their names in safetensors headers."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
+EAGLE3 = "LlamaForCausalLMEagle3"
+"""Architecture of an EAGLE-3 drafter, which is no model by itself."""
 ADAPTER = "adapter_config.json"
 DRAFTED = "draft_vocabulary.pt"
 """Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
@@ -275,6 +277,16 @@ def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> 
             f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save "
             "the text model alone with transformers, and give its folder."
         )
+
+
+def is_drafter(path: Path) -> bool:
+    """Return whether the config of a folder names an EAGLE-3 drafter; one that cannot be read names none."""
+    try:
+        keys = read_json(path / CONFIG)
+    except ValueError:
+        return False
+    named = keys.get("architectures") if isinstance(keys, dict) else None
+    return isinstance(named, list) and EAGLE3 in named
 
 
 def is_adapter(folder: Path) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
-from megatron_mtp.model.arguments import check_trainable, completed
-from megatron_mtp.model.build import MTPModelConfig, build, config_of, join_world
+from megatron_mtp.model.arguments import check_trainable, completed, config_of
+from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.trunk import MTPTrunk
 
 
@@ -38,14 +38,9 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTr
     """
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         join_world(alone=True)
-        config = model_config(stored)
+        config = config_of(completed(stored))
         config.draft_vocabulary = draft_vocabulary
         return build(config).cuda().eval()
-
-
-def model_config(stored: Namespace) -> MTPModelConfig:
-    """The configuration of a model, from the arguments of its checkpoint."""
-    return config_of(completed(stored))
 
 
 def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.computation import differences
+from megatron_mtp.checkpoint.convert.computation import differences, settings_by_pattern
 from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader, sharding_type, stored_draft_vocabulary
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, check_trainable
-from megatron_mtp.model.pattern import without_stages
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.patches.catalogue import DamagedError
 
@@ -31,7 +30,6 @@ LENGTH = 16
 RATE = 1e-3
 NUMBERS = ("iteration", "optimizer", "opt_param_scheduler")
 """What a checkpoint stores of a run's progress beside tensors."""
-SHOWN_BY_PATTERN = ("moe_layer_freq", "hybrid_layer_pattern")
 
 
 @exact_float32()
@@ -142,14 +140,6 @@ def _same_settings(gpt: DistReader, hybrid: DistReader) -> Check:
     theirs, ours = hybrid_arguments(_arguments(gpt), str(gpt.folder)), _arguments(hybrid)
     wrong = differences(settings_by_pattern(theirs), settings_by_pattern(ours))
     return _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
-
-
-def settings_by_pattern(args: Namespace) -> dict[str, Any]:
-    """The arguments of a hybrid that say what is computed: equal for equal computations."""
-    found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name not in SHOWN_BY_PATTERN}
-    pattern = without_stages(args.hybrid_layer_pattern)
-    unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
-    return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
 
 
 def _none_differs(name: str, wrong: list[str], witness: str) -> Check:

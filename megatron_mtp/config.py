@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, fields
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-EAGLE3, DFLASH, DSPARK = DRAFTERS = ("eagle3", "dflash", "dspark")
+EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"
+DRAFTERS = {EAGLE3: "an EAGLE-3 drafter", DFLASH: "a DFlash drafter", DSPARK: "a DSpark drafter"}
+"""Kinds of drafters, and how a sentence calls one."""
+
 FILL_BLOCKS = (DFLASH, DSPARK)
 """Drafters that fill a block of tokens in one pass."""
 
@@ -243,7 +246,7 @@ class MTPConfig:
         "reads the trunk's states after three layers (arXiv:2503.01840), 'dflash' fills a block of tokens in one pass "
         "(arXiv:2602.06036), and 'dspark' does so with a bias by the token before and a confidence "
         "(arXiv:2607.05147). Default: MTP layers.",
-        choices=DRAFTERS,
+        choices=(*DRAFTERS,),
     )
     drafter_steps: int | None = _flag(
         None,
@@ -300,7 +303,7 @@ class MTPConfig:
                 raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
             if value is not None and allowed and not allowed[1](value):
                 raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            readers = READERS.get(one.name, DRAFTERS)
+            readers = READERS.get(one.name, (*DRAFTERS,))
             if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")

@@ -50,9 +50,11 @@ class AutoK:
 
     Attributes:
         most: the largest K to consider.
+        at_once: whether a draft takes as long for any K.
     """
 
     most: int
+    at_once: bool = False
     _hits: list[float] = field(default_factory=list)
     _offers: list[float] = field(default_factory=list)
     _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(_recent))
@@ -109,7 +111,7 @@ class AutoK:
         if self._behind > 1:
             self._caught_up = drafter, count, self._behind
         else:
-            self._draft.append(drafter / count)
+            self._draft.append(drafter / self._passes(count))
         self._behind = 1
 
     def _take_in_rest(self) -> None:
@@ -133,7 +135,7 @@ class AutoK:
         for count, chance in enumerate(self._chances(), start=1):
             reached *= chance
             tokens += reached
-            rates.append(tokens / (self._target_seconds(count) + count * draft))
+            rates.append(tokens / (self._target_seconds(count) + self._passes(count) * draft))
         return rates
 
     def _plan(self) -> tuple[int, int]:
@@ -183,7 +185,11 @@ class AutoK:
             return float("inf")
         draft = median(self._draft)
         seconds, count, rows = self._caught_up
-        return draft + self._behind * max(seconds - count * draft, 0.0) / rows
+        return draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
+
+    def _passes(self, count: int) -> int:
+        """Of a draft, each of which takes the same time."""
+        return 1 if self.at_once else count
 
     def _target_seconds(self, count: int) -> float:
         """Seconds of a forward of K + 1 rows; interpolated between measured K."""

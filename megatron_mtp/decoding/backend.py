@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, short_norm, turns
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
+from megatron_mtp.decoding.kv_cache import KVCache, write_rows
 from megatron_mtp.decoding.recurrent_state import RecurrentScope
 from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.model.block_drafter import BlockDrafterLayer, context_keys
 from megatron_mtp.model.eagle3 import Eagle3Layer
 from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs
@@ -125,12 +126,25 @@ class Modules:
 
         Args:
             number: of the stack.
-            given_SBH: the states that an MTP layer continues; None for the trunk.
+            given_SBH: the states that an MTP layer continues; None for the trunk and for a block drafter.
         """
         if (own := rows.without_padding()) is not None:
             given_SBH = None if given_SBH is None else own.packed_states(given_SBH)
             return own.unpacked_states(self._run(number, own.packed(tokens_BR), given_SBH, own, cache))
         return self._run(number, tokens_BR, given_SBH, rows, cache)
+
+    def keep_context(self, feature_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
+        """Keep the keys and values that a block drafter's layers make of the features [S, B, H] of these rows."""
+        if (own := rows.without_padding()) is not None:
+            feature_SBH, rows = own.packed_states(feature_SBH), own
+        _, angles = self._rotary(rows)
+        for number, layer in enumerate(self.stacks[1].layers):
+            key_SBGC, value_SBGC = context_keys(layer.self_attention, feature_SBH)
+            if angles is not None:
+                key_SBGC = rotated(key_SBGC.unsqueeze(3), *angles).squeeze(3)
+            memories = cache.take(number, key_SBGC.size(2), key_SBGC.size(3), key_SBGC)
+            for memory_NGSC, new_SBGC in zip(memories, (key_SBGC, value_SBGC), strict=True):
+                write_rows(memory_NGSC, new_SBGC.permute(1, 2, 0, 3), rows.memory_places)
 
     def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:
         """Run MTP layers in turn and write the most probable token after the last row of each to `drafted_BN`, at once.
@@ -205,7 +219,9 @@ def backend_for(model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH:
 
 
 def layers_of(mtp: Any) -> list[Any]:
-    """The layers of an MTP layer: one, or those of its stack."""
+    """The layers of an MTP layer: one, or those of its stack; of a block drafter, all."""
+    if isinstance(mtp, BlockDrafterLayer):
+        return [*mtp.layers]
     return [*mtp.tf_layer.layers] if isinstance(mtp.tf_layer, DepthStack) else [mtp.tf_layer]
 
 

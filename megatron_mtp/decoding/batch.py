@@ -409,7 +409,7 @@ def auto_of(method: Method, seqs: int) -> AutoK | None:
     if not method.auto:
         return None
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
-    return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count))
+    return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count, method.proposer.at_once))
 
 
 def _few_sizes(seqs: int) -> int:

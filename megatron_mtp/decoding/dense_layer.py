@@ -224,7 +224,7 @@ def _attention(attention: SelfAttention, product: Product) -> Forward:
             pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
             both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
         if angles is not None:
-            both = _rotated(both, *angles)
+            both = rotated(both, *angles)
         query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, heads, rows, channels)
         key_BGRC, value_BGRC = both[..., -1, :].permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         attended_BNRC = attend(core.scope, core.layer, query_BNRC, key_BGRC, value_BGRC, core.scale)
@@ -233,7 +233,7 @@ def _attention(attention: SelfAttention, product: Product) -> Forward:
     return forward
 
 
-def _rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+def rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     """Queries and keys [..., C] turned by their rows' angles, which may be of fewer channels."""
     turned = cosine.size(-1)
     front, rest = (both, None) if turned == both.size(-1) else (both[..., :turned], both[..., turned:])

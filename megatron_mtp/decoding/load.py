@@ -19,6 +19,7 @@ from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tr
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -89,8 +90,7 @@ class Loaded:
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
         many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
         depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
-        if runner.kind == "eagle3":
-            depths = "an EAGLE-3 drafter"
+        depths = DRAFTERS.get(runner.kind or "", depths)
         iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
         return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
 

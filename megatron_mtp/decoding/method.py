@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, Settings, SpeculativeConfig, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.base import Method, Proposer
@@ -138,15 +139,15 @@ def _check_depths(runner: Any, method: str) -> None:
     if not runner.depths:
         others = [name for name, one in PROPOSERS.items() if one.depths is None]
         what, lacks, flag = "MTP modules", "no MTP weights; train some", "--mtp-num-layers"
-        if wanted == "eagle3":
-            what, lacks, flag = "an EAGLE-3 drafter", "none; train one", "--drafter eagle3"
+        if wanted in DRAFTERS:
+            what, lacks, flag = DRAFTERS[wanted], "none; train one", f"--drafter {wanted}"
         raise ValueError(
             f"'{method}' drafts with {what}, and the checkpoint has {lacks} (megatron-mtp train {flag}), or choose "
             f"{_any_of(others)}."
         )
     if wanted != found:
         others = [name for name, one in PROPOSERS.items() if one.depths == found]
-        has = "that has an EAGLE-3 drafter" if found == "eagle3" else f"whose depths are {found}"
+        has = f"that has {DRAFTERS[found]}" if found in DRAFTERS else f"whose depths are {found}"
         raise ValueError(f"'{method}' was asked of a checkpoint {has}; choose {_any_of(others)}.")
 
 

@@ -47,7 +47,7 @@ class Runner:
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
         source: the checkpoint that it was loaded from, with all iterations; None for none.
         alarm: compares what is accepted with what was recorded.
-        trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence.
+        trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence; of a drafter, one depth.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
         depth_layers: layers of a depth.
         backend: runs rows through the layers.
@@ -123,7 +123,7 @@ class Runner:
         sizes = tables.blocks, 1, tables.size, self.state_size
         return Memory(
             KVCache(self.trunk_layers, tables),
-            [KVCache(self.depth_layers, tables) for _ in range(self.depths)],
+            [KVCache(self.depth_layers, tables) for _ in self.depths_keep],
             None if drafter is None else KVCache(drafter.trunk_layers, tables),
             torch.zeros(sizes, dtype=self.dtype, device=self.device),
         )
@@ -136,6 +136,14 @@ class Runner:
         """h_d of the rows from h_{d-1} and the tokens t_{i+d}, which parallel heads do not read; [S, B, H]."""
         given_SBH = hidden_SBH[..., -self.hidden_size :]
         return self.backend.run(1 + (depth - 1) % len(self.model.mtp.layers), tokens_BR, given_SBH, rows, cache)
+
+    def keep_context(self, hidden_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
+        """Let the blocks of a drafter attend to these rows, from what `trunk` returns of them."""
+        self.backend.keep_context(hidden_SBH[..., self.hidden_size :], rows, cache)
+
+    def block(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """States [S, B, H] of a block of a drafter, before its norm; later rows overwrite its keys and values."""
+        return self.backend.run(1, tokens_BR, None, rows, cache)
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""
@@ -150,7 +158,8 @@ class Runner:
         stacks = self._stacks()
         keeping = [attach_stack(stack, scope, config, self.positions + BEYOND) for stack in stacks]
         self.trunk_keeps = keeping[0]
-        self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(self.depths)]
+        caches = self.depths if self.model.drafter is None else 1
+        self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(caches if self.depths else 0)]
         self.recurrent_trunk = bool(self.trunk_keeps.states)
         self.recurrent_depths = any(one.states for one in self.depths_keep)
         self.depth_layers = max(map(len, stacks[1:]), default=1)

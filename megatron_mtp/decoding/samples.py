@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.memory import blocks_for
@@ -79,8 +80,8 @@ class SampleSettings:
 
 def default_method(runner: Runner) -> SpeculativeConfig | None:
     """Drafts of the depths or of a drafter as they were trained, where there are any; None for plain decoding."""
-    if runner.kind == "eagle3":
-        return SpeculativeConfig("eagle3")
+    if runner.kind in DRAFTERS:
+        return SpeculativeConfig(runner.kind)
     if not (runner.depths and runner.sequential):
         return None
     return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import api, batch, sequences
 from megatron_mtp.decoding.api import generate
@@ -35,6 +36,10 @@ from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 
 POSITIONS = 160
 
+OWN_HEAD = [*range(4), *range(4, VOCABULARY, 3)]
+BLOCKS: dict[str, Any] = {"drafter": "dflash", "drafter_num_layers": 2, "drafter_mask_token": 7}
+MARKOV: dict[str, Any] = {**BLOCKS, "drafter": "dspark", "drafter_markov_rank": 6}
+
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha-tied-layernorm": {"num_query_groups": 4, "tied": True, "normalization": "LayerNorm"},
@@ -50,7 +55,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "parallel": {"architecture": "parallel"},
     "eagle3": {"num_layers": 4, "drafter_layers": (1, 2, 3)},
-    "eagle3-own-head": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafted": [*range(4), *range(4, VOCABULARY, 3)]},
+    "eagle3-own-head": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafted": OWN_HEAD},
+    "dflash": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": BLOCKS},
+    "dspark": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV},
+    "dspark-own-head": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV, "drafted": OWN_HEAD},
 }
 
 
@@ -150,16 +158,20 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 
 def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
     """Logits [S, B, V] of a depth or a step, with rows of its own where the drafter has some."""
+    hidden = head.weight.size(-1)
+    bias = 0 if head.bias_rows is None else state_SBH[..., hidden:] @ head.bias_rows.t()
     if head.own_rows is None or head.draft_vocabulary is None:
-        return head.project(state_SBH)
-    logits_SBN = state_SBH @ head.own_rows.t()
+        return head.project(state_SBH[..., :hidden]) + bias
+    logits_SBN = state_SBH[..., :hidden] @ head.own_rows.t() + bias
     logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:2], len(head.weight)), -torch.inf)
     return logits_SBV.index_copy_(-1, head.draft_vocabulary.rows_K, logits_SBN)
 
 
 def kind_for(method: str) -> str:
     """The kind of `KINDS` that a method drafts with."""
-    return {"parallel_heads": "parallel", "eagle3": "eagle3", "eagle3_tree": "eagle3"}.get(method, "gqa")
+    if method in DRAFTERS:
+        return method
+    return {"parallel_heads": "parallel", "eagle3_tree": "eagle3"}.get(method, "gqa")
 
 
 def method_of(kind: str) -> str:
@@ -173,6 +185,9 @@ METHODS = {
     "shared-moe": "mtp_eagle",
     "eagle3": "eagle3",
     "eagle3-own-head": "eagle3",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "dspark-own-head": "dspark",
 }
 
 

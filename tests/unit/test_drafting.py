@@ -14,6 +14,7 @@ from drafting_single import (
     KINDS,
     Agreeing,
     first_rows,
+    kind_for,
     method_of,
     model_of,
     p_value_of,
@@ -39,7 +40,7 @@ from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import PROPOSERS, base, mtp
+from megatron_mtp.decoding.proposers import PROPOSERS, base, block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
 from megatron_mtp.decoding.rows import Rows
@@ -66,7 +67,7 @@ TREES: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
 }
 METHODS = {**CHAINS, **TREES}
-DRAFTERS = {"eagle3": "eagle3", "eagle3-own-head": "eagle3"}
+DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS[kind]}
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -101,12 +102,15 @@ def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[.
             assert driven.stats.accepted_length > 1.4
 
 
-@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla", "eagle3")))
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla", "eagle3", "dflash", "dspark-own-head")))
 def test_identity_for_every_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)
     methods = ["parallel_heads"] if kind == "parallel" else ["mtp", "mtp_eagle", *(["mtp_tree"] if TREES else [])]
-    methods = ["eagle3", "eagle3_tree"] if target.kind == "eagle3" else methods[1:] if target.shares_kv else methods
+    if kind in DRAFTERS:
+        methods = [DRAFTERS[kind], *(["eagle3_tree"] if target.kind == "eagle3" else [])]
+    elif target.shares_kv:
+        methods = methods[1:]
     for method in methods:
         settings = {"method": method, "num_speculative_tokens": 2 if "tree" in method else 3}
         assert run(target, prompts, 40, settings)[0].token_ids == answers
@@ -125,7 +129,8 @@ class Recorder:
             self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
             return base.pick(logits_BV, round, position)
 
-        monkeypatch.setattr(mtp, "pick", pick)
+        for module in (mtp, block_drafter):
+            monkeypatch.setattr(module, "pick", pick)
 
 
 def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorder: Recorder) -> list[Tensor]:
@@ -287,6 +292,7 @@ def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatc
         ),
         ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
         ({"method": "eagle3"}, "whose depths are sequential; choose mtp"),
+        ({"method": "dspark"}, "whose depths are sequential; choose mtp"),
         ({"method": "lookahead", "verifier": "spectr"}, "needs siblings that are samples of one q"),
         ({"method": "mtp_tree", "verifier": "block"}, "judges chains, and 'mtp_tree' drafts trees"),
         ({"method": "ngram"}, "does not say how many tokens to draft"),
@@ -306,6 +312,37 @@ def test_a_model_without_depths_says_what_else_drafts() -> None:
         make_method(target, SpeculativeConfig("eagle3"), Sampling())
     with pytest.raises(ValueError, match="a checkpoint that has an EAGLE-3 drafter; choose eagle3 or eagle3_tree"):
         make_method(runner_of("eagle3"), SpeculativeConfig("mtp_eagle"), Sampling())
+    with pytest.raises(ValueError, match=r"a DFlash drafter, and the checkpoint has none; .*--drafter dflash"):
+        make_method(target, SpeculativeConfig("dflash"), Sampling())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("dspark", {"method": "dflash"}, "'dflash' was asked of a checkpoint that has a DSpark drafter; choose dspark"),
+        (
+            "dflash",
+            {"method": "dflash", "num_speculative_tokens": 4},
+            "drafts at most 3 here, .* trained on; give at most 3, or train one with more --drafter-steps",
+        ),
+        ("dflash", {"method": "dflash", "min_confidence": 0.5}, "'min_confidence' is a key of the method 'dspark'"),
+        ("dspark", {"method": "dspark", "min_confidence": 2}, "min_confidence is 2; give a number from 0 to 1"),
+    ],
+)
+def test_settings_that_a_block_drafter_does_not_allow(kind: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        generate(runner_of(kind), [[1]], 4, Sampling(1.0), settings)
+
+
+def test_a_draft_ends_before_the_first_token_without_confidence() -> None:
+    """Offered drafts are fewer, the more confidence is asked for, and none at 1; no token changes."""
+    target, prompts, offered = runner_of("dspark"), prompts_of(4), []
+    answers = plain(target, prompts, 30)
+    for least in (0.0, 0.4, 0.5, 1.0):
+        texts, driven = run(target, prompts, 30, {"method": "dspark", "min_confidence": least})
+        assert texts.token_ids == answers
+        offered.append(driven.stats.drafted / max(driven.stats.target_forwards, 1))
+    assert offered[0] > offered[1] > offered[2] > offered[3] == 0
 
 
 @pytest.mark.parametrize(
@@ -340,6 +377,7 @@ RECORDED: list[tuple[str, str, float]] = [
     *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
     *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("mtp", "relaxed", 0.0)),
     *(("eagle3", "greedy", 0.0), ("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
+    *(("dflash", "greedy", 0.0), ("dflash", "block", 1.0), ("dspark", "greedy", 0.0), ("dspark", "rejection", 1.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
@@ -347,6 +385,7 @@ RECORDED_FIRST = [
     *(("mtp", "block", 1.0), ("mtp", "relaxed", 0.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
     *(("mtp_tree", "spectr", 1.0), ("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0)),
     *(("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
+    *(("dflash", "block", 1.0), ("dspark", "rejection", 1.0)),
 ]
 """Every method and every verifier once."""
 
@@ -366,7 +405,7 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: 
     own = {"mtp_tree": tree, "eagle3_tree": tree, "draft_model": {"model": "-"}}.get(method, {})
     thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
     config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own, **thinking})
-    kind = "eagle3-own-head" if method.startswith("eagle3") else "gqa"
+    kind = {"eagle3": "eagle3-own-head", "dspark": "dspark-own-head"}.get(method, kind_for(method))
     target, drafter, prompts = runner_of(kind), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         sequences = sequences_of(target, prompts, 60, drafter)
@@ -422,6 +461,9 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "eagle-rejection": {"method": "mtp_eagle", "num_speculative_tokens": 2},
     "eagle3-rejection": {"method": "eagle3", "num_speculative_tokens": 2},
     "eagle3-specinfer": {"method": "eagle3_tree", "tree": [2, 2], "verifier": "specinfer"},
+    "dflash-rejection": {"method": "dflash"},
+    "dspark-rejection": {"method": "dspark"},
+    "dspark-confident": {"method": "dspark", "min_confidence": 0.45},
     "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
     "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
     "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},
@@ -432,12 +474,17 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(SAMPLED, list(SAMPLED)[::2]))
+SAMPLED_FIRST = [*[*SAMPLED][:8:2], "dflash-rejection", "dspark-confident", *[*SAMPLED][11::2]]
+
+
+@pytest.mark.parametrize("name", tiered(SAMPLED, SAMPLED_FIRST))
 def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
     """CHI through the whole engine: four tokens of 4,000 seeds over a vocabulary of three, against the exact joint."""
     pair = None
-    if str(SAMPLED[name]["method"]).startswith("eagle3"):
-        pair = model_of("eagle3-own-head", dtype=torch.float32), model_of("eagle3-own-head")
+    kind = kind_for(str(SAMPLED[name]["method"]))
+    if kind in DRAFTERS:
+        kind = f"{kind}-own-head" if f"{kind}-own-head" in KINDS else kind
+        pair = model_of(kind, dtype=torch.float32), model_of(kind)
     assert p_value_of(SAMPLED[name], pair=pair) > 0.001
 
 

@@ -3,6 +3,7 @@
     base.py         Proposer; plain decoding, which drafts nothing
     mtp.py          trained depths: sequential, one reused, on the trunk's states, parallel heads; EAGLE-3
     tree.py         trees and beams of the first depth's or an EAGLE-3 drafter's tokens
+    block_drafter.py  blocks of tokens in one pass of a drafter
     ngram.py        what followed the same tokens before
     lookahead.py    n-grams from the trunk's own guesses
     draft_model.py  a smaller model
@@ -29,6 +30,8 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
             "eagle3": "megatron_mtp.decoding.proposers.mtp:Eagle3",
             "eagle3_tree": "megatron_mtp.decoding.proposers.tree:Eagle3Tree",
+            "dflash": "megatron_mtp.decoding.proposers.block_drafter:DFlash",
+            "dspark": "megatron_mtp.decoding.proposers.block_drafter:DSpark",
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",

@@ -14,8 +14,8 @@ from megatron_mtp.decoding.verifiers.base import Rule
 if TYPE_CHECKING:
     from megatron_mtp.decoding.sequences import Sequences
 
-Kind = Literal["sequential", "parallel", "eagle3"]
-"""Depths that continue one another, heads that all read the trunk's state, or a drafter of its own."""
+Kind = Literal["sequential", "parallel", "eagle3", "dflash", "dspark"]
+"""Depths that continue one another, heads that all read the trunk's state, or a drafter (`config.DRAFTERS`)."""
 
 
 class Proposer:
@@ -38,6 +38,7 @@ class Proposer:
             begins anew repeats its rounds (`Progress.rounds`), and no other sequence may use its rows. Rows left out
             are zero.
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
+        at_once: whether a draft of any K takes one pass.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
 
@@ -48,6 +49,7 @@ class Proposer:
     keeps_states: ClassVar[bool] = False
     leaves_rows_out: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
+    at_once: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
     drafter: Any = None

@@ -1,0 +1,130 @@
+"""Drafting with DFlash and DSpark (model/block_drafter.py): a block of tokens in one pass.
+
+The features of the tokens before t_m are the context: their keys and values are kept at their own slots, as they come.
+The block's rows stand behind them and see one another; the next round's features overwrite them:
+
+    m = 3, K = 2        slots  0   1   2   3     4     5            then, with both drafts accepted (m = 6)
+    DFlash                     f_0 f_1 f_2 t_3   mask  mask                f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask  mask
+    DSpark                     f_0 f_1 f_2 t_3   mask                      f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask
+
+So the caches are those of a fresh prefill after any accepted path. Letters in names: B batch, K drafts, R rows of a
+block, S the same as Megatron has them, H hidden, M rank of the bias, N drafted tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, override
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from megatron_mtp.decoding.config import Settings, setting
+from megatron_mtp.decoding.proposers.base import Kind, OneCache, pick
+from megatron_mtp.decoding.proposers.mtp import chain_of, windows
+from megatron_mtp.decoding.types import Draft, Round
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.runner import Runner
+    from megatron_mtp.decoding.sequences import Sequences
+
+
+class DFlash(OneCache):
+    """K + 1 rows, of which the last K draft the tokens of their own places."""
+
+    line = "a DFlash drafter, which fills a block of tokens in one pass; K is at most that of its training"
+    depths: ClassVar[Kind | None] = "dflash"
+    recordable = True
+    at_once = True
+    limit = "the tokens of the blocks that its drafter was trained on"
+    remedy = "train one with more --drafter-steps"
+    beside: ClassVar[int] = 1
+    """Rows that draft nothing, the first ones."""
+
+    runner: "Runner"
+
+    @property
+    @override
+    def most(self) -> int:
+        return self.runner.depths
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        logits_BKV = self.runner.draft_logits(self.block(sequences, count))
+        return chain_of([pick(logits_BKV[:, place], round, place) for place in range(count)])
+
+    @override
+    def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
+        self._keep_context(sequences)
+
+    def block(self, sequences: "Sequences", count: int) -> Tensor:
+        """States [K, B, H] of the rows that draft, before the norm."""
+        self._keep_context(sequences)
+        newest_B1 = sequences.tokens_at(sequences.newest_B, 1)
+        tokens_BR = pad(newest_B1, (0, count + self.beside - 1), value=self.runner.model.drafter.mask_token)
+        place_BR = torch.arange(tokens_BR.size(1), device=tokens_BR.device).expand_as(tokens_BR)
+        all_BRR = torch.ones_like(place_BR, dtype=torch.bool).unsqueeze(1).expand(-1, tokens_BR.size(1), -1)
+        rows = sequences.tree(place_BR, all_BRR)
+        return self.runner.block(tokens_BR, rows, sequences.memory.depths[0])[-count:]
+
+    def _keep_context(self, sequences: "Sequences") -> None:
+        """Of tokens whose features are new."""
+        width = sequences.growth_since(self.own)
+        sequences.mark_seen(self.own)
+        for first_B, count, _ in windows(sequences, width):
+            rows = sequences.chain(first_B, count, 0)
+            self.runner.keep_context(sequences.states_at(first_B, count), rows, sequences.memory.depths[0])
+
+
+@dataclass(frozen=True)
+class DSparkSettings(Settings):
+    """Where a draft ends."""
+
+    min_confidence: float = setting(
+        0.0, "a draft ends before the first token whose confidence, the chance that it is accepted, is lower", 0, 1
+    )
+
+
+class DSpark(DFlash):
+    """K rows, each of which drafts the token after it, one after the other: a draft adds a bias to the next.
+
+    A confidence does not depend on the token that it is of. So where drafts are sampled, to end them by it changes no
+    distribution.
+    """
+
+    line = "a DSpark drafter, whose block is sampled from left to right; K is at most that of its training"
+    depths = "dspark"
+    settings_kind = DSparkSettings
+    beside = 0
+    settings: DSparkSettings
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        state_KBH = self.block(sequences, count)
+        logits_BKV, token_B = self.runner.draft_logits(state_KBH), sequences.tokens_at(sequences.newest_B, 1)[:, 0]
+        layer, picked, confidences = self.runner.model.mtp.layer, [], list[Tensor]()
+        for place, state_BH in enumerate(layer.norm(state_KBH)):
+            before_BM = layer.markov_w1[token_B]
+            confidences.append(layer.confidence(torch.cat([state_BH, before_BM], dim=-1)))
+            picked.append(pick(logits_BKV[:, place] + self._bias(layer, before_BM), round, place))
+            token_B = picked[-1][0]
+        draft = chain_of(picked)
+        if not self.settings.min_confidence:
+            return draft
+        return self._ended(draft, torch.stack(confidences, dim=1).sigmoid(), sequences.few_shapes)
+
+    def _bias(self, layer: Any, before_BM: Tensor) -> Tensor:
+        """[B, V] of the tokens before; tokens that may not be drafted have none."""
+        bias_BN, tokens_N = linear(before_BM, layer.markov_w2), self.runner.model.mtp.draft_vocabulary
+        if layer.head is None or tokens_N is None:
+            return bias_BN[:, : self.runner.vocab_size]
+        bias_BV = bias_BN.new_zeros(len(bias_BN), self.runner.model.vocab_size)
+        return bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
+
+    def _ended(self, draft: Draft, confidence_BK: Tensor, few_shapes: bool) -> Draft:
+        """The draft up to where it is confident; where shapes may be many, without the rows that are in no text's."""
+        valid_BK = (confidence_BK >= self.settings.min_confidence).cumprod(dim=1).bool()
+        if few_shapes:
+            return Draft(draft.tokens_BN, draft.probs_BNV, None, valid_BK)
+        count = int(valid_BK.sum(dim=1).max())
+        probs_BKV = None if draft.probs_BNV is None or not count else draft.probs_BNV[:, :count]
+        return Draft(draft.tokens_BN[:, :count], probs_BKV, None, valid_BK[:, :count])

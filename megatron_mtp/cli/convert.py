@@ -5,8 +5,6 @@ It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Ex
 damaged in part.
 """
 
-import argparse
-import errno
 import json
 import math
 import re
@@ -14,9 +12,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,7 +25,8 @@ from megatron_mtp.files import default_workers
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
-    from megatron_mtp.checkpoint.convert.stream import Conversion
+    from megatron_mtp.checkpoint.convert.edit import Init
+    from megatron_mtp.checkpoint.convert.stream import Conversion, Options
 
 EXAMPLES = """examples:
   # a model with MTP, a folder or a name on the Hub, ready for: megatron-mtp train --load checkpoints/glm ...
@@ -63,25 +61,24 @@ WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
 def main(arguments: list[str], program: str = "megatron-mtp convert") -> int:
-    """Run one command of `convert`, and return its exit status."""
+    """Run one command of `convert`, print what was done, and return its exit status."""
     with sentences(program):
         args = parser(program).parse_args(arguments)
     advice = "the same command with --resume goes on" if "resume" in args else ""
     return status_of(program, lambda: convert(args), advice=advice)
 
 
-def convert(args: argparse.Namespace) -> int:
-    """Run the command, print what was done, and return the exit status.
-
-    Raises:
-        ValueError: a user's mistake, or a file that cannot be written.
-    """
+def convert(args: Namespace) -> int:
+    """Run the command, print what was done, and return the exit status; ValueError for a user's mistake."""
     quieten()
     started = time.monotonic()
     try:
-        result = COMMANDS[args.command].run(args)
+        result = {"inspect": look, "verify": prove}.get(args.command, write)(args)
     except OSError as error:
-        raise ValueError(sentence(error, args)) from error
+        if error.errno is None:
+            raise ValueError(f"{getattr(args, 'target', args.source)}: {error}.") from error
+        error.filename = error.filename or getattr(args, "target", None)
+        raise
     result["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(result) if args.json else text_of(result), flush=True)
     if not result.get("ok", True):
@@ -89,45 +86,57 @@ def convert(args: argparse.Namespace) -> int:
     return 0 if result.get("compared", True) or args.allow_uncompared else UNCOMPARED
 
 
-def sentence(error: OSError, args: argparse.Namespace) -> str:
-    """The operating system's error, with the file and what to do."""
-    what = error.filename or getattr(args, "target", "")
-    if error.errno == errno.ENOSPC:
-        return f"no space is left for {what}; free some, and go on with --resume."
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return f"{what} cannot be written ({error.strerror}); name another folder."
-    return f"{what}: {error.strerror or error}."
-
-
-def carry_out(plan: "Conversion", args: argparse.Namespace) -> dict[str, Any]:
-    """Write what a command has planned, or describe it where --dry-run is given."""
+def write(args: Namespace) -> dict[str, Any]:
+    """Write what a command plans, or describe it where --dry-run is given."""
+    text = getattr(args, "text", None)
+    if text is not None and not text.exists():
+        raise ValueError(f"--text is {text}, which is not there; give a file or a folder of text.")
+    how = options(args)
+    plan = plan_of(args, how)
     if args.dry_run:
         return plan.described(args.target)
-    done = asdict(plan.write(args.target, options(args)))
+    done = asdict(plan.write(args.target, how))
+    if text is not None and args.command == "graft":
+        models = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
+        done["notes"] |= {"acceptance": acceptances(models, args.target, args)}
+    elif text is not None:
+        models = {"before": args.source, "after": args.target}
+        done["notes"] |= {"acceptance": acceptances(models, args.source, args)}
     return done | done.pop("notes")
 
 
-def hf_to_mcore(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert hf-to-mcore`."""
-    from megatron_mtp.checkpoint.convert.import_hf import plan_import
+def plan_of(args: Namespace, how: "Options") -> "Conversion":
+    """The conversion that a command asks for; ValueError for what it refuses."""
+    from megatron_mtp.checkpoint.convert import drafters, edit, export_hf, graft, hybrid, import_hf
     from megatron_mtp.checkpoint.inspecting import read_checked
 
-    return carry_out(plan_import(read_checked(local_folder(args.source)), options(args)), args)
+    source, target = args.source, args.target
+    match args.command:
+        case "hf-to-mcore":
+            return import_hf.plan_import(read_checked(local_folder(source)), how)
+        case "mcore-to-hf":
+            form = export_hf.form_of(source, args.like, args.family, args.tokenizer, args.trust_remote_code)
+            return export_hf.plan_export(source, target, how, form)
+        case "attach-mtp":
+            return edit.plan_attaching(source, args.mtp_num_layers, init(args), how.quiet)
+        case "drop-mtp":
+            return edit.plan_dropping(source, args.keep)
+        case "graft":
+            return graft.plan_graft(local_folder(args.donor), local_folder(source), how, args.trust_remote_code)
+        case "draft-vocab":
+            check_counts(args, "mtp_draft_vocab_size")
+            return edit.plan_drafts(source, args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
+        case "drafter-to-hf":
+            return drafters.plan_drafter(source, how)
+        case "attach-drafter":
+            return drafters.plan_attaching_drafter(source, local_folder(args.drafter))
+        case _:
+            return hybrid.plan_migration(source, to_hybrid=args.command == "gpt-to-hybrid")
 
 
-def mcore_to_hf(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert mcore-to-hf`."""
-    from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
-
-    _check_text(args)
-    form = form_of(args.source, args.like, args.family, args.tokenizer, args.trust_remote_code)
-    done = carry_out(plan_export(args.source, args.target, options(args), form), args)
-    return done | _acceptances({"before": args.source, "after": args.target}, args.source, args)
-
-
-def attach(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert attach-mtp`."""
-    from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
+def init(args: Namespace) -> "Init":
+    """How attach-mtp makes weights; ValueError for flags that are out of range, or of another way."""
+    from megatron_mtp.checkpoint.convert.edit import Init
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
     if args.mtp_num_layers < 1:
@@ -141,98 +150,45 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{flag} is of --mtp-init fitted, and --mtp-init is {args.mtp_init}; leave it out, or fit.")
     if args.mtp_init == "fitted" and not args.data_path:
         raise ValueError("--mtp-init fitted has no text; give --data-path, the prefix of a .bin and .idx.")
-    init = Init(args.mtp_init, args.seed, FitData(**given) if given else None)
-    return carry_out(plan_attaching(args.source, args.mtp_num_layers, init, options(args).quiet), args)
+    return Init(args.mtp_init, args.seed, FitData(**given) if given else None)
 
 
-def drop(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert drop-mtp`."""
-    from megatron_mtp.checkpoint.convert.edit import plan_dropping
+def acceptances(models: dict[str, Path], checkpoint: Path, args: Namespace) -> dict[str, dict[str, float]]:
+    """Acceptance by depth and expected accepted length on --text, as `evaluate` finds them in processes of their own.
 
-    return carry_out(plan_dropping(args.source, args.keep), args)
+    Args:
+        models: folders or checkpoints by name.
+        checkpoint: that sequences have to fit.
+        args: of the command.
 
-
-def graft(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert graft`."""
-    from megatron_mtp.checkpoint.convert.graft import plan_graft
-
-    donor, target = local_folder(args.donor), local_folder(args.source)
-    _check_text(args)
-    done = carry_out(plan_graft(donor, target, options(args), args.trust_remote_code), args)
-    return done | _acceptances({"on the donor's trunk": donor, "on the new trunk": args.target}, args.target, args)
-
-
-def _check_text(args: argparse.Namespace) -> None:
-    """Raises ValueError where --text is given and not there."""
-    if args.text is not None and not args.text.exists():
-        raise ValueError(f"--text is {args.text}, which is not there; give a file or a folder of text.")
-
-
-def _acceptances(models: dict[str, Path], checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What `evaluate` finds on --text for models by name, folders or checkpoints, in sequences that this one takes."""
+    Raises:
+        ValueError: one cannot be measured.
+    """
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.mcore.reader import DistReader
 
-    if args.text is None or args.dry_run:
-        return {}
     length = min(MEASURED_TOKENS, DistReader(checkpoint).common()["args"].max_position_embeddings)
+    flags = ["--text", str(args.text), "--json", "--seq-length", str(length)]
+    flags += ["--trust-remote-code"] * args.trust_remote_code
     found = {}
     with TemporaryDirectory(prefix=f".{args.target.name}-read-", dir=args.target.parent) as folder:
         for number, (name, path) in enumerate(models.items()):
             if not is_checkpoint(path):  # `evaluate` reads checkpoints
                 source, path = path, Path(folder) / str(number)
                 hf_to_mcore(source, path, options(args))
-            found[name] = _acceptance(path, length, args)
-    return {"acceptance": found}
+            words = [sys.executable, "-m", PACKAGE, "evaluate", "--load", str(path), *flags]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise ValueError(
+                    f"{args.target} is written, but evaluate ends with status {done.returncode} for {path}."
+                )
+            row = json.loads(done.stdout.splitlines()[-1])
+            found[name] = {key: row[key] for key in row if key.endswith((" acceptance", "accepted length"))}
+    return found
 
 
-def _acceptance(checkpoint: Path, length: int, args: argparse.Namespace) -> dict[str, float]:
-    """Acceptance by depth and the expected accepted length, by `evaluate` in a process of its own.
-
-    Raises:
-        ValueError: it cannot be measured.
-    """
-    words = [sys.executable, "-m", PACKAGE, "evaluate", "--load", str(checkpoint), "--text", str(args.text), "--json"]
-    words += ["--seq-length", str(length)] + ["--trust-remote-code"] * args.trust_remote_code
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ValueError(f"{args.target} is written, but evaluate ends with status {done.returncode} for {checkpoint}.")
-    row = json.loads(done.stdout.splitlines()[-1])
-    return {name: value for name, value in row.items() if name.endswith((" acceptance", "accepted length"))}
-
-
-def limit_drafts(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert draft-vocab`."""
-    from megatron_mtp.checkpoint.convert.edit import DraftTokens, plan_drafts
-
-    check_counts(args, "mtp_draft_vocab_size")
-    wanted = DraftTokens(args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
-    return carry_out(plan_drafts(args.source, wanted), args)
-
-
-def export_drafter(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert drafter-to-hf`."""
-    from megatron_mtp.checkpoint.convert.drafters import plan_drafter
-
-    return carry_out(plan_drafter(args.source, options(args)), args)
-
-
-def attach_drafter(args: argparse.Namespace) -> dict[str, Any]:
-    """`convert attach-drafter`."""
-    from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
-
-    return carry_out(plan_attaching_drafter(args.source, local_folder(args.drafter)), args)
-
-
-def change_form(args: argparse.Namespace, to_hybrid: bool) -> dict[str, Any]:
-    """`convert gpt-to-hybrid` and `hybrid-to-gpt`."""
-    from megatron_mtp.checkpoint.convert.hybrid import plan_migration
-
-    return carry_out(plan_migration(args.source, to_hybrid), args)
-
-
-def look(args: argparse.Namespace) -> dict[str, Any]:
+def look(args: Namespace) -> dict[str, Any]:
     """`convert inspect`."""
     from megatron_mtp.checkpoint.inspecting import inspect, names
 
@@ -240,26 +196,25 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
     return found | ({"names": names(args.source, rows=args.json)} if args.names else {})
 
 
-def prove(args: argparse.Namespace) -> dict[str, Any]:
+def prove(args: Namespace) -> dict[str, Any]:
     """`convert verify`."""
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+    from megatron_mtp.checkpoint.verify.forms import verify_forms
     from megatron_mtp.checkpoint.verify.verify import verify
 
     source = local_folder(args.source)
-    if is_checkpoint(source):
-        from megatron_mtp.checkpoint.verify.forms import verify_forms
-
-        if args.text is not None:
-            raise ValueError(f"--text is {args.text}, but {source} is no Hugging Face folder; leave --text out.")
-        checks = verify_forms(source, args.target)
-    else:
+    if not is_checkpoint(source):
         checks = verify(source, args.target, args.text, trust_remote_code=args.trust_remote_code)
+    elif args.text is not None:
+        raise ValueError(f"--text is {args.text}, but {source} is no Hugging Face folder; leave --text out.")
+    else:
+        checks = verify_forms(source, args.target)
     ok = all(check.ok for check in checks if check.made)
     return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
 
 
-def options(args: argparse.Namespace) -> Any:
-    """The `Options` of a conversion, from the flags; raises ValueError where one is out of range."""
+def options(args: Namespace) -> "Options":
+    """How to convert, from the flags, some of which a command may lack; ValueError where one is out of range."""
     import torch
 
     from megatron_mtp.checkpoint.convert.quantizing import Quantize
@@ -267,7 +222,7 @@ def options(args: argparse.Namespace) -> Any:
 
     if args.workers < 1:
         raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")
-    dtype = getattr(args, "dtype", None)  # not every command has this flag, or --max-shard-size
+    dtype = getattr(args, "dtype", None)
     return Options(
         dtype=None if dtype is None else getattr(torch, dtype),
         shard_bytes=size(getattr(args, "max_shard_size", SHARD)),
@@ -279,11 +234,7 @@ def options(args: argparse.Namespace) -> Any:
 
 
 def size(text: str) -> int:
-    """Bytes of '5GB', '500MB' or a number.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Bytes of '5GB', '500MB' or a number; ValueError for anything else."""
     match = re.fullmatch(r"(\d+\.?\d*)\s*([KMG]I?B)?", text.strip().upper())
     unit = match[2] or "" if match else ""
     power = "KMG".find(unit[:1]) + 1 if unit else 0
@@ -312,16 +263,8 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `convert`.
+    """One command of `convert`: its line in `--help`, its positional arguments with their names there, its flags."""
 
-    Attributes:
-        run: does it; returns what to print, by name.
-        line: what it does, for `--help`.
-        operands: its positional arguments, and their names in `--help`.
-        flags: its flags, with the arguments of `add_argument`.
-    """
-
-    run: Callable[[argparse.Namespace], dict[str, Any]]
     line: str
     operands: dict[str, str]
     flags: dict[str, dict[str, Any]]
@@ -385,69 +328,59 @@ DRAFTS = {
 IN_OUT = {"source": "SRC", "target": "DST"}
 COMMANDS = {
     "hf-to-mcore": Command(
-        hf_to_mcore,
         "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
         IN_OUT,
         WRITES | DTYPE,
     ),
     "mcore-to-hf": Command(
-        mcore_to_hf,
         "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",
         IN_OUT,
         WRITES | DTYPE | TRUSTS | EXPORTS,
     ),
     "inspect": Command(
-        look,
         "Show what a folder or checkpoint holds: family, MTP layers, conventions, and whether Megatron can train it.",
         {"source": "SRC"},
         INSPECTS,
     ),
     "verify": Command(
-        prove,
         "Prove that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
         "same model, MTP layers included.",
         {"source": "HF|MCORE", "target": "MCORE"},
         TRUSTS | VERIFIES,
     ),
     "attach-mtp": Command(
-        attach, "Copy a Megatron checkpoint that has no MTP layers, and add some.", IN_OUT, WRITES | ATTACHES
+        "Copy a Megatron checkpoint that has no MTP layers, and add some.", IN_OUT, WRITES | ATTACHES
     ),
     "drop-mtp": Command(
-        drop, "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
+        "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
     ),
     "graft": Command(
-        graft,
         "Write a Megatron checkpoint of a trunk that was trained further, with the MTP layers of the model that it was "
         "made from; both are Hugging Face folders or Megatron checkpoints.",
         {"donor": "DONOR", "source": "TARGET", "target": "OUT"},
         WRITES | TRUSTS | GRAFTS,
     ),
     "draft-vocab": Command(
-        limit_drafts,
         "Copy a Megatron checkpoint, and let its MTP layers draft only some tokens, which is faster.",
         IN_OUT,
         WRITES | DRAFTS,
     ),
     "drafter-to-hf": Command(
-        export_drafter,
         "Write the EAGLE-3 drafter of a Megatron checkpoint as a folder that vLLM and SGLang load beside the trunk's.",
         IN_OUT,
         WRITES | DTYPE,
     ),
     "attach-drafter": Command(
-        attach_drafter,
         "Copy a Megatron checkpoint without its MTP layers, and add the EAGLE-3 drafter of a folder.",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
         WRITES,
     ),
     "gpt-to-hybrid": Command(
-        partial(change_form, to_hybrid=True),
         "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and MTP layers included.",
         IN_OUT,
         WRITES,
     ),
     "hybrid-to-gpt": Command(
-        partial(change_form, to_hybrid=False),
         "Write a checkpoint of a hybrid model whose layers are a GPT's as a GPT's, optimizer and MTP layers included.",
         IN_OUT,
         WRITES,

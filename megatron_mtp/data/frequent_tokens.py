@@ -1,16 +1,8 @@
-"""The tokens that depths may draft: the most frequent tokens of indexed datasets, or a user's list.
-
-In:  prefixes of Megatron indexed datasets with their weights in the blend, or a file of ids.
-Out: token ids in ascending order.
-"""
+"""The most frequent tokens of Megatron's indexed datasets, which depths may draft."""
 
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
-import torch
 
 from megatron_mtp.data.checks import read_index, token_slices
 
@@ -50,42 +42,3 @@ def most_frequent(
         total += counts / counts.sum() * (index.tokens if weights is None else weights[number])
     chosen = np.argsort(-total, kind="stable")[:count]
     return sorted(chosen.tolist()), float(total[chosen].sum() / total.sum())
-
-
-def tokens_of_file(path: Path, vocab_size: int, what: str = FILE) -> list[int]:
-    """The ids in a text file with one id per line, or in a token map of FR-Spec and SGLang (.pt), in ascending order.
-
-    Args:
-        path: the file; its ids may have any order, such as the most frequent first.
-        vocab_size: number of the tokenizer's ids.
-        what: how messages call the file.
-
-    Raises:
-        ValueError: the file cannot be read or is empty, or a line is no id, repeats one, or is outside the vocabulary.
-    """
-    try:
-        ids = _ids_in(path)
-    except (OSError, ValueError, TypeError, EOFError, RuntimeError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{what} is {path}, which is no list of token ids, in text or of torch: {reason}.") from None
-    if not ids:
-        raise ValueError(f"{what} is {path}, which is empty; write a token id on every line.")
-    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise ValueError(
-            f"{what} is {path}, which has the id {outside}, and ids are 0 to {vocab_size - 1}; take it out."
-        )
-    ids.sort()
-    twice = next((token for token, following in pairwise(ids) if token == following), None)
-    if twice is not None:
-        raise ValueError(f"{what} is {path}, which has the id {twice} twice; give every token once.")
-    return ids
-
-
-def _ids_in(path: Path) -> list[int]:
-    if path.suffix != ".pt":
-        return [int(word) for word in path.read_text(encoding="utf-8").split()]
-    ids = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
-    if ids.is_floating_point() or ids.dim() != 1:
-        raise ValueError(f"it holds {ids.dtype} of shape {tuple(ids.shape)}")
-    return [int(one) for one in ids]

@@ -8,6 +8,10 @@ Draft indices follow ascending tokens: those of a rank's slice are consecutive, 
 Letters in names: N drafted tokens, K those of this rank's slice, V the whole vocabulary, W this rank's slice of it.
 """
 
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +56,42 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("index_V", index_V, persistent=False)
         self.first = int((tokens_N < start).sum())
         self.size = tokens_N.numel()
+
+
+def tokens_of_file(path: Path, vocab_size: int, what: str = "--mtp-draft-vocab-file") -> list[int]:
+    """The ids in a text file with one id per line, or in a token map of FR-Spec and SGLang (.pt), in ascending order.
+
+    Args:
+        path: the file; its ids may have any order, such as the most frequent first.
+        vocab_size: number of the tokenizer's ids.
+        what: how messages call the file.
+
+    Raises:
+        ValueError: the file cannot be read or is empty, or a line is no id, repeats one, or is outside the vocabulary.
+    """
+    try:
+        ids = _ids_in(path)
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{what} is {path}, which is no list of token ids, in text or of torch: {reason}.") from None
+    if not ids:
+        raise ValueError(f"{what} is {path}, which is empty; write a token id on every line.")
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"{what} is {path}, which has the id {outside}, and ids are 0 to {vocab_size - 1}; take it out."
+        )
+    ids.sort()
+    twice = next((token for token, following in pairwise(ids) if token == following), None)
+    if twice is not None:
+        raise ValueError(f"{what} is {path}, which has the id {twice} twice; give every token once.")
+    return ids
+
+
+def _ids_in(path: Path) -> list[int]:
+    if path.suffix != ".pt":
+        return [int(word) for word in path.read_text(encoding="utf-8").split()]
+    ids = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+    if ids.is_floating_point() or ids.dim() != 1:
+        raise ValueError(f"it holds {ids.dtype} of shape {tuple(ids.shape)}")
+    return [int(one) for one in ids]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 CATALOGUE = ".metadata"
+FORMAT = "metadata.json"
+"""It names the format. Megatron writes it last: an iteration that has it is whole."""
 CHECKSUMS = "checksums.json"
 SWITCH = "MEGATRON_MTP_CHECKSUMS"
 """Environment variable: 0 loads without comparing checksums."""

@@ -27,11 +27,8 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.patches.catalogue import CHECKSUMS, seal
+from megatron_mtp.patches.catalogue import CHECKSUMS, FORMAT, seal
 from megatron_mtp.patches.patch import Function, names_in, with_globals
-
-FORMAT = "metadata.json"
-"""It names the format. Megatron writes it last: an iteration that has it is whole."""
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent has ended (prctl(2))."""

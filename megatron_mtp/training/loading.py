@@ -26,10 +26,10 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_draft_vocabulary,
 )
 from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of
-from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
+from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.model.pattern import trunk_and_depths
-from megatron_mtp.patches.catalogue import read_catalogue
-from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.catalogue import FORMAT, read_catalogue
 from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}

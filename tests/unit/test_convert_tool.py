@@ -234,8 +234,8 @@ def test_an_output_folder_that_cannot_be_made(source: Path, tmp_path: Path, caps
 
 FAILURES = {
     "no space": (errno.ENOSPC, "no space is left"),
-    "read-only": (errno.EROFS, "cannot be written"),
-    "no permission": (errno.EACCES, "cannot be written"),
+    "read-only": (errno.EROFS, "cannot be used"),
+    "no permission": (errno.EACCES, "cannot be used"),
 }
 
 
@@ -271,7 +271,7 @@ def test_a_read_only_parent_is_one_sentence(
     monkeypatch.setattr(Path, "mkdir", fails)  # the superuser, who runs tests in containers, may write anywhere
     assert run("hf-to-mcore", source, tmp_path / "mcore") == 2
     said = capsys.readouterr().err
-    assert "cannot be written (Permission denied); name another folder" in said
+    assert "cannot be used (Permission denied); correct the path, or the rights on it" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "mcore").exists()
 

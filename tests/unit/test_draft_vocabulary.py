@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -130,3 +130,23 @@ def test_a_draft_head_is_the_rows_of_the_whole_one() -> None:
     assert (drafts_BRV[..., ~inside] == -torch.inf).all()
     assert (target.drafted, Runner(model_of("gqa")).drafted) == (len(DRAFTED) - 1, VOCABULARY)
     assert Sampling(1.0).probabilities(drafts_BRV)[..., ~inside].sum() == 0
+
+
+def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("7\n2\n\n5\n")
+    assert tokens_of_file(tmp_path / "ids.txt", 8) == [2, 5, 7]
+
+
+@pytest.mark.parametrize("listed", [[7, 2, 5], torch.tensor([7, 2, 5]), torch.tensor([7, 2, 5], dtype=torch.int32)])
+def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path: Path) -> None:
+    """FR-Spec publishes lists of Python, saved by torch."""
+    torch.save(listed, tmp_path / "freq.pt")
+    assert tokens_of_file(tmp_path / "freq.pt", 8) == [2, 5, 7]
+
+
+def test_a_pickle_with_code_is_not_opened(tmp_path: Path) -> None:
+    torch.save(Path, tmp_path / "freq.pt")
+    with pytest.raises(
+        ValueError, match=r"^the list is .*freq.pt, which is no list of token ids, in text or of torch:"
+    ):
+        tokens_of_file(tmp_path / "freq.pt", 8, "the list")

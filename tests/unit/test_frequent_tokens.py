@@ -7,7 +7,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_mtp.data import checks
-from megatron_mtp.data.frequent_tokens import most_frequent, tokens_of_file
+from megatron_mtp.data.frequent_tokens import most_frequent
 
 
 def dataset(prefix: Path, tokens: list[int]) -> str:
@@ -39,23 +39,3 @@ def test_of_a_long_dataset_slices_are_counted(tmp_path: Path, monkeypatch: pytes
 def test_a_dataset_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data-path: the tokens of '.*gone' cannot be counted: "):
         most_frequent([str(tmp_path / "gone")], None, 1, 10)
-
-
-def test_a_file_of_ids_in_any_order(tmp_path: Path) -> None:
-    (tmp_path / "ids.txt").write_text("7\n2\n\n5\n")
-    assert tokens_of_file(tmp_path / "ids.txt", 8) == [2, 5, 7]
-
-
-@pytest.mark.parametrize("listed", [[7, 2, 5], torch.tensor([7, 2, 5]), torch.tensor([7, 2, 5], dtype=torch.int32)])
-def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path: Path) -> None:
-    """FR-Spec publishes lists of Python, saved by torch."""
-    torch.save(listed, tmp_path / "freq.pt")
-    assert tokens_of_file(tmp_path / "freq.pt", 8) == [2, 5, 7]
-
-
-def test_a_pickle_with_code_is_not_opened(tmp_path: Path) -> None:
-    torch.save(Path, tmp_path / "freq.pt")
-    with pytest.raises(
-        ValueError, match=r"^the list is .*freq.pt, which is no list of token ids, in text or of torch:"
-    ):
-        tokens_of_file(tmp_path / "freq.pt", 8, "the list")

@@ -13,7 +13,7 @@ costs little. The generated text is not restricted: the trunk verifies with the 
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,9 +34,9 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.data.checks import check_data_prefixes
-from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent, tokens_of_file
+from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.model.pattern import SHARDED_STACK, without_stages
 from megatron_mtp.model.random_weights import RandomWeights
@@ -77,8 +77,7 @@ def changed(
     """A copy of a checkpoint's trunk with other tensors that draft.
 
     Args:
-        reader: the checkpoint.
-        source: what the user gave for it.
+        reader, source: the checkpoint, and what the user gave for it.
         made: the tensors that draft.
         arguments: the arguments that differ.
         record: everything except the source that determines the output.
@@ -114,13 +113,7 @@ def changed(
 
 
 def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Conversion:
-    """`attach-mtp`, from names and shapes alone.
-
-    Args:
-        source: a checkpoint without depths.
-        depths: number of depths to add.
-        init: how their weights are made.
-        quiet: whether to show no progress bar when they are fitted.
+    """`attach-mtp` of so many depths, from names and shapes alone; `quiet` fits them without a progress bar.
 
     Raises:
         ValueError: Megatron cannot run the model, the checkpoint has depths already, it has no layer to copy, or
@@ -172,32 +165,22 @@ def copied(reader: DistReader, key: str) -> Group:
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
-    """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder.
-
-    Raises:
-        ValueError: there are carried tensors, but no config that describes them.
-    """
+    """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder."""
     carried = [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
-    if not carried:
-        return frozenset()
-    config = HFConfig.read(source / HF_FILES)
-    stored = family_of(config).depths
-    if stored is None:
+    config = HFConfig.read(source / HF_FILES) if carried else None
+    stored = None if config is None else family_of(config).depths
+    if config is None or stored is None:
         return frozenset()
     return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
-def correct_origin(
-    kept: Path, depths: int, dropped: frozenset[str] = frozenset(), added: frozenset[str] = frozenset()
-) -> None:
+def correct_origin(kept: Path, depths: int, dropped: Set[str] = frozenset(), added: Set[str] = frozenset()) -> None:
     """Correct the record of the tensors in the kept files: number of depths, dropped tensors, added forms."""
-    origin = kept_origin(kept)
-    if not origin:
-        return
-    layout = origin.get("layout", {})
-    carried = [name for name in layout.get("carried", []) if name not in dropped]
-    changed = {"depths": depths, "carried": carried, "features": sorted({*layout.get("features", []), *added})}
-    (kept / ORIGIN).write_text(json.dumps({**origin, "layout": {**layout, **changed}}, indent=2) + "\n")
+    if origin := kept_origin(kept):
+        layout = origin.get("layout", {})
+        carried = [name for name in layout.get("carried", []) if name not in dropped]
+        changed = {"depths": depths, "carried": carried, "features": sorted({*layout.get("features", []), *added})}
+        (kept / ORIGIN).write_text(json.dumps({**origin, "layout": {**layout, **changed}}, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -247,11 +230,7 @@ def _last_of_kinds(pattern: str) -> list[int]:
 def _depth(
     reader: DistReader, depth: int, template: Template, init: Init, fitted: Callable[[], Tensor] | None
 ) -> Iterator[Group]:
-    """The tensors of the depth of this index, from 0.
-
-    Raises:
-        ValueError: `random` has no rule for a tensor of the trunk's layers.
-    """
+    """The tensors of the depth of this index, from 0; ValueError where `random` has no rule for one."""
     weights = RandomWeights.of(reader.common()["args"], template.layers, init.seed)
     for key, pattern, shape in _keys(reader, depth, template):
         dtype = reader.dtype(pattern)
@@ -282,8 +261,7 @@ def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[
 
 def _pass_hidden_state(shape: Shape) -> Tensor:
     """[0 | I]"""
-    hidden, _ = shape
-    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    return torch.eye(*shape).roll(shape[0], dims=1)
 
 
 def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
@@ -294,44 +272,33 @@ def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
     return kept | {"args": args}
 
 
-@dataclass(frozen=True)
-class DraftTokens:
-    """Which tokens the depths may draft: the `size` most frequent of a corpus, or those in a file, an id a line."""
-
-    size: int | None = None
-    data_path: str | None = None
-    file: Path | None = None
-
-    def chosen(self, vocabulary: int) -> tuple[list[int], str]:
-        """Ids below `vocabulary` in ascending order, and what they are, for people.
-
-        Raises:
-            ValueError: the flags do not choose tokens that exist.
-        """
-        if self.file is not None:
-            if self.size or self.data_path:
-                raise ValueError(f"{FILE} is {self.file}, which lists the tokens; leave {SIZE} and --data-path out.")
-            return tokens_of_file(self.file, vocabulary), f"those of {self.file}"
-        if self.size is None or self.data_path is None:
-            raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
-        if self.size > vocabulary:
-            raise ValueError(f"{SIZE} is {self.size}, and the model has {vocabulary} tokens; give at most that.")
-        check_data_prefixes([self.data_path], vocabulary)
-        tokens, share = most_frequent([self.data_path], None, self.size, vocabulary)
-        return tokens, f"the most frequent, {share:.1%} of {self.data_path}"
-
-
-def plan_drafts(source: Path, wanted: DraftTokens) -> Conversion:
+def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Path | None) -> Conversion:
     """`draft-vocab`: the checkpoint with this draft vocabulary in place of its own.
 
+    Args:
+        source: the checkpoint.
+        size, data_path: so many tokens, the most frequent of a corpus.
+        file: lists tokens in their place, an id a line.
+
     Raises:
-        ValueError: the checkpoint has no depths, or as `DraftTokens.chosen`.
+        ValueError: the checkpoint has no depths, or the flags do not choose tokens that exist.
     """
     reader = DistReader(source)
-    depths = StoredDepths.of(reader.keys).layers
+    vocabulary, depths = reader.common()["args"].padded_vocab_size, StoredDepths.of(reader.keys).layers
     if not depths:
         raise ValueError(f"{source} has no MTP depths, which alone draft; attach-mtp adds some.")
-    tokens, said = wanted.chosen(reader.common()["args"].padded_vocab_size)
+    if file is not None:
+        if size or data_path:
+            raise ValueError(f"{FILE} is {file}, which lists the tokens; leave {SIZE} and --data-path out.")
+        tokens, said = tokens_of_file(file, vocabulary), f"those of {file}"
+    elif size is None or data_path is None:
+        raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
+    elif size > vocabulary:
+        raise ValueError(f"{SIZE} is {size}, and the model has {vocabulary} tokens; give at most that.")
+    else:
+        check_data_prefixes([data_path], vocabulary)
+        tokens, share = most_frequent([data_path], None, size, vocabulary)
+        said = f"the most frequent, {share:.1%} of {data_path}"
     drafted_N = torch.tensor(tokens)
     made = [copied(reader, key) for key in reader.keys if key.startswith("mtp.") and key != DRAFT_VOCABULARY]
     made.append(Group.single(DRAFT_VOCABULARY, (len(tokens),), drafted_N.dtype, drafted_N.clone))

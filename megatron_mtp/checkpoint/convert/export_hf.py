@@ -5,7 +5,6 @@ trained model takes the first form that fits it (`Family.trained`). With depths 
 transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
-import functools
 import json
 import shutil
 from argparse import Namespace
@@ -43,8 +42,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Converted, Entry,
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
-from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.folder import DRAFTED
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
@@ -79,17 +77,12 @@ class HFForm:
 
 
 def kept_form(folder: Path) -> HFForm | None:
-    """The form that an import kept beside its checkpoint; None if there is none.
-
-    Raises:
-        ValueError: what it kept is damaged.
-    """
+    """The form that an import kept beside its checkpoint; None if there is none. ValueError where it is damaged."""
     kept = folder / HF_FILES
     if not (kept / CONFIG).is_file():
         return None
-    keys, origin = read_json(kept / CONFIG), kept_origin(kept)
+    keys, layout = read_json(kept / CONFIG), kept_origin(kept).get("layout", {})
     HFConfig.from_keys(keys, str(kept / CONFIG))
-    layout = origin.get("layout", {})
     # The tensors of the checkpoint are whole, whether they were decoded or the config alone said FP8.
     return HFForm(without_quantization(keys), tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
 
@@ -105,9 +98,9 @@ def kept_origin(kept: Path) -> dict[str, Any]:
     origin = read_json(kept / ORIGIN)
     layout = origin.get("layout", {}) if isinstance(origin, dict) else None
     lists = [layout.get(name, []) for name in ("features", "carried")] if isinstance(layout, dict) else [None]
-    if not all(isinstance(one, list) and all(isinstance(word, str) for word in one) for one in lists):
+    if not isinstance(origin, dict) or not all(map(are_words, lists)):
         raise ValueError(f"{kept / ORIGIN} is no record of a conversion; fetch the checkpoint again, or convert anew.")
-    return dict(origin)
+    return origin
 
 
 def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:
@@ -116,13 +109,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
 
 
 def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> Conversion:
-    """`mcore-to-hf`, from names and shapes alone.
-
-    Args:
-        source: the checkpoint.
-        target: the folder to make, for messages.
-        options: how to convert.
-        form: the form of the folder.
+    """`mcore-to-hf`, from names and shapes alone; messages name the target.
 
     Raises:
         ValueError: the checkpoint is damaged or does not fit the form's family.
@@ -130,7 +117,6 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> C
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
     parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
-
     drafted = reader.read(DRAFT_VOCABULARY).tolist() if reader.holds(DRAFT_VOCABULARY) else None
 
     def keep(folder: Path) -> None:
@@ -183,11 +169,7 @@ class Export:
 
     @classmethod
     def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
-        """Match a checkpoint, or one that is open for reading, with a form.
-
-        Raises:
-            ValueError: the checkpoint is damaged, or does not fit the form's family.
-        """
+        """Match a checkpoint, or one that is open for reading, with a form; ValueError where it does not fit."""
         reader = source if isinstance(source, DistReader) else DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
@@ -212,17 +194,22 @@ class Export:
                 plain = options.quantize.depths == PLAIN and name in self.depth_names
                 kind = replace(options, dtype=torch.bfloat16).cast(name, entry.dtype) if plain else entry.dtype
                 entries.append(replace(entry, dtype=kind))
-        return Group(entries, self._size(rule), functools.partial(self._make, rule, coded, entries))
+        stored = [(stored_key(piece, self.reader), piece) for piece in rule.mcore]
+        size = sum(
+            prod(self.reader.shape(key) if piece.shape is None else piece.shape) * self.reader.dtype(key).itemsize
+            for key, piece in stored
+        )
 
-    def _make(self, rule: Rule, coded: Mapping[str, Form], entries: list[Entry]) -> list[Tensor]:
-        reader = self.reader
-        pieces = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-        values = {tensor.name: value for tensor, value in zip(rule.hf, rule.to_hf(pieces), strict=True)}
-        names = [name for name in values if name in coded]
-        if names and (encoding := coded[names[0]].encoding) is not None:
-            for name, parts in zip(names, encoding.encode([values.pop(name) for name in names]), strict=True):
-                values |= {name_of(name, part): tensor for part, tensor in parts.items()}
-        return [values[entry.keys[0]] for entry in entries]
+        def make() -> list[Tensor]:
+            made = rule.to_hf([self.reader.read(key, piece.offset, piece.shape) for key, piece in stored])
+            values = {tensor.name: value for tensor, value in zip(rule.hf, made, strict=True)}
+            names = [name for name in values if name in coded]
+            if names and (encoding := coded[names[0]].encoding) is not None:
+                for name, parts in zip(names, encoding.encode([values.pop(name) for name in names]), strict=True):
+                    values |= {name_of(name, part): tensor for part, tensor in parts.items()}
+            return [values[entry.keys[0]] for entry in entries]
+
+        return Group(entries, size, make)
 
     def _whole(self, rule: Rule, options: Options) -> list[Entry]:
         """The tensors that a rule makes, without quantization."""
@@ -236,13 +223,6 @@ class Export:
             dtype = torch.float32 if rule.rounds else self.reader.dtype(key)
             entries.append(Entry([tensor.name], shape, options.cast(tensor.name, dtype)))
         return entries
-
-    def _size(self, rule: Rule) -> int:
-        keys = ((piece.shape, stored_key(piece, self.reader)) for piece in rule.mcore)
-        return sum(
-            prod(self.reader.shape(key) if shape is None else shape) * self.reader.dtype(key).itemsize
-            for shape, key in keys
-        )
 
     @cached_property
     def depth_names(self) -> frozenset[str]:
@@ -374,14 +354,13 @@ def form_of(
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
 ) -> HFForm:
-    """The form of the folder that a checkpoint is exported to.
+    """The form of the folder that a checkpoint is exported to; one that is open for reading has no kept form.
 
     Args:
-        source: the checkpoint; one that is open for reading has no kept form.
+        source, trust_remote_code: the checkpoint; whether to run the Python code of its tokenizer's folder.
         like: a Hugging Face folder or converted checkpoint from which to take config and files.
         family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
-        trust_remote_code: whether to run the tokenizer folder's Python code.
 
     Raises:
         ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.

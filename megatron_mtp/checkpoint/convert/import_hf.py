@@ -17,15 +17,14 @@ from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, 
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.hf.folder import DRAFTED, HFFolder
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.config import trained_depths
-from megatron_mtp.data.frequent_tokens import tokens_of_file
 from megatron_mtp.files import NOT_KEPT
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, tokens_of_file
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> Converted:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
+DRAFTED = "draft_vocabulary.pt"
+"""Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
 TIED = "tie_word_embeddings"
 LARGEST = 2**31
 """No size of a model is larger; a file with a larger one is corrupted."""
@@ -60,11 +62,7 @@ class HFConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "HFConfig":
-        """Read the `config.json` of a folder.
-
-        Raises:
-            ValueError: there is none, it is not JSON, or a value is of a kind that its key cannot have.
-        """
+        """Read a folder's `config.json`; ValueError for none, or a value of a kind that its key cannot have."""
         source, whole = str(folder / CONFIG), read_json(folder / CONFIG)
         config = cls.from_keys(whole, source)
         for _, says in wrong_kinds(whole):
@@ -82,11 +80,7 @@ class HFConfig:
         return replace(self, keys={**defaults, **self.keys})
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The value of the first of these keys that is present, a whole number of at least `least`.
-
-        Raises:
-            ValueError: no key is present and there is no default, or the value is no such number.
-        """
+        """The value of the first key that is there, a whole number of at least `least`; ValueError for another."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
             raise ConfigError(
@@ -112,15 +106,11 @@ class HFConfig:
         return bool(value)
 
     def words(self, name: str, length: int) -> list[str] | None:
-        """The first `length` entries of a list with one word per layer; None if the key is absent.
-
-        Raises:
-            ValueError: it is no such list.
-        """
+        """The first `length` entries of a list with a word per layer; None if absent, ValueError for another."""
         value = self.keys.get(name)
         if value is None:
             return None
-        if not _are_words(value) or len(value) < length:
+        if not are_words(value) or len(value) < length:
             raise ConfigError(f"{self.source}: '{name}' must be a list of {length} words, one a layer.")
         return value[:length]
 
@@ -133,9 +123,7 @@ class HFConfig:
         """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
         `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
-
-        Raises:
-            ValueError: they are no object, or a number is a text or a truth value.
+        ValueError where they are no object, or a number is a text or a truth value.
         """
         nested = {name: self.keys.get(name) for name in ("rope_scaling", "rope_parameters")}
         for name, value in nested.items():
@@ -175,7 +163,8 @@ def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
                     yield name, f"'{name}' is {part[name]!r:.40}; it must be {kind}"
 
 
-def _are_words(value: Any) -> bool:
+def are_words(value: Any) -> bool:
+    """Whether a value is a list of words."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
@@ -195,7 +184,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "auto_map compression_config quantization_config rope_parameters rope_scaling vision_config",
         lambda value: isinstance(value, dict),
     ),
-    "a list of words": ("architectures layer_types", _are_words),
+    "a list of words": ("architectures layer_types", are_words),
     "a word": ("hidden_act", lambda value: isinstance(value, str)),
     "a type such as bfloat16, or an object of types": ("dtype torch_dtype", _are_types),
     "true or false": ("tie_word_embeddings", lambda value: isinstance(value, bool)),
@@ -217,11 +206,7 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: the file is missing, is no file, or is not JSON.
-    """
+    """Read a JSON file; ValueError where it is missing, is no file, or is not JSON."""
     check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

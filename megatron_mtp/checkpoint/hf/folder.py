@@ -46,8 +46,6 @@ KINDS = {dtype: name for name, dtype in DTYPES.items()}
 EAGLE3 = "LlamaForCausalLMEagle3"
 """Architecture of an EAGLE-3 drafter, which is no model by itself."""
 ADAPTER = "adapter_config.json"
-DRAFTED = "draft_vocabulary.pt"
-"""Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +174,7 @@ def _open(file: Path) -> Any:
 
 
 def stored_in(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, whose header the safetensors library checks.
-
-    Raises:
-        ValueError: it is truncated, damaged or something else.
-    """
+    """The tensors of a safetensors file, whose header the library checks; ValueError where it is damaged."""
     check_file(file)
     try:
         with safe_open(file, framework="pt") as stream:
@@ -226,15 +220,7 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def check_kind(folder: Path, known: Container[str]) -> None:
-    """Refuse a folder of a kind that does not convert.
-
-    Args:
-        folder: the folder, or what the user gave for one.
-        known: every `model_type` that converts.
-
-    Raises:
-        ValueError: the folder is of such a kind, or no folder.
-    """
+    """Raises ValueError for a folder that does not convert, or for none; `known` is every `model_type` that does."""
     of_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
     if of_gguf or (folder.is_file() and folder.suffix == ".gguf"):
         raise ValueError(f"{folder} is a GGUF model, as llama.cpp runs it; give the folder that it was made from.")
@@ -297,7 +283,6 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object."""
     keys = read_json(path)
     if not isinstance(keys, dict):
         raise ValueError(f"{path} holds a {type(keys).__name__}, not an object of keys; fetch it again.")

@@ -6,7 +6,7 @@ huggingface_hub downloads the files to its cache, checks them, and continues an 
 import re
 from pathlib import Path
 
-from megatron_mtp.checkpoint.hf.folder import DRAFTED
+from megatron_mtp.checkpoint.hf.config import DRAFTED
 
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", DRAFTED]

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_mtp.files import written_beside
-from megatron_mtp.patches.catalogue import CATALOGUE
-from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -19,11 +18,7 @@ _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
 def repair_tracker(folder: Path) -> int | None:
-    """Write the newest whole iteration into a tracker that a killed run left empty; None if it was not empty.
-
-    Raises:
-        ValueError: as `unnamed_iteration`.
-    """
+    """Write `unnamed_iteration` into the tracker that a killed run left empty, and return it."""
     newest = unnamed_iteration(folder)
     if newest is not None:
         with written_beside(folder / TRACKER, shared=True) as beside:

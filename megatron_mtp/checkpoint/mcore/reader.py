@@ -40,8 +40,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
-from megatron_mtp.patches.catalogue import CATALOGUE, DamagedError, check_entry, checked_once, foreign, read_catalogue
-from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.catalogue import (
+    CATALOGUE,
+    FORMAT,
+    DamagedError,
+    check_entry,
+    checked_once,
+    foreign,
+    read_catalogue,
+)
 
 Shape = tuple[int, ...]
 
@@ -80,14 +87,15 @@ class DistReader:
         self._index(catalogue.state_dict_metadata)
 
     def _index(self, catalogue: dict[str, Any]) -> None:
-        """Find the tensors in a catalogue, and the layers in those that stack them."""
+        """Find the tensors in a catalogue, and the layers in those that stack equal ones."""
         self._catalogue = catalogue
-        self._tensors = {
-            key: value for key, value in self._catalogue.items() if isinstance(value, TensorStorageMetadata)
-        }
+        self._tensors = {key: value for key, value in catalogue.items() if isinstance(value, TensorStorageMetadata)}
         self._chunks = {(key, tuple(c.offsets)): c for key, entry in self._tensors.items() for c in entry.chunks}
+        stacked = {key: match for key in self._tensors if (match := _STACKED.fullmatch(key))}
         self._layers = {
-            layer: (key, index) for key in self._tensors for index, layer in enumerate(self._layers_of(key))
+            f"{match[1]}{layer}.{match[2]}": (key, layer)
+            for key, match in stacked.items()
+            for layer in range(self._tensors[key].size[0])
         }
         self._stacked = {key for key, _ in self._layers.values()}
 
@@ -144,13 +152,6 @@ class DistReader:
             return self._slab(stacked, (layer, *offset), (1, *shape)).squeeze(0)
         return self._slab(key, offset, shape)
 
-    def _layers_of(self, key: str) -> list[str]:
-        """The keys of the layers in a tensor that stacks them: Megatron does so if all layers have the same form."""
-        match = _STACKED.fullmatch(key)
-        if match is None:
-            return []
-        return [f"{match.group(1)}{layer}.{match.group(2)}" for layer in range(self._tensors[key].size[0])]
-
     def slabs(self, key: str) -> list[tuple[Shape, Shape]]:
         """Offset and shape of every stored piece of a tensor."""
         stacked, layer = self._layers.get(key, (key, None))
@@ -165,8 +166,15 @@ class DistReader:
 
         Layers that are stacked have keys of their own here.
         """
-        stored = [key for key, entry in self._catalogue.items() if isinstance(entry, BytesStorageMetadata)]
-        return {_unstacked(key): key for key in stored if key != COMMON}
+        found: dict[str, str] = {}
+        for stored, entry in self._catalogue.items():
+            if isinstance(entry, BytesStorageMetadata) and stored != COMMON:
+                key = stored
+                if match := _STACKED_OBJECT.fullmatch(stored):
+                    stack, name, layer, place, shape = match.groups()
+                    key = f"{stack}{layer}.{name}_{place[1:] or 0}_{shape[1:] or 1}"
+                found[key] = stored
+        return found
 
     def stored_bytes(self, key: str) -> bytes:
         """An object as it is stored, by its stored key; raises ValueError where it is damaged or not Megatron's."""
@@ -207,11 +215,7 @@ class DistReader:
             self._storage.read_data(LoadPlan(items), target)  # type: ignore[arg-type]
 
     def common(self) -> dict[str, Any]:
-        """What the checkpoint stores beside tensors, with Megatron's arguments under `args`.
-
-        Raises:
-            ValueError: there are no arguments, or the state is none of Megatron's.
-        """
+        """What the checkpoint stores beside tensors; ValueError where its `args` are not Megatron's."""
         state = self.state()
         if not isinstance(state.get("args"), Namespace):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
@@ -267,15 +271,6 @@ def check_query_norms(reader: DistReader, name: str) -> None:
             "--q-lora-rank, and DeepSeek-V2-Lite, Moonlight and this package do not; train it here from the start, or "
             "with --q-lora-rank."
         )
-
-
-def _unstacked(key: str) -> str:
-    """The key of an object in a checkpoint whose layers have keys of their own."""
-    match = _STACKED_OBJECT.fullmatch(key)
-    if match is None:
-        return key
-    stack, name, layer, place, shape = match.groups()
-    return f"{stack}{layer}.{name}_{place[1:] or 0}_{shape[1:] or 1}"
 
 
 BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
@@ -425,11 +420,7 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
-    """Check that the files of a checkpoint exist, and are as long as its catalogue (`places`) requires.
-
-    Raises:
-        ValueError: a file is missing or too short.
-    """
+    """Raises ValueError where a file is missing, or shorter than a checkpoint's catalogue (`places`) requires."""
     ends: dict[str, int] = {}
     for place in places.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -443,10 +434,7 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
 
 
 def check_entries(folder: Path) -> dict[str, Any]:
-    """Compare every entry of a checkpoint with its checksum.
-
-    Returns:
-        Numbers of entries, of entries with a checksum, of bytes, and of seconds, by name.
+    """Compare every entry of a checkpoint with its checksum; returns counts and seconds, by name.
 
     Raises:
         ValueError: entries differ; the message names the first and counts the others.

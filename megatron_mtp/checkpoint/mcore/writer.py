@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE, Shape
 from megatron_mtp.files import synced
-from megatron_mtp.patches.catalogue import CATALOGUE, Summed, crc32_of, seal
-from megatron_mtp.patches.saving import FORMAT
+from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal
 
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|\w*norm)\.weight(?:\.\w+)?")
 
@@ -50,13 +49,7 @@ class Chunk:
 
 
 def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
-    """Append a tensor to a `.distcp` file.
-
-    Args:
-        stream, file: the open file, and its name.
-        key, whole: of the tensor.
-        offset, tensor: the slab, and where it starts.
-    """
+    """Append a tensor to a `.distcp` file, or the slab at `offset` of one whose shape is `whole`."""
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
@@ -106,13 +99,9 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
 def write_catalogue(
     folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes]
 ) -> None:
-    """Complete a folder of chunks: the common state, the catalogue, and last the file that names the format.
+    """Complete an iteration's folder of chunks: the common state, the catalogue, and last the format's name.
 
-    Args:
-        folder: of the iteration.
-        chunks: in its files.
-        common: what Megatron stores beside tensors.
-        objects: others by key, as `DistReader.stored_bytes` gives them.
+    `common` is what Megatron stores beside tensors; `objects` are others by key (`DistReader.stored_bytes`).
     """
     tensors: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}

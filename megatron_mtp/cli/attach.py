@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mtp.checkpoint.families import trained_forms
@@ -27,6 +25,22 @@ from megatron_mtp.losses import LOSSES
 from megatron_mtp.training.run_files import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
+STEPS = {
+    "corpus": "the corpus",
+    "trunk": "the trunk in Megatron's form",
+    "start": "the MTP layers",
+    "sample": "the model's own texts",
+    "before": "loss and acceptance before the training",
+    "train": "the training",
+    "export": "the Hugging Face folder",
+    "verify": "the proof that folder and checkpoint are the same model",
+    "draft": "drafting",
+}
+"""The steps in their order, and their names in the output."""
+ON_RANKS, OF_THE_FOLDER = ("before", "train"), ("export", "verify")
+AFTER_START = "sample"
+"""The step before which it is known what the attached model is."""
+LEAST_TEXTS = 25
 PASSES = 2
 """Default of --unroll: the best number that docs/attaching.md has measured."""
 
@@ -63,21 +77,26 @@ def main(arguments: list[str], program: str) -> int:
         _check(args)
         _check_texts(args)
     if args.dry_run:
-        for name, step in STEPS.items():
-            if args.only in (None, name):
-                command = step.command(args)
-                print(f"> {step.line}: {'finished' if command is None else shlex.join([PROGRAM, *command])}")
+        for step, line in STEPS.items():
+            if args.only in (None, step):
+                command = command_of(step, args)
+                print(f"> {line}: {'finished' if command is None else shlex.join([PROGRAM, *command])}")
         return 0
     if args.only is not None:
         return _only(args)
     formless = None
-    for name, step in STEPS.items():
-        if name == AFTER_START:
+    for step, line in STEPS.items():
+        if step == AFTER_START:
             formless = _warned(args)
-        if (formless and name in OF_THE_FOLDER) or (command := step.command(args)) is None:
+        if (formless and step in OF_THE_FOLDER) or (command := command_of(step, args)) is None:
             continue
-        print(f"> {step.line}", flush=True)
-        if status := _in_own_process(step, command, args):
+        print(f"> {line}", flush=True)
+        launcher = _words(args.launch) if step in ON_RANKS and args.launch else [sys.executable]
+        try:
+            status = subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
+        except KeyboardInterrupt:  # the step itself has printed a line
+            return INTERRUPTED
+        if status:
             return status
     print(f"> before: {args.run}/before/metrics.jsonl; after: {args.run}/metrics.jsonl and metrics.png")
     print(
@@ -213,12 +232,9 @@ def _check_texts(args: Namespace) -> None:
         raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")
 
 
-LEAST_TEXTS = 25
-
-
 def _only(args: Namespace) -> int:
     """Run the step of --only in this process; steps of a folder that there can be none of are left out."""
-    if (args.only in OF_THE_FOLDER and _warned(args)) or (command := STEPS[args.only].command(args)) is None:
+    if (args.only in OF_THE_FOLDER and _warned(args)) or (command := command_of(args.only, args)) is None:
         return 0
     verb, *arguments = command
     status: int = module_of(verb).main(arguments, f"{PROGRAM} {verb}")
@@ -252,64 +268,68 @@ def _warned(args: Namespace) -> bool:
     return False
 
 
-def _in_own_process(step: "Step", command: list[str], args: Namespace) -> int:
-    """Run a step in one process, or in the ranks that --launch starts; on Ctrl-C the step itself prints a line."""
-    launcher = _words(args.launch) if step.on_ranks and args.launch else [sys.executable]
-    try:
-        return subprocess.run([*launcher, "-m", "megatron_mtp", *command]).returncode
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step.
-
-    Attributes:
-        line: its name in the output.
-        command: the verb and its arguments, from the flags; None if the step is finished.
-        on_ranks: whether it runs on all ranks.
-    """
-
-    line: str
-    command: Callable[[Namespace], list[str] | None]
-    on_ranks: bool = False
-
-
-def _has_corpus(args: Namespace) -> bool:
-    """Return whether the corpus is made into tokens; not that of conversations, which the model answers itself."""
-    return args.self_generated is None or not _is_chat(args.corpus)
-
-
-def _corpus(args: Namespace) -> list[str] | None:
-    if not _has_corpus(args):
-        return None
-    source = "--chat" if _is_chat(args.corpus) else "--input"
-    return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", _data(args)]
-
-
-def _data(args: Namespace) -> str:
-    return str(args.run / "data" / "corpus")
+def command_of(step: str, args: Namespace) -> list[str] | None:
+    """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
+    run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
+    data, chat = run / "data" / "corpus", _is_chat(args.corpus)
+    texts = args.self_generated is None or not chat  # of conversations the model answers the prompts itself
+    match step:
+        case "corpus" if texts:
+            source = "--chat" if chat else "--input"
+            return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
+        case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
+            return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
+        case "start" if not start.is_dir() and args.donor is not None:
+            return ["convert", "graft", str(args.donor), str(args.model), str(start), "--resume"]
+        case "start" if not start.is_dir():
+            init = args.mtp_init or ("last-layer" if chat else "fitted")
+            flags = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init]
+            flags += ["--data-path", str(data)] if init == "fitted" else []
+            return ["convert", "attach-mtp", f"{run}/trunk", str(start), *flags, "--resume"]
+        case "sample" if args.self_generated is not None:
+            flags = ["--load", str(start if args.donor else run / "trunk"), "--tokenizer", str(args.model)]
+            flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
+            flags += ["--data-path", str(data)] if texts else ["--chat", args.corpus]
+            flags += ["--anywhere"] if args.anywhere else []
+            flags += ["--texts", str(args.self_generated), "--temperature", args.temperature]
+            flags += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
+            return ["sample", *flags, "--output-prefix", _trained_on(args)]
+        case "before":
+            file = run / "before" / "metrics.jsonl"
+            if file.exists() and file.stat().st_size:  # a killed run may leave it empty
+                return None
+            flags = ["--skip-train", "--eval-interval", "1", "--load", str(start), "--finetune"]
+            return ["train", *_training(args), *flags, "--mtp-metrics-dir", f"{run}/before"]
+        case "train":
+            load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", str(start), "--finetune"]
+            intervals = f"--save-interval {args.save_every or args.steps} --eval-interval {args.steps}".split()
+            return ["train", *_training(args), *load, *intervals, "--save", str(saved), "--mtp-metrics-dir", str(run)]
+        case "export":
+            target, written = run / "exported", run / "exported" / "config.json"
+            if written.exists() and written.stat().st_mtime >= (saved / TRACKER).stat().st_mtime:
+                return None
+            if target.is_dir() and not args.dry_run:
+                shutil.rmtree(target)
+            family = [] if _family(args) is None else ["--family", str(_family(args))]
+            flags = [*family, "--tokenizer", str(args.model), "--resume"]
+            return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
+        case "verify":  # it prints which logits are not compared, and why
+            return ["convert", "verify", f"{run}/exported", str(saved), "--allow-uncompared"]
+        case "draft":
+            passes = _passes(args)
+            repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes}
+            config = json.dumps(repeated if passes else {"method": "mtp"})
+            flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
+            return ["generate", "--load", str(saved), *flags]
+    return None
 
 
 def _trained_on(args: Namespace) -> str:
-    return _data(args) if args.self_generated is None else str(args.run / "data" / "own")
-
-
-def _sample(args: Namespace) -> list[str] | None:
-    if args.self_generated is None:
-        return None
-    prompts = ["--data-path", _data(args)] if _has_corpus(args) else ["--chat", args.corpus]
-    prompts += ["--anywhere"] if args.anywhere else []
-    texts = ["--texts", str(args.self_generated), "--temperature", args.temperature]
-    texts += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
-    model = ["--load", str(args.run / ("start" if args.donor else "trunk")), "--tokenizer", str(args.model)]
-    model += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
-    return ["sample", *model, *prompts, *texts, "--output-prefix", _trained_on(args)]
+    return f"{args.run}/data/{'corpus' if args.self_generated is None else 'own'}"
 
 
 def _is_chat(corpus: str) -> bool:
-    """Return whether it is a file of conversations."""
+    """Whether it is a file of conversations."""
     if not corpus.endswith(".jsonl") or not Path(corpus).is_file():
         return False
     with open(corpus, encoding="utf-8", errors="replace") as file:
@@ -318,42 +338,6 @@ def _is_chat(corpus: str) -> bool:
         return is_chat(json.loads(line))
     except (ValueError, TypeError):
         return False
-
-
-def _trunk(args: Namespace) -> list[str] | None:
-    target = args.run / "trunk"
-    if target.is_dir() or args.donor is not None:
-        return None
-    return ["convert", "hf-to-mcore", str(args.model), str(target), "--resume"]
-
-
-def _start(args: Namespace) -> list[str] | None:
-    target = args.run / "start"
-    if target.is_dir():
-        return None
-    if args.donor is not None:
-        return ["convert", "graft", str(args.donor), str(args.model), str(target), "--resume"]
-    init = args.mtp_init or ("last-layer" if _is_chat(args.corpus) else "fitted")
-    text = ["--data-path", _data(args)] if init == "fitted" else []
-    depths = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init, *text]
-    return ["convert", "attach-mtp", str(args.run / "trunk"), str(target), *depths, "--resume"]
-
-
-def _before(args: Namespace) -> list[str] | None:
-    folder = args.run / "before"
-    file = folder / "metrics.jsonl"
-    if file.exists() and file.stat().st_size:  # a killed run may leave it empty
-        return None
-    flags = f"--skip-train --eval-interval 1 --load {args.run}/start --finetune --mtp-metrics-dir {folder}"
-    return ["train", *_training(args), *flags.split()]
-
-
-def _train(args: Namespace) -> list[str]:
-    saved = args.run / "checkpoint"
-    load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", str(args.run / "start"), "--finetune"]
-    intervals = f"--save-interval {args.save_every or args.steps} --eval-interval {args.steps}"
-    folders = ["--save", str(saved), "--mtp-metrics-dir", str(args.run)]
-    return ["train", *_training(args), *load, *intervals.split(), *folders]
 
 
 def _training(args: Namespace) -> list[str]:
@@ -379,50 +363,6 @@ def _passes(args: Namespace) -> int | None:
     return args.unroll or (PASSES if args.mtp_layers is None else None)
 
 
-def _export(args: Namespace) -> list[str] | None:
-    saved, target = args.run / "checkpoint", args.run / "exported"
-    written = target / "config.json"
-    if written.exists() and written.stat().st_mtime >= (saved / TRACKER).stat().st_mtime:
-        return None
-    if target.is_dir() and not args.dry_run:
-        shutil.rmtree(target)
-    family = [] if _family(args) is None else ["--family", str(_family(args))]
-    flags = [*family, "--tokenizer", str(args.model), "--resume"]
-    return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
-
-
 def _family(args: Namespace) -> str | None:
     """The family of the exported folder; None for the model's own, or the one that fits."""
     return args.family or (None if args.donor is not None else "glm4_moe")
-
-
-def _verify(args: Namespace) -> list[str]:
-    folders = [str(args.run / "exported"), str(args.run / "checkpoint")]
-    return ["convert", "verify", *folders, "--allow-uncompared"]  # it prints which logits are not compared, and why
-
-
-def _draft(args: Namespace) -> list[str]:
-    config: dict[str, str | int] = {"method": "mtp"}
-    if passes := _passes(args):
-        config = {"method": "mtp_eagle", "num_speculative_tokens": passes}
-    method = ["--speculative-config", json.dumps(config), "--compare"]
-    prompt = ["--prompt", args.prompt, "--max-new-tokens", "96"]
-    return ["generate", "--load", str(args.run / "checkpoint"), *prompt, *method]
-
-
-STEPS = {
-    "corpus": Step("the corpus", _corpus),
-    "trunk": Step("the trunk in Megatron's form", _trunk),
-    "start": Step("the MTP layers", _start),
-    "sample": Step("the model's own texts", _sample),
-    "before": Step("loss and acceptance before the training", _before, on_ranks=True),
-    "train": Step("the training", _train, on_ranks=True),
-    "export": Step("the Hugging Face folder", _export),
-    "verify": Step("the proof that folder and checkpoint are the same model", _verify),
-    "draft": Step("drafting", _draft),
-}
-
-AFTER_START = "sample"
-"""The step before which it is known what the attached model is."""
-
-OF_THE_FOLDER = ("export", "verify")

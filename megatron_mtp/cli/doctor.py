@@ -103,16 +103,12 @@ def check_versions() -> list[Check]:
         ("Python", platform.python_version(), SpecifierSet(about["Requires-Python"]))
     ]
     rows += [(one.name, _installed(one.name), one.specifier) for one in required if one.marker is None]
-    return [
-        Check(
-            name,
-            found,
-            found is not None and supported.contains(found, prereleases=True),
-            needed=True,
-            says=f"supported is {supported}" if supported else "any version is supported",
-        )
-        for name, found, supported in rows
-    ]
+    checks = []
+    for name, found, supported in rows:
+        fits = found is not None and supported.contains(found, prereleases=True)
+        says = f"supported is {supported}" if supported else "any version is supported"
+        checks.append(Check(name, found, fits, needed=True, says=says))
+    return checks
 
 
 def _installed(name: str) -> str | None:
@@ -142,11 +138,11 @@ def check_device() -> list[Check]:
 
 
 def _torch() -> ModuleType | None:
-    try:
+    with suppress(ImportError, OSError):  # a library that torch needs may be missing
         import torch
-    except (ImportError, OSError):  # a library that torch needs may be missing
-        return None
-    return torch
+
+        return torch
+    return None
 
 
 def check_kernels() -> list[Check]:
@@ -155,11 +151,9 @@ def check_kernels() -> list[Check]:
     costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
     broken = None if found is None or torch is None else why_not("transformer_engine.pytorch")
     is_whole = found is not None and torch is not None and broken is None
-    if is_whole:
-        on_cuda = torch is not None and torch.cuda.is_available()
-        costs = (
-            "fused layers" if on_cuda else "it can be imported; without a CUDA device Megatron's own modules are used"
-        )
+    if is_whole and torch is not None:
+        unused = "it can be imported; without a CUDA device Megatron's own modules are used"
+        costs = "fused layers" if torch.cuda.is_available() else unused
     engine = Check("Transformer Engine", found, is_whole, False, f"{broken}; {costs}" if broken else costs)
     triton, compiler = _installed("triton"), shutil.which("g++")
     why = "it is not installed" if triton is None else why_no_launcher()

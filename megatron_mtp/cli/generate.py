@@ -131,7 +131,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     import torch
 
     from megatron_mtp.cli.cost import Work, summary, table
-    from megatron_mtp.cli.terminal import Stream, read_prompts
+    from megatron_mtp.cli.terminal import Stream, quoted, read_prompts
     from megatron_mtp.decoding.api import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
@@ -170,22 +170,22 @@ def run(args: Namespace, answer: TextIO) -> None:
             steps[update.request].append(update.as_json())
 
     texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
-    plain = same = None
-    if args.compare and config is not None:
-        cost, plain, same = work.compared(config, texts, cost)
+    compared = None if config is None or not args.compare else work.compared(config, texts, cost)
+    cost, plain, same = compared or (cost, None, None)
     figures = summary(cost, runner.dtype, plain, same)
     if not is_first:
         return
     if args.record is not None:
         _record(args.record / DRAFTS, prompts, steps, config, figures, tokenizer)
+    shown = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
     if args.json:
-        print(json.dumps(_as_json(texts, tokenizer, figures)), file=answer, flush=True)
+        both: dict[str, Any] = {"token_ids": texts, "text": shown}
+        one = {name: value and value[0] for name, value in both.items()}  # no list of all
+        print(json.dumps((one if len(texts) == 1 else both) | figures), file=answer, flush=True)
         return
     if stream is None:
-        _print_texts(prompts, texts, tokenizer)
-    else:
-        print()
-    print(f"\n{table(figures, sampled=not sampling.greedy)}")
+        _print_texts([quoted(prompt, tokenizer) for prompt in prompts], texts, shown)
+    print(f"{chr(10) if stream else ''}\n{table(figures, sampled=not sampling.greedy)}")
 
 
 def _record(
@@ -226,22 +226,9 @@ def _ends(
     return end_tokens(tokenizer), cutter(args.stop, tokenizer) if args.stop else None
 
 
-def _as_json(
-    texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None", figures: dict[str, Any]
-) -> dict[str, Any]:
-    """`token_ids`, `text` and the figures; of several prompts, the first two are lists."""
-    written = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
-    if len(texts) > 1:
-        return {"token_ids": texts, "text": written, **figures}
-    return {"token_ids": texts[0], "text": None if written is None else written[0], **figures}
-
-
-def _print_texts(prompts: list[list[int]], texts: list[list[int]], tokenizer: "PreTrainedTokenizerBase | None") -> None:
+def _print_texts(prompts: list[str], texts: list[list[int]], shown: list[str] | None) -> None:
     """Texts that were not streamed, each after its prompt; token ids where there is no tokenizer."""
-    from megatron_mtp.cli.terminal import quoted
-
-    for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True), start=1):
-        sign = f"[{number}] " if len(texts) > 1 else ""
-        print(f"> {sign}prompt: {quoted(prompt, tokenizer)}")
-        body = ",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
-        print(f"{sign}{body}")
+    for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True)):
+        sign = f"[{number + 1}] " if len(texts) > 1 else ""
+        print(f"> {sign}prompt: {prompt}")
+        print(f"{sign}{','.join(map(str, ids)) if shown is None else shown[number]}")

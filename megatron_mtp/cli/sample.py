@@ -131,14 +131,17 @@ def run(args: Namespace) -> int:
             for ending in ENDINGS:
                 remove(Path(f"{args.output_prefix}.{ending}"))
         texts = read_samples(file, settings)
-        if _is_done(args, settings):
+        made, corpus = read_sidecar(args.output_prefix), {**settings, "texts": args.texts}
+        files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "answers.npy")]
+        whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
+        if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
         how = SampleSettings(
             sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs
         )
         _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
-        _publish(args, texts, encoder, settings)
+        _publish(args, texts, encoder, corpus)
     return 0
 
 
@@ -179,14 +182,6 @@ def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
             "--anywhere, a --temperature or fewer texts."
         )
     return found
-
-
-def _is_done(args: Namespace, settings: dict[str, Any]) -> bool:
-    """Whether the corpus of these texts is there, and whole."""
-    made = read_sidecar(args.output_prefix)
-    files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "answers.npy")]
-    whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
-    return whole and made.get("settings") == {**settings, "texts": args.texts}
 
 
 def _write(
@@ -245,7 +240,7 @@ def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder",
     ids = ([*text.prompt, *text.tokens] for text in texts)
     sequences = (one[:-1] if one[-1] == encoder.eod_id else one for one in ids)
     answers = [(len(text.prompt), len(text.prompt) + len(text.tokens)) for text in texts]
-    record = write_sequences(sequences, answers, encoder, args.output_prefix, {**settings, "texts": args.texts})
+    record = write_sequences(sequences, answers, encoder, args.output_prefix, settings)
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
     left_out = (

@@ -37,13 +37,13 @@ def settings(model: Path, run: Path, *flags: str) -> Namespace:
 @pytest.mark.parametrize("layers", ["--mtp-layers", "--depths"])
 def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", layers, "3", "--float32", "--bf16", "--seed", "7")
-    steps = [step.command(args) for name, step in attach.STEPS.items() if name != "sample"]
+    steps = [attach.command_of(name, args) for name in attach.STEPS if name != "sample"]
     for words in steps:
         assert words is not None
         parse("megatron-mtp", *words)
     assert [words[0] for words in steps if words] == ORDER
-    assert attach.STEPS["sample"].command(args) is None
-    assert '{"method": "mtp"}' in (attach.STEPS["draft"].command(args) or [])
+    assert attach.command_of("sample", args) is None
+    assert '{"method": "mtp"}' in (attach.command_of("draft", args) or [])
     before, training = (words for words in steps if words and words[0] == "train")
     assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
     for words in (before, training):
@@ -55,7 +55,7 @@ def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, t
 @pytest.mark.parametrize(("flags", "passes"), [([], attach.PASSES), (["--unroll", "4"], 4)])
 def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", *flags)
-    commands = {name: attach.STEPS[name].command(args) or [] for name in ("start", "before", "train", "draft")}
+    commands = {name: attach.command_of(name, args) or [] for name in ("start", "before", "train", "draft")}
     for words in commands.values():
         parse("megatron-mtp", *words)
     for name in ("start", "before", "train"):
@@ -67,7 +67,7 @@ def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model:
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = settings(model, run, "--self-generated", "200", "--temperature", "0", "--anywhere")
-    words = attach.STEPS["sample"].command(args)
+    words = attach.command_of("sample", args)
     assert words is not None
     parse("megatron-mtp", *words)
     given = dict(pairwise(words))
@@ -75,7 +75,7 @@ def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_pa
     assert (given["--texts"], given["--temperature"], given["--dtype"]) == ("200", "0", "bfloat16")
     assert "--anywhere" in words
     for name in ("before", "train"):
-        training = attach.STEPS[name].command(args)
+        training = attach.command_of(name, args)
         assert training is not None
         assert training[training.index("--data-path") + 1] == given["--output-prefix"] == str(run / "data/own")
 
@@ -84,10 +84,10 @@ def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, t
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation, whichever command cuts them
     for name in ("before", "train"):
-        training = attach.STEPS[name].command(args)
+        training = attach.command_of(name, args)
         assert training is not None
         assert [training[place + 1] for place, word in enumerate(training) if word == "--split"] == [split]
-    words = attach.STEPS["sample"].command(args)
+    words = attach.command_of("sample", args)
     assert words is not None
     asked = of_sample("sample").parse_args(words[1:])
     assert (asked.split, asked.part) == (split, "training")
@@ -98,11 +98,11 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     args.corpus = str(chats)
-    words = attach.STEPS["sample"].command(args)
+    words = attach.command_of("sample", args)
     assert words is not None
     assert words[words.index("--chat") + 1] == str(chats)
-    assert attach.STEPS["corpus"].command(args) is None
-    assert "last-layer" in (attach.STEPS["start"].command(args) or [])
+    assert attach.command_of("corpus", args) is None
+    assert "last-layer" in (attach.command_of("start", args) or [])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
     assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
 def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
     for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
         args = settings(model, tmp_path / "run", *flags)
-        words = attach.STEPS["start"].command(args) or []
+        words = attach.command_of("start", args) or []
         made = of_convert("convert").parse_args(words[1:])
         fitted_to = str(tmp_path / "run/data/corpus") if init == "fitted" else None
         assert (made.mtp_init, made.data_path) == (init, fitted_to)
@@ -121,7 +121,7 @@ def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
 def test_the_layers_of_a_donor_are_grafted_on_the_model(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = settings(model, run, "--donor", "donor", "--self-generated", "99")
-    commands = {name: step.command(args) or [] for name, step in attach.STEPS.items()}
+    commands = {name: attach.command_of(name, args) or [] for name in attach.STEPS}
     for words in filter(None, commands.values()):
         parse("megatron-mtp", *words)
     assert commands["trunk"] == []  # the graft reads the folder itself, whose config may count lost layers
@@ -243,11 +243,11 @@ def finish(run: Path) -> None:
 def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path)
     finish(tmp_path)
-    left = {name for name, step in attach.STEPS.items() if step.command(args)}
+    left = {name for name in attach.STEPS if attach.command_of(name, args)}
     assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
     (tmp_path / "before" / "metrics.jsonl").write_text("")
-    assert attach.STEPS["before"].command(args)
-    training = attach.STEPS["train"].command(args)
+    assert attach.command_of("before", args)
+    training = attach.command_of("train", args)
     assert training is not None
     assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")
     assert "--finetune" not in training
@@ -256,7 +256,7 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path, tmp_path: Path) -> None:
     finish(tmp_path)
     os.utime(tmp_path / "exported" / "config.json", (1, 1))
-    words = attach.STEPS["export"].command(settings(model, tmp_path))
+    words = attach.command_of("export", settings(model, tmp_path))
     assert words is not None
     assert not (tmp_path / "exported").exists()
 

@@ -28,37 +28,28 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
-    """Facts by name; what does not convert is described as far as it can be read, with the reason.
-
-    Args:
-        folder: a Hugging Face folder, or a checkpoint.
-        check: read a checkpoint as a whole, and compare its entries with their checksums.
+    """Facts of a folder or checkpoint, by name; what does not convert is described as far as it can be read.
 
     Returns:
         The facts; `ok` is false for what is damaged, or does not hold what its config says.
 
     Raises:
-        ValueError: nothing of a model can be read, or the checksums of a checkpoint differ.
+        ValueError: nothing of a model can be read, or, with `check`, the checksums of a checkpoint's entries differ.
     """
     try:
-        return _whole(folder, check)
+        if is_drafter(folder) and not check:
+            return described(folder)
+        check_kind(folder, known_types())
+        if not (folder / CONFIG).is_file():
+            return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
+        if not check:
+            return _hf(folder)
     except ValueError as error:
         found = None if check else _described(folder, str(error))
         if found is None:
             raise
         return found
-
-
-def _whole(folder: Path, check: bool) -> dict[str, Any]:
-    """Facts about what converts."""
-    if is_drafter(folder) and not check:
-        return described(folder)
-    check_kind(folder, known_types())
-    if not (folder / CONFIG).is_file():
-        return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
-    if check:
-        raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
-    return _hf(folder)
+    raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
 
 
 def _described(folder: Path, reason: str) -> dict[str, Any] | None:
@@ -88,11 +79,7 @@ def read_checked(folder: Path) -> HFModel:
 
 
 def names(folder: Path, rows: bool = False) -> list[Any]:
-    """The name table of a model: Hugging Face tensors, Megatron tensors, shapes.
-
-    Args:
-        folder: a Hugging Face folder, or a checkpoint, whose table is that of its export.
-        rows: whether to return an object for every rule, not a line for every kind of rule.
+    """The name table of a folder, or of a checkpoint's export: a line for every kind of rule, or `rows` for each rule.
 
     Raises:
         ValueError: it is neither of the two, is damaged, or no family has a place for the checkpoint's model.

@@ -17,7 +17,7 @@ from tiers import tiered
 
 from megatron_mtp.checkpoint.convert import hybrid, stream
 from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, plan_migration
-from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Group, Options
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -219,14 +219,13 @@ def with_keys(change: Callable[[dict[str, list[str]]], None]) -> Callable[[pytes
     """The conversion writes tensors under keys that `change` has put wrong."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = hybrid._new_keys
+        original = hybrid._parts
 
-        def planted(*given: Any) -> dict[str, list[str]]:
-            keys = original(*given)
+        def planted(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
             change(keys)
-            return keys
+            return original(reader, keys)
 
-        patch.setattr(hybrid, "_new_keys", planted)
+        patch.setattr(hybrid, "_parts", planted)
         patch.setattr(Halves, "check", lambda *_: None)
 
     return plant
@@ -253,8 +252,12 @@ def with_setting(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def without_step(patch: pytest.MonkeyPatch) -> None:
-    original = hybrid._common
-    patch.setattr(hybrid, "_common", lambda *given: original(*given) | {"opt_param_scheduler": {"max_lr": 0.1}})
+    schedule = {"opt_param_scheduler": {"max_lr": 0.1}}
+
+    def files(path: Path, common: dict[str, Any], *more: Any) -> CheckpointFiles:
+        return CheckpointFiles(path, common | schedule, *more)
+
+    patch.setattr(hybrid, "CheckpointFiles", files)
 
 
 TENSORS, STATE = "tensors that are equal bit by bit", "tensors of the optimizer's state that are equal bit by bit"

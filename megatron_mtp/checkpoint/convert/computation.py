@@ -94,15 +94,8 @@ def _scales(found: Settings) -> bool:
 def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
     """Compare a `config.json` with a checkpoint's arguments; a model that Megatron cannot run passes.
 
-    Args:
-        keys: of the `config.json`.
-        layout: depths and forms of the folder.
-        args: Megatron's arguments, from the checkpoint.
-        source: where the keys are from, for messages.
-        remedy: what the user can do about a difference, for messages.
-
     Raises:
-        ValueError: they describe different computations.
+        ValueError: they describe different computations; it names the `source` of the keys, and a `remedy`.
     """
     config = HFConfig.from_keys(keys, source)
     family = family_of(config)

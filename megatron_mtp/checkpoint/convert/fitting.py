@@ -15,7 +15,6 @@ Letters: S positions of a text, B batch (1), N positions of a sum, H hidden.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -87,11 +86,9 @@ class Fit:
     """The fit of one trunk, checked before any of it runs.
 
     Args:
-        reader: the checkpoint of the trunk.
-        args: Megatron's arguments of the model with depths.
+        reader, args: the checkpoint of the trunk; Megatron's arguments of the model with depths.
         layer: index of the trunk's layer that a depth begins with.
-        data: what to fit on.
-        seed: of the draws.
+        data, seed: what to fit on, and the seed of the draws.
 
     Raises:
         ValueError: the corpus is absent, too small, or has tokens that the model lacks, or the trunk needs more
@@ -100,7 +97,13 @@ class Fit:
 
     def __init__(self, reader: DistReader, args: Namespace, layer: int, data: FitData, seed: int) -> None:
         check_data_prefixes([data.data_path], args.padded_vocab_size)
-        _check_memory(reader)
+        needed = FLOAT32 * sum(prod(reader.shape(key)) for key in reader.keys)
+        free = psutil.virtual_memory().available if substitutions.installed() else torch.cuda.mem_get_info()[0]
+        if needed > free:
+            raise ValueError(
+                f"--mtp-init fitted runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and "
+                f"{free / 1e9:.1f} GB are free; give --mtp-init last-layer, which reads one layer at a time."
+            )
         self._texts = data.texts(args.hidden_size, seed)
         self._reader, self._args, self._layer = reader, args, layer
 
@@ -112,24 +115,15 @@ class Fit:
         """
         model = model_of(self._args)
         fill(model, self._reader, ("embedding.", "decoder."))
+        fitted, held_out = Moments.zero(self._args.hidden_size), Moments.zero(self._args.hidden_size)
         total = sum(map(len, self._texts))
         with tqdm(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet or None) as bar:
-            return fit(self._moments(model, bar), self._args.hidden_size)
-
-    def _moments(self, model: MTPTrunk, bar: "tqdm[None]") -> "Iterator[Moments]":
-        for tokens_S in self._texts:
-            yield moments(model, self._layer, tokens_S)
-            bar.update(len(tokens_S))
-
-
-def _check_memory(reader: DistReader) -> None:
-    needed = FLOAT32 * sum(prod(reader.shape(key)) for key in reader.keys)
-    free = psutil.virtual_memory().available if substitutions.installed() else torch.cuda.mem_get_info()[0]
-    if needed > free:
-        raise ValueError(
-            f"--mtp-init fitted runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB "
-            "are free; give --mtp-init last-layer, which reads one layer at a time."
-        )
+            for number, tokens_S in enumerate(self._texts, 1):
+                (fitted if number % HELD_OUT else held_out).add_(moments(model, self._layer, tokens_S))
+                bar.update(len(tokens_S))
+        best = min(RIDGES, key=lambda ridge: held_out.error(fitted.solved(ridge)))
+        fitted.add_(held_out)
+        return fitted.solved(best).float().cpu()
 
 
 @dataclass(frozen=True)
@@ -163,16 +157,6 @@ class Moments:
     def error(self, weight: Tensor) -> float:
         """The sum of squares that W leaves, less what does not depend on W."""
         return float((weight @ self.uu * weight).sum() - 2 * (weight.T * self.ux).sum())
-
-
-def fit(parts: Iterator[Moments], hidden: int) -> Tensor:
-    """eh_proj [H, 2H] from the moments of every text, in float32."""
-    fitted, held_out = Moments.zero(hidden), Moments.zero(hidden)
-    for number, part in enumerate(parts, 1):
-        (fitted if number % HELD_OUT else held_out).add_(part)
-    best = min(RIDGES, key=lambda ridge: held_out.error(fitted.solved(ridge)))
-    fitted.add_(held_out)
-    return fitted.solved(best).float().cpu()
 
 
 @torch.no_grad()

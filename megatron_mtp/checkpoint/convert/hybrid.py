@@ -15,7 +15,7 @@ decoder.final_layernorm.weight                      <->   decoder.final_norm.wei
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,10 +63,6 @@ UNEVEN = (
 def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
     """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone.
 
-    Args:
-        source: the checkpoint.
-        to_hybrid: whether a GPT becomes a hybrid, or a hybrid a GPT.
-
     Raises:
         ValueError: the model has no such form, the optimizer's state cannot be moved, or the checkpoint is damaged.
     """
@@ -80,11 +76,21 @@ def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
     pattern = (new if to_hybrid else old).hybrid_layer_pattern
     _check_optimizer(common, pattern, str(source))
     halves = Halves.of(pattern)
-    keys = _new_keys(halves, [*reader.keys, *reader.state_keys], to_hybrid)
+    renamed = (lambda key: [halves.hybrid_key(key)]) if to_hybrid else halves.gpt_keys
+    keys: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for key in (*reader.keys, *reader.state_keys):
+        if taken.isdisjoint(names := renamed(key)):  # of two old keys for the same tensor the first stays
+            keys[key] = names
+            taken.update(names)
     depths = 1 if old.mtp_num_layers and getattr(old, "mtp_use_repeated_layer", False) else old.mtp_num_layers or 0
     halves.check((key for names in keys.values() for key in names) if to_hybrid else keys, depths, str(source))
-    common = _common(common, new, to_hybrid)
-    objects = _objects(halves, reader, to_hybrid)
+    metadata = {**UNTRAINED["content_metadata"], **(common.get("content_metadata") or {})}
+    metadata |= {} if (form := sharding_type(common)) is None else {"distrib_optim_sharding_type": form}
+    metadata |= {} if to_hybrid else {"non_homogeneous_layers": True}  # every layer has tensors of its own
+    common = {**common, "args": new, "content_metadata": metadata}
+    kept = ((key, stored) for key, stored in reader.objects.items() if to_hybrid or key != HEAD_STATE)
+    objects = {name: stored for key, stored in kept for name in renamed(key)}
     iteration = RELEASE if reader.folder.name == RELEASE else str(common["iteration"])
 
     def files(folder: PartialFolder, _: Options) -> CheckpointFiles:
@@ -122,58 +128,24 @@ def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
         )
 
 
-def _new_keys(halves: "Halves", keys: Iterable[str], to_hybrid: bool) -> dict[str, list[str]]:
-    """Every old key with its new ones; of two old keys for the same tensor the first stays."""
-    found: dict[str, list[str]] = {}
-    taken: set[str] = set()
-    for key in keys:
-        names = [halves.hybrid_key(key)] if to_hybrid else halves.gpt_keys(key)
-        if taken.isdisjoint(names):
-            found[key] = names
-            taken.update(names)
-    return found
-
-
-def _objects(halves: "Halves", reader: DistReader, to_hybrid: bool) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, stored in reader.objects.items():
-        if to_hybrid or key != HEAD_STATE:
-            found |= dict.fromkeys([halves.hybrid_key(key)] if to_hybrid else halves.gpt_keys(key), stored)
-    return found
-
-
-def _common(old: dict[str, Any], args: Namespace, to_hybrid: bool) -> dict[str, Any]:
-    """What the source stores beside tensors, with other arguments; every layer has tensors of its own."""
-    metadata = {**UNTRAINED["content_metadata"], **(old.get("content_metadata") or {})}
-    if (form := sharding_type(old)) is not None:
-        metadata["distrib_optim_sharding_type"] = form
-    if not to_hybrid:
-        metadata["non_homogeneous_layers"] = True
-    return {**old, "args": args, "content_metadata": metadata}
-
-
 def _parts(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
-    """All pieces of all tensors, as many to a part as fit."""
+    """All stored pieces of all tensors, for their new keys, as many to a part as fit."""
     parts: list[list[Group]] = [[]]
     room = FILE_BYTES
-    for group in (group for key, names in keys.items() for group in _pieces(reader, key, names)):
-        if parts[-1] and group.size > room:
-            parts.append([])
-            room = FILE_BYTES
-        parts[-1].append(group)
-        room -= group.size
+    for key, names in keys.items():
+        for offset, shape in reader.slabs(key):
+            entry = Entry(names, shape, reader.dtype(key), reader.shape(key), offset)
+            size = entry.bytes // len(names)
+            if parts[-1] and size > room:
+                parts.append([])
+                room = FILE_BYTES
+            parts[-1].append(Group([entry], size, partial(_read, reader, key, offset, shape)))
+            room -= size
     return parts
 
 
-def _pieces(reader: DistReader, key: str, names: list[str]) -> Iterator[Group]:
-    """The stored pieces of a tensor, for its new keys."""
-    for offset, shape in reader.slabs(key):
-        entry = Entry(names, shape, reader.dtype(key), reader.shape(key), offset)
-        yield Group([entry], entry.bytes // len(names), partial(_piece, reader, key, entry))
-
-
-def _piece(reader: DistReader, key: str, entry: Entry) -> list[Tensor]:
-    return [reader.read(key, entry.offset, entry.shape)]
+def _read(reader: DistReader, *piece: Any) -> list[Tensor]:
+    return [reader.read(*piece)]
 
 
 ATTENTION = (Symbols.ATTENTION, Symbols.MLA)
@@ -192,14 +164,11 @@ NOT_IN_HYBRIDS = (
 
 
 def hybrid_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the hybrid that computes what a GPT of these arguments does.
-
-    Raises:
-        ValueError: it is a hybrid, or computes something that a hybrid does not; `source` names the checkpoint.
-    """
+    """The arguments of the hybrid that computes what a GPT of these arguments does; ValueError where there is none."""
     if (pattern := getattr(args, "hybrid_layer_pattern", None)) is not None:
         raise ValueError(f"{source} is a hybrid model of layers {pattern} already; hybrid-to-gpt is the other way.")
-    wrong = [name for name in NOT_IN_HYBRIDS if _is_set(getattr(args, name, None))]
+    given = {name: getattr(args, name, None) for name in NOT_IN_HYBRIDS}
+    wrong = [name for name, value in given.items() if (any(value) if isinstance(value, list) else value)]
     if args.position_embedding_type not in POSITIONS:
         wrong.append(f"position_embedding_type {args.position_embedding_type}")
     if wrong:
@@ -212,11 +181,7 @@ def hybrid_arguments(args: Namespace, source: str) -> Namespace:
 
 
 def gpt_arguments(args: Namespace, source: str) -> Namespace:
-    """The arguments of the GPT that computes what a hybrid of these arguments does.
-
-    Raises:
-        ValueError: it is a GPT, or its layers are not those of one; `source` names the checkpoint.
-    """
+    """The arguments of the GPT that computes what a hybrid of these arguments does; ValueError where there is none."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         raise ValueError(f"{source} is a GPT already; gpt-to-hybrid is the other way.")
@@ -281,10 +246,6 @@ def _changed(args: Namespace, hybrid_layer_pattern: str | None, **changes: Any) 
     return Namespace(**{**vars(args), **changes})
 
 
-def _is_set(value: Any) -> bool:
-    return any(value) if isinstance(value, list) else bool(value)
-
-
 _STATE = rf"((?:{STATE}state\.\w+\.)?)"
 _GPT_LAYER = re.compile(_STATE + r"decoder\.layers\.(\d+)\.(.+)")
 _GPT_DEPTH = re.compile(_STATE + r"(mtp\.layers\.\d+\.)transformer_layer\.(.+)")
@@ -322,11 +283,7 @@ class Halves:
         return cls(trunk, depths[0] if depths else "")
 
     def hybrid_key(self, key: str) -> str:
-        """The hybrid's key of a GPT's tensor.
-
-        Raises:
-            ValueError: the tensor is in a layer, or part of one, that the model does not have.
-        """
+        """The hybrid's key of a GPT's tensor; ValueError for one of a layer, or part of one, that the model lacks."""
         if match := _GPT_LAYER.fullmatch(key):
             state, layer, rest = match.groups()
             half = 2 * int(layer) + _half(rest, key)
@@ -356,16 +313,7 @@ class Halves:
         return [f"{place}{name}{norm.group(1)}" for name in names]
 
     def check(self, keys: Iterable[str], depths: int, source: str) -> None:
-        """Check that a checkpoint has the layers of its arguments.
-
-        Args:
-            keys: the hybrid's keys of all tensors.
-            depths: number of physical depths.
-            source: what messages call the checkpoint.
-
-        Raises:
-            ValueError: a layer is missing or of another kind.
-        """
+        """Raises ValueError where a checkpoint of these keys of a hybrid lacks a layer of its arguments."""
         held = set(keys)
         layers = {f"decoder.layers.{index}.": symbol for index, symbol in enumerate(self.trunk)}
         for depth in range(depths):

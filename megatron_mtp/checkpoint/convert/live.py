@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
-from megatron_mtp.checkpoint.convert.stream import Group, Options
-from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.reader import DistReader, Shape
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING
 
@@ -64,16 +63,18 @@ def export_hf_weights(
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for rule in export.rules:
-        if only_mtp and not _is_of_drafts(rule):
+        if only_mtp and not any(one.key.startswith("mtp.") or one.key in (EMBEDDING, HEAD) for one in rule.mcore):
             continue
-        tensors = _tensors(export.group(rule, options), reader.device)
-        size = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors)
+        group = export.group(rule, options)
+        made = zip(group.entries, group.make(), strict=True)
+        tensors = [(entry.keys[0], value.to(reader.device, entry.dtype).contiguous()) for entry, value in made]
+        size = sum(tensor.nbytes for _, tensor in tensors)
         if bucket and held + size > bucket_bytes:
             yield from _emptied(bucket)
             held = 0
         bucket += tensors
         held += size
-        del tensors
+        del made, tensors
     yield from _emptied(bucket)
 
 
@@ -127,15 +128,6 @@ def _emptied(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     bucket.reverse()
     while bucket:
         yield bucket.pop()
-
-
-def _is_of_drafts(rule: Rule) -> bool:
-    return any(piece.key.startswith("mtp.") or piece.key in (EMBEDDING, HEAD) for piece in rule.mcore)
-
-
-def _tensors(group: Group, device: torch.device) -> list[tuple[str, Tensor]]:
-    made = zip(group.entries, group.make(), strict=True)
-    return [(entry.keys[0], value.to(device, entry.dtype).contiguous()) for entry, value in made]
 
 
 class LiveReader(DistReader):

@@ -47,7 +47,9 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
     """
     left, source = dict(folder.tensors), config.source
-    _check_names(left, folder.folder)
+    for name, mark in ((name, mark) for name in left for mark in WRAPPED if mark in name):
+        what, remedy = WRAPPED[mark]
+        raise ValueError(f"{folder.folder} is saved with {what} around the model ('{name:.100}'); {remedy}.")
     for tensor in (tensor for rule in rules for tensor in rule.hf):
         stored = left.pop(tensor.name, None)
         if stored is None:
@@ -70,14 +72,6 @@ REMEDY = "fetch the folder again, or correct the config"
 
 def _more(left: Collection[str]) -> str:
     return f" and {len(left) - 1} more" if len(left) > 1 else ""
-
-
-def _check_names(names: Iterable[str], folder: Path) -> None:
-    """Refuse the names that a saved training gives to a model: by what wrapped it."""
-    for name in names:
-        for mark, (what, remedy) in WRAPPED.items():
-            if mark in name:
-                raise ValueError(f"{folder} is saved with {what} around the model ('{name:.100}'); {remedy}.")
 
 
 PEFT = ("peft", "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)")

@@ -238,9 +238,8 @@ class CheckpointFiles:
 
     Args:
         folder: of the checkpoint.
-        common: what Megatron stores beside tensors; `UNTRAINED` where it does not say otherwise.
+        common, objects: what is stored beside tensors (`write_catalogue`), over `UNTRAINED`.
         iteration: its name in the tracker: a number, or `RELEASE`.
-        objects: further objects by key (`write_catalogue`).
     """
 
     def __init__(
@@ -322,17 +321,13 @@ def run_parts(
     quiet: bool,
     is_there: Callable[[Any], bool],
 ) -> list[Any]:
-    """Run all parts, several at a time, and return their records in order.
+    """Run all parts, so many workers at a time, and return their records in order; the first exception stops all.
 
     Args:
         partial: the folder that they write to.
         parts: the size of each part in bytes, and the function that writes it and returns its record in JSON.
-        workers: number of parts that run at a time.
-        quiet: whether to show no progress bar.
+        workers, quiet: of `Options`.
         is_there: whether the files hold what a record of an interrupted run describes; otherwise the part runs again.
-
-    Raises:
-        Exception: the first that a part raised; the others are stopped.
     """
     total, stop = sum(size for size, _ in parts), threading.Event()
     with tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_mtp.cli import preprocess, train
 from megatron_mtp.data.checks import read_sidecar
-from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.short_log import quiet
 
@@ -59,7 +59,12 @@ def main(arguments: list[str], program: str) -> int:
         answer = own_output() if given.verbose else output
         with TemporaryDirectory(prefix="megatron-mtp-") as folder:
             with sentences(program):
-                _check(args, rest)
+                others = [flag for flag in rest if flag.split("=")[0] in OTHER_DATA]
+                check_counts(args, "eval_iters")
+                if args.text is None and args.data_path is None and not others:
+                    raise ValueError("there is no data to evaluate on; give --text or --data-path.")
+                if args.text is not None and others:
+                    raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
                 flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
 
             from megatron_mtp.training.run import main as evaluate
@@ -97,17 +102,6 @@ def full_parser(program: str) -> ArgumentParser:
     """The same with the flags of `train`."""
     parents = [train.full_parser(program), parser(program)]
     return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
-
-
-def _check(args: Namespace, rest: list[str]) -> None:
-    """Raises ValueError where there is no data, or data is given twice."""
-    if args.eval_iters is not None and args.eval_iters < 1:
-        raise ValueError(f"--eval-iters is {args.eval_iters}; give 1 or more.")
-    others = [flag for flag in rest if flag.split("=")[0] in OTHER_DATA]
-    if args.text is None and args.data_path is None and not others:
-        raise ValueError("there is no data to evaluate on; give --text or --data-path.")
-    if args.text is not None and others:
-        raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
 
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:

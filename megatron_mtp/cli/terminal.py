@@ -28,21 +28,19 @@ def read_prompts(
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
         raise ValueError("the checkpoint names no tokenizer for the prompt's text; give --tokenizer or --prompt-ids.")
-    for text in texts:
-        _check_text(text)
+    for text in texts:  # lone surrogates: of bytes of the command line that are not UTF-8, or of JSON
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            shown = f"{text[error.start : error.end]!a} at letter {error.start + 1}"
+            raise ValueError(f"a prompt holds {shown}, which is no UTF-8; take it out.") from error
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
-    return prompts + [_ids_of(one) for one in ids]
-
-
-def _check_text(text: str) -> None:
-    """A tokenizer takes no lone surrogates: from bytes of the command line that are not UTF-8, or from JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        shown = ascii(text[error.start : error.end])
-        raise ValueError(
-            f"a prompt holds {shown} at letter {error.start + 1}, which is no UTF-8; take it out."
-        ) from error
+    for listed in ids:
+        try:
+            prompts.append([int(one) for one in listed.split(",") if one.strip()])
+        except ValueError as error:
+            raise ValueError(f"--prompt-ids is '{listed}'; give token ids like 1,2,3.") from error
+    return prompts
 
 
 def _texts_of(file: Path) -> list[str]:
@@ -58,17 +56,9 @@ def _texts_of(file: Path) -> list[str]:
         raise ValueError(
             f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); correct it."
         ) from error
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise ValueError(f"--prompt-file: '{file}' has the prompt {prompt!r}, which is no text; correct it.")
+    if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
+        raise ValueError(f"--prompt-file: '{file}' has the prompt {wrong[0]!r}, which is no text; correct it.")
     return prompts
-
-
-def _ids_of(listed: str) -> list[int]:
-    try:
-        return [int(one) for one in listed.split(",") if one.strip()]
-    except ValueError as error:
-        raise ValueError(f"--prompt-ids is '{listed}'; give token ids like 1,2,3.") from error
 
 
 def cutter(stops: list[str], tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], int | None]:

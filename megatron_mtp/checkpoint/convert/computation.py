@@ -46,7 +46,12 @@ def settings_of(args: Namespace) -> Settings:
     found = {**vars(config.transformer), **{name: getattr(config, name) for name in sorted(names)}}
     plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | list | tuple | None)}
     plain["activation_func"] = getattr(found["activation_func"], "__name__", None)
-    unread = {*ASIDE, *_unread(found)}
+    unused = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
+    if found["multi_latent_attention"]:
+        unused += LATENT_ASIDE + ([] if _scales(found) else YARN)
+    elif not found.get("rope_scaling"):
+        unused.append("rope_scaling_factor")
+    unread = {*ASIDE, *unused}
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
 
 
@@ -58,32 +63,19 @@ def settings_by_pattern(args: Namespace) -> Settings:
     return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
 
 
-def _unread(found: Settings) -> list[str]:
-    """Settings that this model does not use."""
-    names = [] if found["num_moe_experts"] else [name for name in found if name.startswith("moe_")]
-    if not found["multi_latent_attention"]:
-        return names + ([] if found.get("rope_scaling") else ["rope_scaling_factor"])
-    return names + LATENT_ASIDE + ([] if _scales(found) else YARN)
-
-
 def _in_one_form(found: Settings) -> Settings:
     """Settings that can be written in several ways, in one of them."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
-    layers = range(found["num_layers"])
+    layers, pattern = range(found["num_layers"]), found.get("hybrid_layer_pattern")
     return {
         "moe_layer_freq": [int(n % frequency == 0) for n in layers] if isinstance(frequency, int) else list(frequency),
         "moe_router_topk_scaling_factor": found["moe_router_topk_scaling_factor"] or 1.0,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
-        **({"hybrid_layer_pattern": _layers_of(pattern)} if (pattern := found.get("hybrid_layer_pattern")) else {}),
+        # with one depth if there are any: the tensors show how many
+        **({"hybrid_layer_pattern": "/".join(pattern.split("/")[:2])} if pattern else {}),
     }
-
-
-def _layers_of(pattern: str) -> str:
-    """A hybrid's pattern with one depth if it has any: the tensors show how many."""
-    trunk, *depths = pattern.split("/")
-    return "/".join([trunk, *depths[:1]])
 
 
 def _scales(found: Settings) -> bool:

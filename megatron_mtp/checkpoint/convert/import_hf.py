@@ -3,7 +3,6 @@
 import json
 import shutil
 from argparse import Namespace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,12 @@ def group_of(folder: HFFolder, rule: Rule, options: Options) -> Group:
         for piece in rule.mcore
     ]
     size = sum(prod(folder.shape(one.name)) * folder.dtype(one.name).itemsize for one in rule.hf)
-    return Group(entries, size, partial(_made, folder, rule, options))
 
+    def make() -> list[Tensor]:
+        given = [(one.name, folder.read(one.name)) for one in rule.hf]
+        return rule.to_mcore([tensor.to(options.cast(name, tensor.dtype)) for name, tensor in given])
 
-def _made(folder: HFFolder, rule: Rule, options: Options) -> list[Tensor]:
-    given = [folder.read(tensor.name) for tensor in rule.hf]
-    return rule.to_mcore(
-        [tensor.to(options.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, given, strict=True)]
-    )
+    return Group(entries, size, make)
 
 
 def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:

@@ -148,26 +148,27 @@ class LiveReader(DistReader):
             assert entry.data is not None
             self._held[entry.key, tuple(entry.global_offset)] = entry.data.detach()[(None,) * entry.prepend_axis_num]
         self.device = next(iter(self._held.values())).device
-        described = [
-            (entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(held.shape), held.dtype)
-            for entry in own
-            for held in (self._held[entry.key, tuple(entry.global_offset)],)
+        ranks = [
+            [
+                (entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(held.shape), held.dtype)
+                for entry in own
+                for held in (self._held[entry.key, tuple(entry.global_offset)],)
+            ]
         ]
-        self._index(self._catalogue_of(_of_all_ranks(described)))
-
-    def _catalogue_of(self, ranks: Iterable[list[tuple[str, Shape, Shape, Shape, torch.dtype]]]) -> dict[str, Any]:
-        """Every tensor with its chunks, as a checkpoint's catalogue has them; of equal ones the first rank's."""
+        if torch.distributed.is_initialized():
+            described, ranks = ranks[0], [[]] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(ranks, described)
         self._owner: dict[tuple[str, Shape], int] = {}
-        catalogue: dict[str, TensorStorageMetadata] = {}
-        for rank, described in enumerate(ranks):
-            for key, whole, offset, shape, dtype in described:
+        catalogue: dict[str, TensorStorageMetadata] = {}  # as a checkpoint's; of equal chunks the first rank's
+        for rank, chunks_of_rank in enumerate(ranks):
+            for key, whole, offset, shape, dtype in chunks_of_rank:
                 if (key, offset) in self._owner:
                     continue
                 self._owner[key, offset] = rank
                 if key not in catalogue:
                     catalogue[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(whole), [])
                 catalogue[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        return catalogue
+        self._index(catalogue)
 
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype(key), device=self.device)
@@ -211,11 +212,3 @@ class LiveReader(DistReader):
 
 def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

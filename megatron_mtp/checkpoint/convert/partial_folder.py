@@ -49,7 +49,8 @@ class PartialFolder:
         if resume and not self.path.exists() and _planned(target) == text:
             target.rename(self.path)  # killed before the records were removed
         _check_empty(target)
-        self.resumed = self.path.exists() and not self._blank()
+        blank = {RECORDS, f"{PLAN}.partial"}  # what a killed run leaves that had not yet written its plan
+        self.resumed = self.path.exists() and not {path.name for path in self.path.rglob("*")} <= blank
         if self.resumed and not resume:
             raise ValueError(f"{self.path} is left from an interrupted conversion; add --resume, or remove it.")
         if self.resumed and _planned(self.path) != text:
@@ -58,10 +59,6 @@ class PartialFolder:
             )
         (self.path / RECORDS).mkdir(parents=True, exist_ok=True)
         _write_whole(self.path / PLAN, text)
-
-    def _blank(self) -> bool:
-        """Whether a killed run had not yet written its plan, which it does first."""
-        return {path.name for path in self.path.rglob("*")} <= {RECORDS, f"{PLAN}.partial"}
 
     def record(self, part: int) -> Any:
         """The record of a part; None if the part is not finished."""

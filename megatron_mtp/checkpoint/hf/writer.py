@@ -77,14 +77,14 @@ class HFShards:
 
     def holds(self, checksums: dict[str, int]) -> bool:
         """Whether the files hold these tensors, given the CRC-32 of each by name."""
-        return isinstance(checksums, dict) and all(map(self._holds, checksums, checksums.values()))
-
-    def _holds(self, name: str, checksum: int) -> bool:
-        if name not in self._places:
+        if not isinstance(checksums, dict) or not checksums.keys() <= self._places.keys():
             return False
-        file, start, length = self._places[name][0], self._places[name][1], self._lengths[name]
-        with open(file, "rb") as stream:
-            return crc32_of(stream, start, length) == checksum
+        for name, checksum in checksums.items():
+            file, start, _ = self._places[name]
+            with open(file, "rb") as stream:
+                if crc32_of(stream, start, self._lengths[name]) != checksum:
+                    return False
+        return True
 
 
 def _shards(tensors: Iterable[Described], largest: int) -> list[list[Described]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.checkpoint.audit import NOTE
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
@@ -60,7 +61,7 @@ def _described(folder: Path, reason: str) -> dict[str, Any] | None:
         return None
     if not side.tensors and not (isinstance(side, HFSide) and side.keys):
         return None
-    wrong = [found.says for found in (*side.findings, *contents(side)) if found.counts]
+    wrong = [found.says for found in (*side.findings, *contents(side)) if found.severity != NOTE]
     found = {**facts(side), "trainable here": False, "why not": reason}
     return found | ({"findings": wrong, "ok": False} if wrong else {})
 

@@ -6,6 +6,7 @@ Exit status 0: sound, or equal. 1: findings that are more than notes. 2: bad inp
 import json
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
+from functools import partial
 from typing import Any
 
 from megatron_mtp.errors import Parser, named, status_of
@@ -68,12 +69,15 @@ def run(args: Namespace) -> int:
 
     from megatron_mtp.checkpoint.audit.auditing import audit
 
+    computed = None
+    if args.logits:
+        from megatron_mtp.checkpoint.audit.logits import logits
+
+        computed = partial(logits, text=args.text, trust_remote_code=args.trust_remote_code)
     result = audit(
         local_folder(args.a),
         None if args.b is None else local_folder(args.b),
-        with_logits=args.logits,
-        text=args.text,
-        trust_remote_code=args.trust_remote_code,
+        run=computed,
         quiet=args.json or not sys.stderr.isatty(),
     )
     print(json.dumps(result) if args.json else text_of(result), flush=True)

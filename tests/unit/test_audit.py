@@ -21,7 +21,8 @@ from trunk_models import SEEING
 
 from megatron_mtp.checkpoint.audit.auditing import _states, audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
-from megatron_mtp.checkpoint.audit.side import MegatronSide
+from megatron_mtp.checkpoint.audit.logits import logits
+from megatron_mtp.checkpoint.audit.saved import MegatronSide
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -85,13 +86,13 @@ def test_bad_input_is_one_sentence_with_status_2(
 
 @pytest.mark.matrix
 def test_logits_of_both_sides(glm: Path, saved: Path, tmp_path: Path) -> None:
-    same = audit(saved, glm, with_logits=True)
+    same = audit(saved, glm, run=logits)
     assert same["ok"]
     assert [side["depths"] for side in same["logits"]["sides"]] == [1, 1]
     assert all(row["ok"] for row in same["logits"]["differences"])
     changed = Path(shutil.copytree(glm, tmp_path / "changed"))
     on("model.layers.3.eh_proj.weight", lambda tensor: torch.cat(tensor.chunk(2, 1)[::-1], 1))(changed)
-    other = audit(glm, changed, with_logits=True)
+    other = audit(glm, changed, run=logits)
     assert guesses(other) == {"halves swapped", "logits"}
     assert [row["ok"] for row in other["logits"]["differences"]][:2] == [True, False]
 

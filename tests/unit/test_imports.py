@@ -160,7 +160,13 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
     assert set(circle_among({**sources, "data/b.py": back})) == {"megatron_mtp.data.a", "megatron_mtp.data.b"}
 
 
-LOADED = {"cli.train": 84, "cli.generate": 86, "cli.serve": 98, "checkpoint.convert.import_hf": 42}
+LOADED = {
+    "checkpoint.audit.auditing": 55,
+    "checkpoint.convert.import_hf": 42,
+    "cli.generate": 86,
+    "cli.serve": 98,
+    "cli.train": 84,
+}
 """Modules, and how many of the package's files they and their imports are at most, `__init__` files included."""
 
 

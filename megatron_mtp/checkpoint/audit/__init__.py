@@ -1,15 +1,71 @@
-"""What is in anyone's checkpoint, and whether two are the same model; nothing refuses what it can describe.
+"""What is in anyone's checkpoint, and whether two are the same model: a list of findings.
 
-finding.py       findings: severity, guess, sentence, what to do
+    error     numbers are lost, wrong or unreadable
+    warning   a loader may compute something else than was trained
+    note      worth knowing, and no fault
+
 side.py          a folder or a checkpoint, as far as it can be read; the parts of a model by names
-quantization.py  quantized weights, and whether the config lists them as they are stored
 folder.py        opens a Hugging Face folder: config, index, headers, JSON files, token ids
-saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge or ms-swift
+saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, ms-swift or this package
+quantization.py  quantized weights, and whether the config lists them as they are stored
 contents.py      does a side hold what its config says, by the plan of its conversion
-pairing.py       which tensor of one side is which of the other, by the same plan
-numbers.py       copies that differ, and numbers that no trained weight has
-comparing.py     the tensors of both sides, and how they differ
-settings.py      config keys and arguments that change the computation
+comparing.py     pairs the tensors of two sides by the same plan, and says how they differ
+auditing.py      the whole audit, settings included, as plain data
 logits.py        what both sides compute
-auditing.py      the whole audit, as plain data
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
+GUESSES = (
+    "damaged file", "damaged index", "file missing", "unindexed file", "tensor in another file", "duplicate tensor",
+    "tensor not in the index", "damaged config", "MTP dropped", "depth missing", "depth incomplete", "depth count",
+    "layers missing", "quantization", "tokenizer", "rounded", "halves swapped", "norm plus 1", "transposed", "zeros",
+    "tied copy", "stale copy", "padding", "not finite", "type", "tensor missing", "shape", "tensor left over",
+    "other numbers", "config", "logits", "copy left out", "not compared",
+)  # fmt: skip
+"""What explains a finding, in the order in which an audit lists them: what explains most comes first."""
+SHOWN = 3
+"""Names that a sentence lists."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that an audit found.
+
+    Attributes:
+        guess: the explanation, out of `GUESSES`.
+        says: one sentence.
+        advice: what to do about it; empty for notes.
+        severity: out of `SEVERITIES`; all but notes make the audit fail.
+        names: the tensors or config keys that it is about.
+        side: "A" or "B"; empty for a difference between both.
+        figure: the largest difference of numbers; None if none was computed.
+    """
+
+    guess: str
+    says: str
+    advice: str = ""
+    severity: str = ERROR
+    names: tuple[str, ...] = ()
+    side: str = ""
+    figure: float | None = None
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings in the order of a page: by severity, then by guess; equal ones once."""
+    once = dict.fromkeys(findings)
+    return sorted(once, key=lambda found: (SEVERITIES.index(found.severity), GUESSES.index(found.guess)))
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first names in quotes, and how many more there are."""
+    every = [f"'{name}'" for name in names]
+    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
+
+
+def counted(number: int, what: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,78 +1,82 @@
-"""An audit of one side or two: open, count, read, compare; the result is plain data, for text, JSON and the page.
+"""An audit of one side or two: open, count, read, compare; the result is plain data, for text and JSON.
 
 {"sides": [{"side": "A", "path": ..., "form": ..., "depths": ...}], "findings": [{"severity": "error", ...}],
- "compared": {"equal": 120, "pairs": 121}, "logits": {...}, "ok": false}
+ "compared": {"equal": 120}, "logits": {...}, "ok": false}
 """
 
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.audit.comparing import Compared, compare
+from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, ordered
+from megatron_mtp.checkpoint.audit.comparing import check_copies, check_numbers, compare, copies_of, pairing, read_rest
 from megatron_mtp.checkpoint.audit.contents import contents
-from megatron_mtp.checkpoint.audit.finding import NOTE, WARNING, Finding, ordered
 from megatron_mtp.checkpoint.audit.folder import open_folder
-from megatron_mtp.checkpoint.audit.numbers import Ranges, check_copies, copies_of
-from megatron_mtp.checkpoint.audit.pairing import Pairing, pairing
 from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
-from megatron_mtp.checkpoint.audit.saved import older_format, open_saved
-from megatron_mtp.checkpoint.audit.settings import settings
-from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, TRUNK, HFSide, MegatronSide, Parts, Side
+from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side, older_format, open_saved
+from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, HEAD, KINDS, TRUNK, HFSide, Parts
+from megatron_mtp.checkpoint.convert import computation
+from megatron_mtp.checkpoint.families import Layout
+from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER, is_drafter
-from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""
+TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
+"""Settings that do not matter where both sides compute with the same head."""
+Run = Callable[[dict[str, Side]], tuple[list[Finding], dict[str, Any]]]
 
 
-def audit(
-    a: Path,
-    b: Path | None = None,
-    *,
-    with_logits: bool = False,
-    text: Path | None = None,
-    trust_remote_code: bool = False,
-    quiet: bool = True,
-) -> dict[str, Any]:
+def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool = True) -> dict[str, Any]:
     """Audit one model, or compare two.
 
     Args:
         a, b: Hugging Face folders or Megatron checkpoints; None to audit the first alone.
-        with_logits: whether to run both sides on the same tokens.
-        text: the tokens are those of this file; None for random ones.
-        trust_remote_code: whether to run the Python code of a tokenizer's folder.
+        run: computes the sides, by letter, and returns findings and figures (`logits.logits`); None to run nothing.
         quiet: whether to show no progress bar.
 
     Returns:
         The result in plain data, as above.
 
     Raises:
-        ValueError: a path is no model at all, or the text cannot be tokenized.
+        ValueError: a path is no model at all.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
-    ranges = {letter: Ranges(side) for letter, side in sides.items()}
     findings: list[Finding] = []
-    compared = None
-    with tqdm(total=_size(sides), unit="B", unit_scale=True, disable=quiet, desc="audit") as bar:
-        if len(sides) == 2:
-            compared, found = _compare(sides["A"], sides["B"], (ranges["A"], ranges["B"]), bar)
-            findings += found
-        alone = [_alone(side, ranges[letter], bar) for letter, side in sides.items()]
-        findings += _of_sides(dict(zip(sides, alone, strict=True)))
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
-    if compared is not None:
-        result["compared"] = {"equal": compared.equal}
-    if with_logits:
-        from megatron_mtp.checkpoint.audit.logits import logits
-
-        wrong, result["logits"] = logits(sides, text, trust_remote_code)
+    size = sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
+    with tqdm(total=size, unit="B", unit_scale=True, disable=quiet, desc="audit") as bar:
+        if len(sides) == 2:
+            one, other = sides.values()
+            paired = pairing(one, other)
+            equal, findings = compare(one, other, paired, bar.update)
+            result["compared"] = {"equal": equal}
+            shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
+            shares = shares and not any(found.guess in ("tied copy", "stale copy") for found in findings)
+            findings += [*settings(one, other, shares), *_states(one, other)]
+        alone = []
+        for side in sides.values():
+            read_rest(side, bar.update)
+            scales = check_scales(side) if isinstance(side, HFSide) else ()
+            alone.append([*side.findings, *contents(side), *check_copies(side), *scales, *check_numbers(side)])
+    shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
+    for letter, own in zip(sides, alone, strict=True):
+        for found in own:  # what both sides have is no difference
+            both = len(sides) == 2 and found in shared
+            noted = replace(found, severity=NOTE, says=f"On both sides: {found.says}")
+            findings.append(noted if both else replace(found, side=letter))
+    if run is not None:
+        wrong, result["logits"] = run(sides)
         findings += wrong
     listed = ordered(findings)
-    return {**result, "findings": [asdict(one) for one in listed], "ok": not any(one.counts for one in listed)}
+    return {**result, "findings": [asdict(one) for one in listed], "ok": all(one.severity == NOTE for one in listed)}
 
 
 def open_side(path: Path) -> Side:
@@ -98,96 +102,144 @@ def open_side(path: Path) -> Side:
     return open_folder(path)
 
 
-def _size(sides: dict[str, Side]) -> int:
-    return sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
-
-
-def _compare(a: Side, b: Side, ranges: tuple[Ranges, Ranges], bar: Any) -> tuple[Compared, list[Finding]]:
-    paired = pairing(a, b)
-    compared = compare(a, b, paired, ranges, bar.update)
-    same = not any(one.guess in ("tied copy", "stale copy") for one in compared.findings)
-    return compared, compared.findings + settings(a, b, same and _shares_head(paired)) + _states(a, b)
+def facts(side: Side, letter: str = "") -> dict[str, Any]:
+    """What is there: trunk, depths, copies, types, quantisation."""
+    if isinstance(side, HFSide):
+        own = {
+            "model_type": None if side.config is None else side.config.model_type,
+            "family": None if side.family is None else side.family.title,
+            "architectures": side.keys.get("architectures"),
+            "quant_method": settings_of(side).method,
+            "files": len(side.files),
+            "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
+        }
+    else:
+        own = {
+            "model": "hybrid" if side.pattern is not None else "GPT",
+            "iteration": side.iteration,
+            **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
+            "arguments from": side.args_from or None,
+            "optimizer": side.optimizer or None,
+        }
+    parts, sizes = side.parts, Counter[str]()
+    for name, entry in side.tensors.items():
+        sizes[parts.of(name).kind] += entry.bytes
+    depths = parts.numbered(DEPTH, side.tensors)
+    return {
+        **({"side": letter} if letter else {}),
+        "path": str(side.path),
+        "form": side.form,
+        **own,
+        "layers": {"config": side.layers, "files": len(parts.numbered(TRUNK, side.tensors))},
+        "depths": {"config": side.said_depths, "files": len(depths)},
+        "tensors of each depth": [len(names) for names in depths.values()],
+        "tied": bool(side.tied),
+        "copies": len(copies_of(side)),
+        "tensors": len(side.tensors),
+        "bytes": sum(entry.bytes for entry in side.tensors.values()),
+        "bytes by part": {kind: sizes[kind] for kind in KINDS if sizes[kind]},
+        "types": dict(Counter(entry.dtype for entry in side.tensors.values())),
+    }
 
 
 def _states(a: Side, b: Side) -> list[Finding]:
     """A note where two checkpoints do not have the same optimizer's tensors, by number and type; none are read."""
     if not (isinstance(a, MegatronSide) and isinstance(b, MegatronSide)) or a.optimizer == b.optimizer:
         return []
-    each = " and ".join(f"{_stored(side)} on side {letter}" for letter, side in (("A", a), ("B", b)))
+    each = " and ".join(f"{_stored(side.optimizer)} on side {letter}" for letter, side in (("A", a), ("B", b)))
     says = f"The optimizer has stored {each}; its numbers are not compared."
     return [Finding("not compared", says, severity=NOTE)]
 
 
-def _stored(side: MegatronSide) -> str:
-    kinds = ", ".join(f"{count} {name}" for name, count in side.optimizer.get("kinds", {}).items())
-    return f"{side.optimizer['tensors']} tensors ({kinds})" if side.optimizer else "nothing"
+def _stored(optimizer: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{count} {name}" for name, count in optimizer.get("kinds", {}).items())
+    return f"{optimizer['tensors']} tensors ({kinds})" if optimizer else "nothing"
 
 
-def _shares_head(paired: Pairing) -> bool:
-    """Whether no head is left over that only one side has."""
-    return not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _alone(side: Side, ranges: Ranges, bar: Any) -> list[Finding]:
-    """What is wrong with a side by itself; what the comparison has read is not read again."""
-    found = [*side.findings, *contents(side), *check_copies(side)]
-    for name, entry in side.tensors.items():
-        if name not in ranges.known:
-            ranges.read(name)
-            bar.update(entry.bytes)
-    return [*found, *(check_scales(side) if isinstance(side, HFSide) else ()), *ranges.findings()]
+def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
+    """A finding for every config key or argument that changes the computation and differs.
 
+    Two configs of one `model_type` are compared with the defaults of transformers' class: a key that one side writes
+    out and the other leaves to its default is equal. Everything else is compared as Megatron's configuration.
 
-def _of_sides(found: dict[str, list[Finding]]) -> list[Finding]:
-    """The findings of each side; a warning that both sides have is no difference, and becomes a note."""
-    one, other = (*found.values(), [])[:2]
-    shared = [each for each in one if each.severity == WARNING and each in other]
-    noted = [replace(each, severity=NOTE, says=f"On both sides: {each.says}") for each in shared]
-    own = [each.of(letter) for letter, every in found.items() for each in every if each not in shared]
-    return noted + own
-
-
-def facts(side: Side, letter: str = "") -> dict[str, Any]:
-    """What is there: trunk, depths, copies, types, quantisation."""
-    parts = side.parts
-    kinds: Counter[str] = Counter()
-    for name, entry in side.tensors.items():
-        kinds[parts.of(name).kind] += entry.bytes
-    depths = parts.depths(side.tensors)
-    found = {
-        **({"side": letter} if letter else {}),
-        "path": str(side.path),
-        "form": side.form,
-        **(_of_folder(side) if isinstance(side, HFSide) else _of_saved(side)),
-        "layers": {"config": side.layers, "files": len(parts.trunk(side.tensors))},
-        "depths": {"config": side.said_depths, "files": len(depths)},
-        "tensors of each depth": [len(names) for names in depths.values()],
-        "tied": side.tied,
-        "copies": len(copies_of(side)),
-        "tensors": len(side.tensors),
-        "bytes": sum(entry.bytes for entry in side.tensors.values()),
-        "bytes by part": {kind: kinds[kind] for kind in (TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE) if kinds[kind]},
-        "types": dict(Counter(entry.dtype for entry in side.tensors.values())),
-    }
+    Args:
+        a, b: the sides.
+        same_head: whether both sides compute with the same head; then it does not matter which of them ties it.
+    """
+    try:
+        ours, theirs = _settings(a, b)
+    except (ValueError, AttributeError) as error:  # Megatron refuses the settings of one, or lacks them
+        return [Finding("not compared", f"Settings were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
+    found = []
+    for name in [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+        if name in TIE and same_head:
+            says = f"One side ties head and embedding ({name}), the other stores an equal head: both compute the same."
+            found.append(Finding("copy left out", says, severity=NOTE, names=(name,)))
+            continue
+        says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
+        counts = name.split(".")[-1] in DEPTH_KEYS
+        advice = "put the number of depths there that the files hold" if counts else "take the value of the training"
+        found.append(Finding("config", says, advice, names=(name,)))
     return found
 
 
-def _of_folder(side: HFSide) -> dict[str, Any]:
-    return {
-        "model_type": None if side.config is None else side.config.model_type,
-        "family": None if side.family is None else side.family.title,
-        "architectures": side.keys.get("architectures"),
-        "quant_method": settings_of(side).method,
-        "files": len(side.files),
-        "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
-    }
+def _settings(a: Side, b: Side) -> list[dict[str, Any]]:
+    """The settings of both sides in one form; raises ValueError where there is none."""
+    folders = [side for side in (a, b) if isinstance(side, HFSide)]
+    saved = [side for side in (a, b) if isinstance(side, MegatronSide)]
+    if len(folders) == 2:
+        one, other = folders
+        if not (one.keys and other.keys):
+            raise ValueError("a config cannot be read")
+        if one.keys == other.keys:
+            return [{}, {}]
+        alike = one.config is None or other.config is None or one.config.model_type == other.config.model_type
+        if alike or None in map(_arguments_of, folders):
+            return [_whole(one.path), _whole(other.path)]
+    elif folders and _arguments_of(folders[0]) is None:
+        if not (saved[0].path / HF_FILES / CONFIG).is_file():
+            raise ValueError("Megatron has no configuration for the folder's model")
+        return [_whole(side.path if isinstance(side, HFSide) else side.path / HF_FILES) for side in (a, b)]
+    elif len(saved) == 2 and (saved[0].pattern is None) != (saved[1].pattern is None):
+        from megatron_mtp.checkpoint.convert.hybrid import hybrid_arguments
+
+        every = [(_stored_arguments(side), side) for side in saved]
+        return [
+            computation.settings_by_pattern(args if side.pattern else hybrid_arguments(args, str(side.path)))
+            for args, side in every
+        ]
+    found = [_stored_arguments(side) if isinstance(side, MegatronSide) else _arguments_of(side) for side in (a, b)]
+    return [computation.settings_of(args) for args in found if args is not None]
 
 
-def _of_saved(side: MegatronSide) -> dict[str, Any]:
-    return {
-        "model": "hybrid" if side.pattern is not None else "GPT",
-        "iteration": side.iteration,
-        **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
-        "arguments from": side.args_from or None,
-        "optimizer": side.optimizer or None,
-    }
+def _whole(folder: Path) -> dict[str, Any]:
+    from megatron_mtp.checkpoint.verify.reference_forms import whole_config
+
+    return {name: value for name, value in whole_config(folder).items() if not name.endswith("transformers_version")}
+
+
+def _arguments_of(side: HFSide) -> Namespace | None:
+    """Megatron's arguments for a folder; None if Megatron cannot run it."""
+    from megatron_mtp.model.arguments import parsed
+
+    if side.family is None or side.config is None or side.family.flags is None:
+        return None
+    try:
+        flags = side.family.flags(side.config, side.layout(side.held_depths) or Layout(0))
+    except UntrainableError:
+        return None
+    return parsed(flags, side.config.integer("vocab_size"))
+
+
+def _stored_arguments(side: MegatronSide) -> Namespace:
+    """The arguments of a checkpoint that Megatron can run; raises ValueError where there are none."""
+    if side.args is None:
+        raise ValueError("a checkpoint stores no arguments")
+    if side.args_from != "the checkpoint":
+        raise ValueError(f"the arguments of {side.path} are in {side.args_from}, in another form")
+    if not side.runs:
+        raise ValueError(f"Megatron cannot run the model of {side.path}")
+    return side.args

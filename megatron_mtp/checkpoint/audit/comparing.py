@@ -1,152 +1,385 @@
-"""The tensors of two sides: pairs that are equal bit by bit cost a read each; of the others it is said how they differ.
+"""The tensors of two sides: which is which by the plan of conversion, and how those differ that are not equal.
 
-Each worker has two tensors in memory at a time. Differences of the same kind are one finding.
+    two folders              by name; what is left by the Megatron tensors that each family's rules give to it
+    two checkpoints          by key, with Transformer Engine's other names; a GPT and a hybrid by their halves
+    folder and checkpoint    the rules read the checkpoint back under the folder's names
+
+A tensor that one side leaves out since it repeats another one is paired with the repeated one. Each worker has two
+tensors in memory at a time. Differences of the same kind are one finding.
 """
 
 import math
+import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.contents import AGAIN, LOST
-from megatron_mtp.checkpoint.audit.finding import ERROR, NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.numbers import Ranges
-from megatron_mtp.checkpoint.audit.pairing import Pair, Pairing
+from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
+from megatron_mtp.checkpoint.audit.contents import explained, lacking
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
-from megatron_mtp.checkpoint.audit.side import PIECE, Entry, HFSide, Parts, Side, equal_bits, largest
-from megatron_mtp.checkpoint.convert.plan import unnumbered
+from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
+from megatron_mtp.checkpoint.audit.side import DEPTH, EMBEDDING, HEAD, PIECE, TRUNK, Entry, HFSide, equal_bits, largest
+from megatron_mtp.checkpoint.convert.plan import lost_features, unnumbered, zero_features
+from megatron_mtp.checkpoint.families.rules import Copies, MinusOne, Piece, Rule, Zeros
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL
+from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.pattern import without_stages
 
-PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
+OWN = ("longcat", "step3")
+"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
+PADDED = WORDS, OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's tensors that have rows of padding, by the layout of the run."""
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CLOSE = 0.1
 """Largest difference of a quantized weight from its original, as a part of the original's norm."""
 REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
+EARLIER = "take these tensors from an earlier save"
 ADVICE: dict[str, str] = {
     "type": "load both in the same type; convert --dtype writes another one",
     "rounded": "export in the type of side A, if side B is to have the same numbers",
     "padding": "compare vocab_size: rows behind the tokenizer's are padding",
     "other numbers": "check that both are the same model and the same step",
-    "not finite": "take these tensors from an earlier save",
+    "not finite": EARLIER,
     "tied copy": "store the head, and set tie_word_embeddings to false",
     "zeros": "take these tensors from the other side",
 }
 """What to do; REMAKE for what is not here."""
 Kind = tuple[str, str]
-"""A difference: out of `finding.GUESSES`, and the end of a sentence that begins with the tensor on side B."""
+"""A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
+UNREADABLE = (ValueError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A tensor that differs.
+class Pair:
+    """A tensor of both sides.
 
     Attributes:
-        pair: the tensor on both sides.
-        kind: how it differs.
-        figure: the largest difference of its numbers; None for other shapes.
+        name: its name on side A, or on the side that has it.
+        a, b: the tensor on both sides.
+        copy: the tensor that one side repeats, and the other leaves out; empty for two stored tensors.
+        other: its name on side B, if that is another one.
     """
 
-    pair: Pair
-    kind: Kind
-    figure: float | None
+    name: str
+    a: Entry
+    b: Entry
+    copy: str = ""
+    other: str = ""
 
 
 @dataclass
-class Compared:
-    """What a comparison found.
+class Pairing:
+    """All tensors of both sides: pairs, what one side has alone by name, and what could not be paired."""
 
-    Attributes:
-        equal: number of tensors that are equal bit by bit.
-        findings: what differs.
-    """
-
-    equal: int = 0
+    pairs: list[Pair] = field(default_factory=list)
+    only_a: dict[str, Entry] = field(default_factory=dict)
+    only_b: dict[str, Entry] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
 
-def compare(
-    a: Side, b: Side, paired: Pairing, ranges: tuple[Ranges, Ranges], step: Callable[[int], object]
-) -> Compared:
-    """Compare all tensors of two sides.
+def pairing(a: Side, b: Side) -> Pairing:
+    """Pair the tensors of both sides."""
+    if isinstance(a, HFSide) and isinstance(b, MegatronSide):
+        return _across(a, b)
+    if isinstance(a, MegatronSide) and isinstance(b, HFSide):
+        found = _across(b, a)
+        turned = [replace(pair, a=pair.b, b=pair.a) for pair in found.pairs]
+        return Pairing(turned, found.only_b, found.only_a, found.findings)
+    if isinstance(a, HFSide) and isinstance(b, HFSide):
+        found = _by_name(a.tensors, b.tensors)
+        if found.only_a and found.only_b:
+            _pair_by_rules(a, b, found)
+    else:
+        assert isinstance(a, MegatronSide)
+        assert isinstance(b, MegatronSide)
+        found = _checkpoints(a, b)
+    for only, own, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        for name in list(only):  # copies, paired with the tensor that they repeat, of the other side if it has that
+            base = base_of(other, name) or base_of(own, name)
+            held = next((side.tensors for side in (other, own) if base in side.tensors), None)
+            if base is not None and held is not None:
+                pair = only.pop(name), held[base]
+                found.pairs.append(Pair(name, *(pair if own is a else pair[::-1]), copy=base))
+    return found
+
+
+def base_of(side: Side, name: str) -> str | None:
+    """The tensor that a name repeats on this side, embedding or head; None if it is no copy."""
+    if not isinstance(side, HFSide):
+        return WORDS if name == OUTPUT and side.tied and WORDS in side.tensors else None
+    kind = side.parts.of(name).kind
+    own = side.config is not None and side.config.model_type.startswith(OWN)
+    if kind == HEAD and side.tied:
+        wanted = EMBEDDING
+    elif kind != DEPTH or own or not name.endswith(OF_EMBEDDING + OF_HEAD):
+        return None
+    else:
+        wanted = EMBEDDING if name.endswith(OF_EMBEDDING) or side.tied else HEAD
+    return next((name for name in side.tensors if side.parts.of(name).kind == wanted), None)
+
+
+def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
+    pairs = [Pair(name, a[name], b[name]) for name in a if name in b]
+    return Pairing(pairs, {n: e for n, e in a.items() if n not in b}, {n: e for n, e in b.items() if n not in a})
+
+
+def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
+    """Pair what the folders name differently, by Megatron's tensors: other prefixes, packed experts."""
+    others = _units(b, set(found.only_b))
+    for unit, (names, label, one) in _units(a, set(found.only_a)).items():
+        if unit in others and others[unit][2].shape == one.shape:
+            other_names, other_label, other = others[unit]
+            found.pairs.append(Pair(label, one, other, other=other_label))
+            for name in names:
+                found.only_a.pop(name, None)
+            for name in other_names:
+                found.only_b.pop(name, None)
+
+
+def _units(side: HFSide, names: set[str]) -> dict[tuple[str, int | None], tuple[list[str], str, Entry]]:
+    """Megatron's tensors that come from these tensors alone: names, a label, numbers; packed experts are taken apart.
+
+    The key is Megatron's, and the index of an expert in it.
+    """
+    units: dict[tuple[str, int | None], tuple[list[str], str, Entry]] = {}
+    for rule in side.plan:
+        own = [tensor.name for tensor in rule.hf]
+        if len(rule.mcore) != 1 or not set(own) <= names:
+            continue
+        piece, entries = rule.mcore[0], [side.tensors[name] for name in own]
+        shape, read = piece.shape or entries[0].shape, partial(_converted, rule, entries)
+        if piece.whole is None and ".experts." in piece.key and shape is not None and len(shape) == 3:
+            shared = lru_cache(maxsize=1)(read)
+            for index in range(shape[0]):
+                one = Entry((1, *shape[1:]), entries[0].dtype, 0, partial(_expert, shared, index))
+                label = own[0] if len(own) > 1 or re.search(r"experts\.\d+\.", own[0]) else f"{own[0]}[{index}]"
+                units[piece.key, index] = own, label, one
+        else:
+            index_in = None if piece.offset is None else piece.offset[0]
+            units[piece.key, index_in] = own, own[0], Entry(shape, entries[0].dtype, 0, read)
+    return units
+
+
+def _converted(rule: Rule, entries: list[Entry]) -> Tensor:
+    return rule.to_mcore([entry.tensor() for entry in entries])[0]
+
+
+def _expert(packed: Callable[[], Tensor], index: int) -> Tensor:
+    return packed()[index : index + 1]
+
+
+def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
+    """Pair by key: the other names of Transformer Engine are made one, and a GPT's become its hybrid's."""
+    one, other, findings = a.tensors, b.tensors, []
+    if (a.pattern is None) != (b.pattern is None):
+        from megatron_mtp.checkpoint.convert.hybrid import Halves
+
+        pattern = without_stages(a.pattern or b.pattern or "")
+        try:
+            hybrid_key = Halves.of(pattern).hybrid_key
+            one, other = (
+                {key if side.pattern is not None else hybrid_key(key): entry for key, entry in side.tensors.items()}
+                for side in (a, b)
+            )
+        except (ValueError, IndexError) as error:
+            says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
+            findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
+    found = _by_name(one, other)
+    found.findings += findings
+    usual_a, usual_b = ({_usual(key): key for key in held} for held in (one, other))
+    for key in list(found.only_a):
+        if match := usual_b.get(_usual(key)):
+            found.pairs.append(Pair(key, found.only_a.pop(key), other[match], other=match))
+            found.only_b.pop(match, None)
+    for key in list(found.only_b):
+        if match := usual_a.get(_usual(key)):
+            found.pairs.append(Pair(match, one[match], found.only_b.pop(key), other=key))
+    return found
+
+
+def _usual(key: str) -> str:
+    """A key under one name, whatever modules saved it."""
+    if key.startswith("mtp."):  # a depth's layer, as some versions have written it
+        key = re.sub(r"\.(mtp_model_layer|tf_layer)\.(?!layers\.)", ".transformer_layer.", key)
+    key = key.replace(FUSED_NORM, OWN_NORM)
+    key = re.sub(r"self_attention\.linear_q(kv|_down_proj)\.layer_norm_", "input_layernorm.", key)
+    return re.sub(r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm.", key)
+
+
+def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
+    """Pair a folder with a checkpoint, by the rules of the folder's family in the checkpoint's forms."""
+    layout = folder.layout(max(folder.held_depths, saved.held_depths, folder.said_depths or 0))
+    if layout is not None and saved.reader is not None:
+        features = (layout.features | set(zero_features(saved.reader))) - lost_features(saved.reader)
+        layout = replace(layout, features=frozenset(features))
+    rules = None if saved.reader is None else folder.rules(layout)
+    if rules is None:
+        config = folder.config
+        known = "its config is damaged" if config is None else f"no family has its model_type '{config.model_type}'"
+        says = f"The folder's names cannot be turned into Megatron's keys: {known}."
+        advice = "export the checkpoint with the program that made it, and audit the two folders"
+        return Pairing(findings=[Finding("not compared", says, advice)])
+    covered = {tensor.name for rule in rules for tensor in rule.hf}
+    found = Pairing(
+        only_a={name: entry for name, entry in folder.tensors.items() if name not in covered},
+        only_b={k: entry for k, entry in saved.tensors.items() if not k.startswith((DRAFT_VOCABULARY, DRAFTER))},
+    )
+    for rule in rules:
+        _pair_rule(rule, folder, saved, found)
+    return found
+
+
+def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) -> None:
+    """Pair the tensors of one rule, which makes the folder's of the checkpoint's where these are all there."""
+    pieces: list[tuple[str, Piece]] = []
+    for piece in rule.mcore:
+        every = [key for key in (piece.key, *piece.aliases) if key in saved.tensors]
+        pieces += [(key, piece) for key in every[:1]]
+        for key in every:
+            if found.only_b.pop(key, None) is not None and key != every[0]:
+                found.pairs.append(Pair(key, saved.tensors[every[0]], saved.tensors[key], copy=every[0]))
+    held = len(pieces) == len(rule.mcore) and all(_fits(saved.tensors[key], piece) for key, piece in pieces)
+
+    @lru_cache(maxsize=1)
+    def back() -> list[Tensor]:
+        return rule.to_hf([saved.read(key, piece.offset, piece.shape) for key, piece in pieces])
+
+    def nth(index: int, kind: torch.dtype | None) -> Tensor:
+        return back()[index] if kind is None else back()[index].to(kind)
+
+    for index, tensor in enumerate(rule.hf):
+        mine = folder.tensors.get(tensor.name)
+        if held:
+            kind = mine.kind if rule.rounds and mine is not None else None  # of a norm whose original training lost
+            shape = tensor.shape or (mine.shape if mine is not None else ())
+            dtype = saved.tensors[pieces[0][0]].dtype if pieces else "float32"
+            theirs = Entry(shape, dtype, 0, partial(nth, index, kind))
+            if mine is not None:
+                found.pairs.append(Pair(tensor.name, mine, theirs))
+            elif base_of(folder, tensor.name) not in folder.tensors and pieces:
+                found.only_b[tensor.name] = theirs
+        elif mine is not None and (rule.mcore or mine.shape != tensor.shape):
+            found.only_a[tensor.name] = mine
+    if not held:
+        found.only_b |= {key: saved.tensors[key] for key, _ in pieces}
+    elif isinstance(rule.map, MinusOne) and rule.map.original and rule.hf[0].name in folder.tensors:
+        # a norm is stored as w - 1 beside the original, which an export gives back: both must agree
+        mine, (key, piece) = folder.tensors[rule.hf[0].name], next(p for p in pieces if not p[0].startswith(ORIGINAL))
+        wanted = Entry(mine.shape, "float32", 0, lambda: rule.to_mcore([mine.tensor()])[1])
+        stored = Entry(mine.shape, "float32", 0, lambda: saved.read(key, piece.offset, piece.shape).float())
+        found.pairs.append(Pair(key, wanted, stored))
+
+
+def _fits(entry: Entry, piece: Piece) -> bool:
+    wanted, shape = piece.whole or piece.shape, entry.shape or ()
+    larger = wanted is not None and piece.padded and shape[0] >= wanted[0] and shape[1:] == wanted[1:]
+    return wanted in (None, shape) or larger
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was seen of a pair: both largest numbers; the difference and its figure, or why it cannot be read."""
+
+    pair: Pair
+    largest: tuple[float | None, float | None] = (None, None)
+    kind: Kind | None = None
+    figure: float | None = None
+    error: str = ""
+
+
+def compare(a: Side, b: Side, paired: Pairing, step: Callable[[int], object]) -> tuple[int, list[Finding]]:
+    """Compare all tensors of two sides; what was read of them is kept there.
 
     Args:
         a, b: the sides.
         paired: their tensors.
-        ranges: of both sides, which are filled on the way.
         step: called after every pair with the bytes that were read.
+
+    Returns:
+        The number of tensors that are equal bit by bit, and what differs.
     """
-    done, differences = Compared(findings=list(paired.findings)), []
-    read = [pair for pair in paired.pairs if pair.a.read is not None and pair.b.read is not None]
-    if unread := [pair.name for pair in paired.pairs if pair.a.read is None or pair.b.read is None]:
+    equal, differing, findings = 0, list[Compared](), list(paired.findings)
+    unread = {pair.name: pair for pair in paired.pairs if pair.a.read is None or pair.b.read is None}
+    if unread:
         says = f"{counted(len(unread), 'weight')} in forms that are not read were not compared: {listed(unread)}."
-        done.findings.append(Finding("not compared", says, severity=NOTE, names=tuple(unread)))
+        findings.append(Finding("not compared", says, severity=NOTE, names=tuple(unread)))
     with ThreadPoolExecutor(default_workers()) as pool:
-        for pair, found in zip(read, pool.map(_streamed, read), strict=True):
-            if not found:
-                one = _one(pair, ranges, done)
-                differences += [] if one is None else [one]
-                done.equal += one is None and not pair.copy
-            else:
-                ranges[0].keep(pair.name, *found)
-                ranges[1].keep(pair.other or pair.name, *found)
-                done.equal += not pair.copy
+        compared = partial(_compared, threading.Lock())
+        for one in pool.map(compared, [pair for pair in paired.pairs if pair.name not in unread]):
+            pair = one.pair
+            if one.error:
+                says = f"'{pair.name}' cannot be read: {one.error}"
+                findings.append(Finding("damaged file", says, "fetch the file again", names=(pair.name,)))
+            elif one.kind is not None:
+                differing.append(one)
+            for side, name, found in zip((a, b), (pair.name, pair.other or pair.name), one.largest, strict=True):
+                if found is not None and name in side.tensors:
+                    side.largest[name] = found
+            equal += one.kind is None and not pair.copy
             step(pair.a.bytes + pair.b.bytes)
-    done.findings += _differing(differences)
+    findings += _differing(differing)
     parts = (a if isinstance(a, HFSide) else b).parts
     shared = [pair.name for pair in paired.pairs if not pair.copy]
-    for only, lacks, letter in ((paired.only_a, b, "B"), (paired.only_b, a, "A")):
-        done.findings += _one_sided(parts, lacks, [*shared, *only], only, letter)
-    return done
+    for only, lacks, letters in ((paired.only_a, b, "AB"), (paired.only_b, a, "BA")):
+        if not (isinstance(lacks, HFSide) and lacks.partial):
+            every = [*shared, *only]
+            depths, layers = (parts.numbered(kind, every) for kind in (DEPTH, TRUNK))
+            counts = f"Side {letters[0]} holds {{}}, side {letters[1]} {{}}"
+            held, says = {*shared, *explained(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
+            findings += lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
+    return equal, findings
 
 
-def _streamed(pair: Pair) -> list[float | None]:
-    """The largest number of two stored tensors that are equal bit by bit; empty if they are not, or cannot be read."""
-    if (pair.a.shape, pair.a.dtype) != (pair.b.shape, pair.b.dtype):
-        return []
-    try:
-        left = pair.a.tensor()
-        return [largest(left)] if equal_bits(left, pair.b.tensor()) else []
-    except (ValueError, OSError, RuntimeError):
-        return []  # reading it again says why
-
-
-def _one(pair: Pair, ranges: tuple[Ranges, Ranges], done: Compared) -> Difference | None:
-    """The difference of a pair; None if there is none, or one side cannot be read."""
+def _compared(explaining: threading.Lock, pair: Pair) -> Compared:
+    """Read and compare a pair; differences are explained one at a time, since that takes copies."""
     try:
         left, right = pair.a.tensor(), pair.b.tensor()
-    except (ValueError, OSError, RuntimeError) as error:
-        says = f"'{pair.name}' cannot be read: {error}"
-        done.findings.append(Finding("damaged file", says, "fetch the file again", names=(pair.name,)))
-        return None
-    ranges[0].keep(pair.name, largest(left))
-    ranges[1].keep(pair.other or pair.name, largest(right))
-    if equal_bits(left, right) or (pair.name in PADDED and left.shape != right.shape and _same_rows(left, right)):
-        return None
-    kind = explain(left, right)
-    if kind[0] == "other numbers" and (is_quantized(pair.a) or is_quantized(pair.b)) and _is_close(left, right):
-        side, entry = ("B", pair.b) if is_quantized(pair.b) else ("A", pair.a)
-        kind = "rounded", f"differs by rounding: side {side} is {entry.dtype} with scales"
-    if pair.copy and kind[0] not in ("rounded", "type"):
-        kind = "tied copy", f"is left out on one side as a copy of '{pair.copy}', whose numbers are others"
-    return Difference(pair, kind, difference(left, right))
+    except UNREADABLE as error:
+        return Compared(pair, error=str(error))
+    if equal_bits(left, right):
+        return Compared(pair, (largest(left),) * 2)
+    with explaining:
+        seen = Compared(pair, (largest(left), largest(right)))
+        if pair.name in PADDED and left.shape != right.shape and _same_rows(left, right):
+            return seen
+        kind = explain(left, right)
+        quantized = [("B", pair.b)] * is_quantized(pair.b) or [("A", pair.a)] * is_quantized(pair.a)
+        for side, entry in quantized if kind[0] == "other numbers" else ():
+            if left.shape == right.shape and (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
+                kind = "rounded", f"differs by rounding: side {side} is {entry.dtype} with scales"
+        if pair.copy and kind[0] not in ("rounded", "type"):
+            kind = "tied copy", f"is left out on one side as a copy of '{pair.copy}', whose numbers are others"
+        return replace(seen, kind=kind, figure=difference(left, right))
 
 
 def explain(a: Tensor, b: Tensor) -> Kind:
     """Say how two tensors that are not equal differ: the first explanation that fits every number."""
     if a.shape != b.shape:
-        return _of_shapes(a, b)
+        if a.dim() == b.dim() == 2 and a.shape == b.shape[::-1] and equal_bits(a, b.to(a.dtype).T.contiguous()):
+            return "transposed", f"is transposed: {list(b.shape)}, not {list(a.shape)}"
+        if a.dim() == b.dim() == 2 and a.dtype == b.dtype and _same_rows(a, b):
+            count, rows = b.size(0) - a.size(0), min(a.size(0), b.size(0))
+            more = "more" if count > 0 else "fewer"
+            return "padding", f"has {abs(count)} {more} rows, and the same numbers in the first {rows}"
+        return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
     if a.dtype != b.dtype:
-        name = str(b.dtype).removeprefix("torch.")
-        kinds = f"is of type {name}, not {str(a.dtype).removeprefix('torch.')}"
+        ours, name = (str(one.dtype).removeprefix("torch.") for one in (a, b))
         if equal_bits(a.double(), b.double()):
-            return "type", f"{kinds}, with the same numbers"
+            return "type", f"is of type {name}, not {ours}, with the same numbers"
         if equal_bits(a.to(b.dtype), b) or equal_bits(b.to(a.dtype), a):
-            return "rounded", f"{kinds}: one side was rounded"
+            return "rounded", f"is of type {name}, not {ours}: one side was rounded"
         b = b.to(a.dtype)
     for one, side in ((a, "A"), (b, "B")):
         if not math.isfinite(largest(one) or 0.0):
@@ -171,24 +404,10 @@ def explain(a: Tensor, b: Tensor) -> Kind:
     return "other numbers", "has other numbers"
 
 
-def _of_shapes(a: Tensor, b: Tensor) -> Kind:
-    if a.dim() == b.dim() == 2 and a.shape == b.shape[::-1] and equal_bits(a, b.to(a.dtype).T.contiguous()):
-        return "transposed", f"is transposed: {list(b.shape)}, not {list(a.shape)}"
-    if a.dim() == b.dim() == 2 and a.dtype == b.dtype and _same_rows(a, b):
-        rows, more = min(a.size(0), b.size(0)), "more" if b.size(0) > a.size(0) else "fewer"
-        count = abs(a.size(0) - b.size(0))
-        return "padding", f"has {count} {more} rows, and the same numbers in the first {rows}"
-    return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
-
-
 def _same_rows(a: Tensor, b: Tensor) -> bool:
     """Whether two matrices are equal as far as both have rows."""
     rows = min(a.size(0), b.size(0))
     return a.shape[1:] == b.shape[1:] and equal_bits(a[:rows], b[:rows])
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a.float() - b.float()).norm() <= CLOSE * a.float().norm())
 
 
 def difference(a: Tensor, b: Tensor) -> float | None:
@@ -200,50 +419,76 @@ def difference(a: Tensor, b: Tensor) -> float | None:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _differing(differences: list[Difference]) -> Iterator[Finding]:
-    groups: dict[Kind, list[Difference]] = defaultdict(list)
-    for one in differences:
-        guess, says = one.kind
+def _differing(differing: list[Compared]) -> Iterator[Finding]:
+    groups: dict[Kind, list[Compared]] = defaultdict(list)
+    for one in differing:
+        guess, says = one.kind or ("", "")
         groups[guess, "" if guess == "shape" else says].append(one)
     for (guess, _), members in groups.items():
-        names, figures = [one.pair.name for one in members], [one.figure for one in members if one.figure is not None]
-        figure = max(figures, default=None)
+        names = [one.pair.name for one in members]
+        figure = max((one.figure for one in members if one.figure is not None), default=None)
         by = f" (largest difference {figure:.3g})" if figure is not None else ""
-        kinds = unnumbered(names)
-        says = f"{counted(len(members), 'tensor')}, {kinds if len(kinds) < 200 else listed(names)}: side B's"
-        says += f" {members[0].kind[1]}{by}."
-        mild = guess in ("type", "padding")
-        yield Finding(guess, says, ADVICE.get(guess, REMAKE), WARNING if mild else ERROR, tuple(names), figure=figure)
+        kinds, (_, differs) = unnumbered(names), members[0].kind or ("", "")
+        named = kinds if len(kinds) < 200 else listed(names)
+        says = f"{counted(len(members), 'tensor')}, {named}: side B's {differs}{by}."
+        severity = WARNING if guess in ("type", "padding") else ERROR
+        yield Finding(guess, says, ADVICE.get(guess, REMAKE), severity, tuple(names), figure=figure)
 
 
-def _one_sided(parts: Parts, lacks: Side, every: list[str], only: dict[str, Entry], letter: str) -> Iterator[Finding]:
-    """Tensors that one side has alone, by part; what another finding accounts for is left out."""
-    if isinstance(lacks, HFSide) and lacks.partial:
-        return
-    explained = set(lacks.hidden) | lacks.unread if isinstance(lacks, HFSide) else set()
-    lost = [name for name in only if name not in explained]
-    wanted, gone = parts.depths(every), parts.depths(lost)
-    whole = [depth for depth, names in gone.items() if len(names) == len(wanted[depth])]
-    if whole:
-        names = tuple(name for depth in whole for name in gone[depth])
-        which = "all depths" if len(whole) == len(wanted) else f"depth {', '.join(str(depth + 1) for depth in whole)}"
-        says = f"Side {letter} lacks {which} of {len(wanted)} ({counted(len(names), 'tensor')})."
-        yield Finding("MTP dropped" if len(whole) == len(wanted) else "depth missing", says, LOST, names=names)
-    for depth, own in gone.items():
-        if depth not in whole:
-            says = f"Side {letter}: depth {depth + 1} lacks {counted(len(own), 'tensor')}: {listed(own)}."
-            yield Finding("depth incomplete", says, AGAIN, names=tuple(own))
-    wanted, trunk = parts.trunk(every), parts.trunk(lost)
-    layers = {index: names for index, names in trunk.items() if len(names) == len(wanted[index])}
-    if layers:
-        names = tuple(name for own in layers.values() for name in own)
-        which = ", ".join(map(str, layers))
-        says = (
-            f"Side {letter} lacks whole layers of the trunk: {which} (counted from 0), {counted(len(names), 'tensor')}."
-        )
-        yield Finding("layers missing", says, AGAIN, names=names)
-    told = {name for names in (*gone.values(), *layers.values()) for name in names}
-    rest = [name for name in lost if name not in told]
-    if rest:
-        says = f"Side {letter} lacks {counted(len(rest), 'tensor')} of the other side: {listed(rest)}."
-        yield Finding("tensor missing", says, AGAIN, names=tuple(rest))
+# --- numbers of one side ----------------------------------------------------------------------------------------------
+
+
+def read_rest(side: Side, step: Callable[[int], object]) -> None:
+    """Read the tensors that no comparison has read, and keep their largest number, or why they cannot be read."""
+    for name, entry in side.tensors.items():
+        if name not in side.largest:
+            try:
+                found = None if entry.read is None else largest(entry.tensor())
+                side.largest |= {} if found is None else {name: found}
+            except UNREADABLE as error:
+                side.unreadable[name] = str(error)
+            step(entry.bytes)
+
+
+def check_numbers(side: Side) -> Iterator[Finding]:
+    """Numbers that no trained weight has, and tensors that cannot be read."""
+    if errors := side.unreadable:
+        says = f"{counted(len(errors), 'tensor')} cannot be read: {listed(errors)}. {next(iter(errors.values()))}"
+        yield Finding("damaged file", says, "fetch the file again", names=tuple(errors))
+    scales, plan = (side.scales, side.plan) if isinstance(side, HFSide) else ({}, [])
+    known = {name: found for name, found in side.largest.items() if name not in scales}
+    if wild := tuple(name for name, found in known.items() if not math.isfinite(found)):
+        yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
+    may = {tensor.name for rule in plan if isinstance(rule.map, Zeros) for tensor in rule.hf}
+    zero = [n for n, found in known.items() if found == 0 and n not in may and len(side.tensors[n].shape or ()) > 1]
+    if zero:
+        says = f"{len(zero)} {'matrix' if len(zero) == 1 else 'matrices'} of zeros: {listed(zero)}."
+        advice = "unless the model is that new: take the tensors from an earlier save"
+        yield Finding("zeros", says, advice, WARNING, tuple(zero))
+
+
+def copies_of(side: Side) -> dict[str, str]:
+    """The tensors of a side that repeat another one, each with the repeated tensor."""
+    named = {name: base for name in side.tensors if (base := base_of(side, name)) is not None}
+    for rule in side.plan if isinstance(side, HFSide) else ():
+        if isinstance(rule.map, Copies):
+            first, *others = (tensor.name for tensor in rule.hf)
+            named |= dict.fromkeys(others, first)
+    held = side.tensors
+    return {name: base for name, base in named.items() if name in held and base in held and name != base}
+
+
+def check_copies(side: Side) -> Iterator[Finding]:
+    """Compare every copy with the tensor that it repeats; loaders take one or the other."""
+    same: list[str] = []
+    stale: list[str] = []
+    for name, base in copies_of(side).items():
+        one, other = side.tensors[name], side.tensors[base]
+        if one.read is not None and other.read is not None:
+            (same if equal_bits(one.tensor(), other.tensor()) else stale).append(name)
+    if same:
+        says = f"{counted(len(same), 'tensor')} repeat embedding or head, with the same bits: {listed(same)}."
+        yield Finding("tied copy", says, severity=NOTE, names=tuple(same))
+    if stale:
+        says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
+        yield Finding("stale copy", says, "store the one that was trained in both places", names=tuple(stale))

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.finding import NOTE, Finding, counted, listed
+from megatron_mtp.checkpoint.audit import NOTE, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, Entry, HFSide
 from megatron_mtp.checkpoint.hf.forms import FP8
 from megatron_mtp.checkpoint.hf.quantized import (
@@ -37,59 +37,6 @@ QUANTIZED_LATER = "bitsandbytes"
 """The method that quantizes what it loads."""
 
 
-def merge_quantized(side: HFSide) -> None:
-    """Put one weight in the place of its tensors, decoded as the conversion decodes it."""
-    settings = settings_of(side)
-    stored = {name: (entry.shape or (), entry.kind) for name, entry in side.tensors.items()}
-    weights = quantized_weights(stored, settings.numbers, lambda name: side.tensors[name].tensor())
-    side.findings += _wrong(weights.wrong)
-    for name, parts in weights.broken.items():
-        size = sum(side.tensors.pop(part).bytes for part in parts)
-        side.tensors[name] = Entry(None, "damaged", size, None)
-    for name, weight in weights.found.items():
-        entries = {part: side.tensors.pop(one) for part, one in weight.parts.items()}
-        read = None if weight.form.decode is None else partial(_decoded, side, name, weight, entries)
-        size = sum(entry.bytes for entry in entries.values())
-        side.tensors[name] = Entry(weight.shape, weight.form.name, size, read)
-        side.quantized[name] = weight
-    if weights.found or weights.wrong or settings.keys:
-        _drop_others(side, set(weights.wrong))
-
-
-def _wrong(wrong: dict[str, str]) -> Iterator[Finding]:
-    """One finding for all weights of which the same is wrong."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, reason in wrong.items():
-        groups[re.sub(r"'[^']*?([^.']+)'", r"'\1'", reason)].append(name)
-    for members in groups.values():
-        says, more = f"'{members[0]}' {wrong[members[0]]}", members[1:]
-        says += f"; likewise {len(more)} more: {listed(more)}" if more else ""
-        yield Finding(GUESS, f"{says}.", RESTORE, names=tuple(members))
-
-
-def _drop_others(side: HFSide, wrong: set[str]) -> None:
-    """Leave out scales of activations, and parts beside a weight; name those without one."""
-    for name in activation_scales(side.tensors):
-        del side.tensors[name]
-    orphans = defaultdict(list)
-    for name in [n for n in side.tensors if SCALES.search(n) or STATE.search(n)]:
-        weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}", ".weight", name)
-        if name in wrong or f"{name.removesuffix('_scale')}" in wrong:
-            continue
-        if weight in side.tensors:
-            del side.tensors[name]
-        elif SCALES.search(name):
-            orphans[weight].append(name)
-    for weight, parts in orphans.items():
-        for part in parts:
-            del side.tensors[part]
-        side.unread.add(weight)
-    if orphans:
-        parts = [part for each in orphans.values() for part in each]
-        says = f"{listed(parts)}: scales without the numbers of their weight, such as '{next(iter(orphans))}'."
-        side.findings.append(Finding(GUESS, says, RESTORE, names=tuple(parts)))
-
-
 def settings_of(side: HFSide) -> Settings:
     """What config and side files say of the quantization; nothing where they are damaged, which another audit says."""
     try:
@@ -101,6 +48,50 @@ def settings_of(side: HFSide) -> Settings:
 def is_quantized(entry: Entry) -> bool:
     """Whether a weight is stored in a quantized form."""
     return entry.kind in FP8 or entry.kind is None
+
+
+def merge_quantized(side: HFSide) -> None:
+    """Put one weight in the place of its tensors, decoded as the conversion decodes it."""
+    settings = settings_of(side)
+    stored = {name: (entry.shape or (), entry.kind) for name, entry in side.tensors.items()}
+    weights = quantized_weights(stored, settings.numbers, lambda name: side.tensors[name].tensor())
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, reason in weights.wrong.items():
+        alike[re.sub(r"'[^']*?([^.']+)'", r"'\1'", reason)].append(name)
+    for first, *more in alike.values():
+        others = f"; likewise {len(more)} more: {listed(more)}" if more else ""
+        side.add(GUESS, f"'{first}' {weights.wrong[first]}{others}.", RESTORE, names=[first, *more])
+    for name, parts in weights.broken.items():
+        side.tensors[name] = Entry(None, "damaged", sum(side.tensors.pop(part).bytes for part in parts), None)
+    for name, weight in weights.found.items():
+        entries = {part: side.tensors.pop(one) for part, one in weight.parts.items()}
+        read = None if weight.form.decode is None else partial(_decoded, side, name, weight, entries)
+        size = sum(entry.bytes for entry in entries.values())
+        side.tensors[name] = Entry(weight.shape, weight.form.name, size, read)
+        side.quantized[name] = weight
+    if weights.found or weights.wrong or settings.keys:
+        _drop_others(side, set(weights.wrong))
+
+
+def _drop_others(side: HFSide, wrong: set[str]) -> None:
+    """Leave out scales of activations, and parts beside a weight; name those without one."""
+    for name in activation_scales(side.tensors):
+        del side.tensors[name]
+    orphans: dict[str, str] = {}
+    for name in [n for n in side.tensors if SCALES.search(n) or STATE.search(n)]:
+        weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}", ".weight", name)
+        if name in wrong or name.removesuffix("_scale") in wrong:
+            continue
+        if weight in side.tensors:
+            del side.tensors[name]
+        elif SCALES.search(name):
+            orphans[name] = weight
+    for part, weight in orphans.items():
+        del side.tensors[part]
+        side.unread.add(weight)
+    if orphans:
+        says = f"{listed(orphans)}: scales without the numbers of their weight, such as "
+        side.add(GUESS, f"{says}'{next(iter(orphans.values()))}'.", RESTORE, names=orphans)
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -137,9 +128,9 @@ def check_scales(side: HFSide) -> Iterator[Finding]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name, fault in side.scales.items():
         groups[fault.partition("' ")[2]].append(name)
-    for members in groups.values():
-        says = f"{side.scales[members[0]]}{f'; so have those of {listed(members[1:])}' if members[1:] else ''}."
-        yield Finding(GUESS, says, "take the weight with its scales from the release", names=tuple(members))
+    for first, *more in groups.values():
+        says = f"{side.scales[first]}{f'; so have those of {listed(more)}' if more else ''}."
+        yield Finding(GUESS, says, "take the weight with its scales from the release", names=(first, *more))
 
 
 # --- lists and forms --------------------------------------------------------------------------------------------------
@@ -149,30 +140,24 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
     """Compare the forms of weights with what config and lists say of them."""
     settings = settings_of(side)
     coded = [name for name, entry in side.tensors.items() if is_quantized(entry) and name.endswith(("weight", "_proj"))]
-    if not settings.keys:
-        if coded:
-            says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
-            says += f"engines load them without their scales: {listed(coded)}."
-            advice = "copy the key from the release's config.json"
-            yield Finding(GUESS, says, advice, names=tuple(coded))
-        return
-    broken = any(found.guess in (GUESS, "damaged file", "file missing") for found in side.findings)
-    if coded:
-        yield Finding(GUESS, _described(side, settings, coded), severity=NOTE)
+    if coded and settings.keys:
+        yield _described(side, settings, coded)
         yield from _check_promises(side, settings, coded)
-        return
-    wants = settings.groups or settings.keys.get("quant_method") != COMPRESSED
-    if settings.promised("") is not None and wants and side.tensors and not broken:
-        kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
-        says = (
-            f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): engines "
-        )
-        says += "build quantized layers, and do not load these tensors."
-        advice = "remove 'quantization_config' from config.json"
-        yield Finding(GUESS, says, advice, names=("quantization_config",))
+    elif coded:
+        says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
+        says += f"engines load them without their scales: {listed(coded)}."
+        yield Finding(GUESS, says, "copy the key from the release's config.json", names=tuple(coded))
+    elif settings.keys and settings.promised("") is not None and side.tensors:
+        broken = any(found.guess in (GUESS, "damaged file", "file missing") for found in side.findings)
+        if (settings.groups or settings.keys.get("quant_method") != COMPRESSED) and not broken:
+            kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
+            says = f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): "
+            says += "engines build quantized layers, and do not load these tensors."
+            advice = "remove 'quantization_config' from config.json"
+            yield Finding(GUESS, says, advice, names=("quantization_config",))
 
 
-def _described(side: HFSide, settings: Settings, coded: list[str]) -> str:
+def _described(side: HFSide, settings: Settings, coded: list[str]) -> Finding:
     """A note: the forms of trunk and depths, what is not read, and whether the right modules can be judged."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name in coded:
@@ -182,8 +167,9 @@ def _described(side: HFSide, settings: Settings, coded: list[str]) -> str:
     says += f" ({'; '.join(each)})."
     unread = [name for name in coded if side.tensors[name].read is None]
     says += f" The numbers of {counted(len(unread), 'weight')} are not read, only their names." if unread else ""
-    judged = settings.promised("") is not None
-    return says + ("" if judged else " Whether the right modules are quantized cannot be judged.")
+    if settings.promised("") is None:
+        says += " Whether the right modules are quantized cannot be judged."
+    return Finding(GUESS, says, severity=NOTE)
 
 
 def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Iterator[Finding]:
@@ -204,52 +190,52 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
             (against if settings.listing(module_of(name)) else untargeted).append(name)
         elif name in side.quantized and not set(side.quantized[name].forms) & set(promised):
             others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
+    unmatched = settings.idle([*side.tensors, *{name.rpartition(".")[0] for name in side.tensors}])
+    idle, unscaled = (
+        [one for one in unmatched if not (side.tied and one == "lm_head")],
+        "load them without their scales",
+    )
     if against:
-        yield _listed_but_quantized(side, settings, against)
+        entries = dict.fromkeys(one for name in against if (one := settings.listing(module_of(name))))
+        says = (
+            f"{_weights(side, against)} are quantized, but the config lists them as not quantized: {listed(against)}."
+        )
+        key = next(key for key, each in settings.lists.items() if entries.keys() & set(each))
+        advice = f"remove {listed(entries)} from '{key}' in {settings.source}: the list is too long"
+        yield Finding(GUESS, f"{says} Engines {unscaled}.", advice, names=tuple(against))
     if untargeted:
-        says = (
-            f"{counted(len(untargeted), 'weight')}{_whose(side, untargeted)} are quantized, but no group of the config "
-        )
-        says += f"targets them: {listed(untargeted)}. Engines load them without their scales."
-        yield Finding(
-            GUESS, says, "add them to the 'targets' of their group in 'config_groups'", names=tuple(untargeted)
-        )
+        says = f"{_weights(side, untargeted)} are quantized, but no group of the config targets them: "
+        says += f"{listed(untargeted)}. Engines {unscaled}."
+        advice = "add them to the 'targets' of their group in 'config_groups'"
+        yield Finding(GUESS, says, advice, names=tuple(untargeted))
     if plain and settings.method != QUANTIZED_LATER:
-        yield _quantized_in_the_config_alone(side, settings, plain)
+        says = f"{_weights(side, plain)} are not quantized, and the config does not list them so: {listed(plain)}."
+        says += " Engines build quantized layers for them."
+        if idle:
+            whole = ", since whole names are compared" if settings.keys.get("quant_method") == COMPRESSED else ""
+            says += (
+                f" {'The entry' if len(idle) == 1 else 'Entries'} {listed(idle)} of the list match no module{whole}."
+            )
+        key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
+        advice = f"add {_entries(side, settings, plain)} to '{key}' in {settings.source}: the list is too short"
+        yield Finding(GUESS, says, advice, names=tuple(plain))
     for (form, promise), members in others.items():
-        says = (
-            f"{counted(len(members), 'weight')}{_whose(side, members)} are stored as {form}, but the config promises "
-        )
-        says += f"{promise}: engines take their scales for others, or refuse them: {listed(members)}."
-        yield Finding(GUESS, says, _declare(settings, side, members), names=tuple(members))
-    if not (against or plain):
-        yield from _idle_entries(side, settings)
-
-
-def _listed_but_quantized(side: HFSide, settings: Settings, members: list[str]) -> Finding:
-    entries = dict.fromkeys(entry for name in members if (entry := settings.listing(module_of(name))))
-    says = f"{counted(len(members), 'weight')}{_whose(side, members)} are quantized, but the config lists them as not "
-    says += f"quantized: {listed(members)}. Engines load them without their scales."
-    keys = [key for key, each in settings.lists.items() if entries.keys() & set(each)]
-    advice = f"remove {listed(entries)} from '{keys[0]}' in {settings.source}: the list is too long"
-    return Finding(GUESS, says, advice, names=tuple(members))
-
-
-def _quantized_in_the_config_alone(side: HFSide, settings: Settings, members: list[str]) -> Finding:
-    says = f"{counted(len(members), 'weight')}{_whose(side, members)} are not quantized, and the config does not list "
-    says += f"them so: {listed(members)}. Engines build quantized layers for them."
-    if idle := _unmatched(side, settings):
-        whole = ", since whole names are compared" if settings.keys.get("quant_method") == COMPRESSED else ""
-        says += f" {'The entry' if len(idle) == 1 else 'Entries'} {listed(idle)} of the list match no module{whole}."
-    key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
-    advice = f"add {_entries(side, settings, members)} to '{key}' in {settings.source}: the list is too short"
-    return Finding(GUESS, says, advice, names=tuple(members))
+        says = f"{_weights(side, members)} are stored as {form}, but the config promises {promise}: engines take their "
+        says += f"scales for others, or refuse them: {listed(members)}."
+        advice = f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
+        if settings.groups:
+            entries_of = _entries(side, settings, members)
+            advice = f"give {entries_of} a group in 'config_groups' of {settings.source} that says so"
+        yield Finding(GUESS, says, advice, names=tuple(members))
+    if idle and not (against or plain):
+        says = f"In the lists of unquantized modules, {len(idle)} match no module: {listed(idle)}."
+        yield Finding(GUESS, says, severity=NOTE, names=tuple(idle))
 
 
 def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
     """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
     layers = {layer_of(module_of(name)) for name in members}
-    free = all(not any(name.startswith(f"{layer}.") for name in side.quantized) for layer in layers)
+    free = not any(name.startswith(tuple(f"{layer}." for layer in layers)) for name in side.quantized)
     if free and settings.keys.get("quant_method") == COMPRESSED:
         return listed(map(inside, sorted(layers)))
     if free and settings.keys.get("quant_method") == MODELOPT:
@@ -257,28 +243,11 @@ def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
     return listed(map(module_of, members))
 
 
-def _declare(settings: Settings, side: HFSide, members: list[str]) -> str:
-    if settings.groups:
-        return f"give {_entries(side, settings, members)} a group in 'config_groups' of {settings.source} that says so"
-    return f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
-
-
-def _unmatched(side: HFSide, settings: Settings) -> list[str]:
-    """Entries of the lists that name no module of the folder."""
-    idle = settings.idle([*side.tensors, *{name.rpartition(".")[0] for name in side.tensors}])
-    return [entry for entry in idle if not (side.tied and entry == "lm_head")]
-
-
-def _idle_entries(side: HFSide, settings: Settings) -> Iterator[Finding]:
-    """A note about entries that name nothing: they change nothing."""
-    if idle := _unmatched(side, settings):
-        says = f"In the lists of unquantized modules, {len(idle)} match no module: "
-        yield Finding(GUESS, f"{says}{listed(idle)}.", severity=NOTE, names=tuple(idle))
-
-
-def _whose(side: HFSide, members: Iterable[str]) -> str:
-    kinds = {side.parts.of(name).kind for name in members}
-    return {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
+def _weights(side: HFSide, members: Iterable[str]) -> str:
+    """`25 weights of the MTP layers`."""
+    kinds, named = {side.parts.of(name).kind for name in members}, list(members)
+    whose = {frozenset({DEPTH}): " of the MTP layers", frozenset({TRUNK}): " of the trunk"}.get(frozenset(kinds), "")
+    return counted(len(named), "weight") + whose
 
 
 def _leaf(name: str) -> str:

@@ -7,25 +7,102 @@ tensors are described by their keys alone.
 import re
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
-from megatron_mtp.checkpoint.audit.finding import Finding, listed
-from megatron_mtp.checkpoint.audit.side import NESTED, Entry, MegatronSide
+from megatron_mtp.checkpoint.audit import listed
+from megatron_mtp.checkpoint.audit.side import Entry, HFSide, Opened, Parts, is_count
+from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.patches.catalogue import read_catalogue
 
+NESTED = "language_model."
+"""What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.")
 """Keys of the optimizer's tensors that say what they are: exp_avg, exp_avg_sq, fp32_param."""
 RUN_CONFIG = "run_config.yaml"
-SIMPLE = (int, float, str, bool, list)
+
+
+@dataclass
+class MegatronSide(Opened):
+    """A distributed checkpoint of Megatron.
+
+    Attributes:
+        reader: reads it; None if not even the list of its tensors can be read.
+        args: the arguments of its model; None if it stores none.
+        args_from: what the arguments were read from.
+        kept: the `config.json` that a conversion kept beside it; empty without one.
+        iteration: the number of its iteration.
+        optimizer: the optimizer's tensors: how many, their bytes, and their numbers by kind and type; empty if none.
+    """
+
+    reader: DistReader | None = None
+    args: Namespace | None = None
+    args_from: str = ""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    form = "Megatron distributed checkpoint"
+
+    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """Read a tensor, or the slab of `shape` at `offset`; raises ValueError where a file is missing or damaged."""
+        assert self.reader is not None
+        return self.reader.read(NESTED + key if self.reader.holds(NESTED + key) else key, offset, shape)
+
+    def argument(self, *names: str) -> Any:
+        """The first of these arguments that is there and not None."""
+        return next((value for name in names if (value := getattr(self.args, name, None)) is not None), None)
+
+    @property
+    def pattern(self) -> str | None:
+        """The layers of a hybrid (`--hybrid-layer-pattern`); None of a GPT."""
+        found = self.argument("hybrid_layer_pattern", "hybrid_override_pattern")
+        return found if isinstance(found, str) else None
+
+    @property
+    def layers(self) -> int | None:
+        """The number of the trunk's layers in the arguments, or in the config of a model that Megatron cannot run."""
+        runs = self.runs or self.args is None
+        found = self.argument("num_layers") if runs else self.kept.get("num_hidden_layers")
+        return found if is_count(found) else None
+
+    @property
+    def said_depths(self) -> int | None:
+        """The number of depths in the arguments; a repeated layer serves them all."""
+        found = 0 if self.argument("drafter") else self.argument("mtp_num_layers")
+        if not is_count(found):
+            return None if self.args is None else 0
+        return min(found, 1) if self.argument("mtp_use_repeated_layer") else found
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether embedding and head are one; None if no argument says it."""
+        shares = self.argument("share_embeddings_and_output_weights")  # as Megatron-Bridge calls it
+        unties = self.argument("untie_embeddings_and_output_weights")
+        return shares if shares is not None else None if unties is None else not unties
+
+    @property
+    def runs(self) -> bool:
+        """Whether Megatron can run the model, so that its modules say which tensors there must be."""
+        return self.args is not None and not getattr(self.args, "megatron_mtp_untrainable", None)
+
+    @property
+    def parts(self) -> Parts:
+        """How its keys are read: Megatron's depths are `mtp.layers`, carried ones have the folder's names."""
+        return Parts(None if self.runs else self.layers)
+
+
+Side = HFSide | MegatronSide
 
 
 def open_saved(path: Path) -> MegatronSide:
@@ -34,40 +111,30 @@ def open_saved(path: Path) -> MegatronSide:
     try:
         side.reader = reader = DistReader(path, whole=False)
     except ValueError as error:
-        says = f"The checkpoint cannot be read: {error}"
-        side.findings.append(Finding("damaged file", says, "give another iteration, or fetch it again"))
+        side.add("damaged file", f"The checkpoint cannot be read: {error}", "give another iteration, or fetch it again")
         return side
-    _check_files(side, reader)
-    _read_arguments(side, reader)
-    side.iteration = _iteration(reader.folder)
-    with suppress(ValueError):
-        side.kept = HFConfig.from_keys(read_json(reader.folder.parent / HF_FILES / CONFIG)).keys
-    for key in reader.keys:
-        dtype = reader.dtype(key)
-        size = torch.Size(reader.shape(key)).numel() * dtype.itemsize
-        name, kind = key.removeprefix(NESTED), str(dtype).removeprefix("torch.")
-        side.tensors[name] = Entry(tuple(reader.shape(key)), kind, size, partial(reader.read, key))
-    side.optimizer = _optimizer(reader)
-    return side
-
-
-def _optimizer(reader: DistReader) -> dict[str, Any]:
-    """What the optimizer has stored: how many tensors, their bytes, and how many of each kind and type."""
-    keys = reader.state_keys
-    if not keys:
-        return {}
-    named = (_STATE.search(key) for key in keys)
-    types = Counter(str(reader.dtype(key)).removeprefix("torch.") for key in keys)
-    size = sum(torch.Size(reader.shape(key)).numel() * reader.dtype(key).itemsize for key in keys)
-    kinds = Counter("others" if match is None else match.group(1) for match in named)
-    return {"tensors": len(keys), "bytes": size, "kinds": dict(kinds), "types": dict(types)}
-
-
-def _check_files(side: MegatronSide, reader: DistReader) -> None:
     try:
         check_files(reader.folder, read_catalogue(reader.folder).storage_data)
     except ValueError as error:
-        side.findings.append(Finding("file missing", f"{error}", "fetch that file again, or give another iteration"))
+        side.add("file missing", f"{error}", "fetch that file again, or give another iteration")
+    _read_arguments(side, reader)
+    number = reader.folder.name.removeprefix("iter_")
+    side.iteration = 0 if number == RELEASE else int(number) if number.isdecimal() else None
+    with suppress(ValueError):
+        side.kept = HFConfig.from_keys(read_json(reader.folder.parent / HF_FILES / CONFIG)).keys
+    side.tensors = {key.removeprefix(NESTED): _entry(reader, key) for key in reader.keys}
+    if states := {key: _entry(reader, key) for key in reader.state_keys}:
+        kinds = Counter("others" if (match := _STATE.search(key)) is None else match.group(1) for key in states)
+        types = Counter(entry.dtype for entry in states.values())
+        size = sum(entry.bytes for entry in states.values())
+        side.optimizer = {"tensors": len(states), "bytes": size, "kinds": dict(kinds), "types": dict(types)}
+    return side
+
+
+def _entry(reader: DistReader, key: str) -> Entry:
+    shape, dtype = tuple(reader.shape(key)), reader.dtype(key)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return Entry(shape, str(dtype).removeprefix("torch."), size, partial(reader.read, key))
 
 
 def _read_arguments(side: MegatronSide, reader: DistReader) -> None:
@@ -75,31 +142,16 @@ def _read_arguments(side: MegatronSide, reader: DistReader) -> None:
         side.args, side.args_from = reader.common()["args"], "the checkpoint"
         return
     except (ValueError, OSError) as error:
-        reason = str(error)
+        says = f"The arguments of the model are not known, so tensors are described by their keys alone: {error}"
     for folder in (reader.folder, reader.folder.parent):
-        keys = _run_config(folder / RUN_CONFIG)
-        if keys is not None:
-            side.args, side.args_from = Namespace(**keys), RUN_CONFIG
-            return
-    says = f"The arguments of the model are not known, so tensors are described by their keys alone: {reason}"
-    side.findings.append(Finding("damaged config", says, "audit a checkpoint that Megatron saved whole"))
-
-
-def _run_config(file: Path) -> dict[str, Any] | None:
-    """The plain settings of the model in Megatron-Bridge's file; None if there is none that can be read."""
-    try:
-        whole = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    model = whole.get("model") if isinstance(whole, dict) else None
-    if not isinstance(model, dict):
-        return None
-    return {name: value for name, value in model.items() if isinstance(name, str) and isinstance(value, SIMPLE)}
-
-
-def _iteration(folder: Path) -> int | None:
-    number = folder.name.removeprefix("iter_")
-    return 0 if folder.name == RELEASE else int(number) if number.isdecimal() else None
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+            whole = yaml.safe_load((folder / RUN_CONFIG).read_text(encoding="utf-8"))
+            model = whole.get("model") if isinstance(whole, dict) else None
+            if isinstance(model, dict):
+                plain = {name: value for name, value in model.items() if isinstance(value, int | float | str | list)}
+                side.args, side.args_from = Namespace(**{str(name): value for name, value in plain.items()}), RUN_CONFIG
+                return
+    side.add("damaged config", says, "audit a checkpoint that Megatron saved whole")
 
 
 def older_format(path: Path) -> MegatronSide | None:
@@ -108,6 +160,7 @@ def older_format(path: Path) -> MegatronSide | None:
     ranks = [rank.name for folder in folders for rank in sorted(folder.glob("mp_rank_*"))]
     if not ranks:
         return None
+    side = MegatronSide(path)
     says = f"It has Megatron's older format, a pickle a rank, which can run code and is never opened: {listed(ranks)}."
-    advice = "load it with megatron-mtp train, and save it with --ckpt-format torch_dist"
-    return MegatronSide(path, findings=[Finding("not compared", says, advice)])
+    side.add("not compared", says, "load it with megatron-mtp train, and save it with --ckpt-format torch_dist")
+    return side

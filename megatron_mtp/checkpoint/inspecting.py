@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.folder import check_kind, is_drafter
+from megatron_mtp.checkpoint.hf.folder import check_kind, drafter_kind
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
@@ -38,7 +38,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
         ValueError: nothing of a model can be read, or, with `check`, the checksums of a checkpoint's entries differ.
     """
     try:
-        if is_drafter(folder) and not check:
+        if drafter_kind(folder) and not check:
             return described(folder)
         check_kind(folder, known_types())
         if not (folder / CONFIG).is_file():

@@ -366,12 +366,12 @@ COMMANDS = {
         WRITES | DRAFTS,
     ),
     "drafter-to-hf": Command(
-        "Write the EAGLE-3 drafter of a Megatron checkpoint as a folder that vLLM and SGLang load beside the trunk's.",
+        "Write the drafter of a Megatron checkpoint as a folder that other engines load beside the trunk's.",
         IN_OUT,
         WRITES | DTYPE,
     ),
     "attach-drafter": Command(
-        "Copy a Megatron checkpoint without its MTP layers, and add the EAGLE-3 drafter of a folder.",
+        "Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder (EAGLE-3, DFlash, DSpark).",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
         WRITES,
     ),

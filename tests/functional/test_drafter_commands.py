@@ -1,4 +1,4 @@
-"""Whole commands: an EAGLE-3 drafter is trained behind a trunk, resumed, exported, attached again, and drafts."""
+"""Whole commands: drafters are trained behind a trunk, resumed, exported, attached again, and draft."""
 
 import json
 import shutil
@@ -231,7 +231,7 @@ def spoiled(folder: Path, made: Path, **changes: Any) -> Path:
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 30]}, "reads the layers 2 4 30, and the trunk has 8 layers"),
         ({"draft_vocab_size": 10}, "and a drafter of this trunk has it as"),
         ({"norm_output": True}, "has norm_output, a form of drafters that is not known here"),
-        ({"architectures": ["LlamaForCausalLM"]}, "give a LlamaForCausalLMEagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "give a LlamaForCausalLMEagle3, DFlashDraftModel, Qwen3DSparkModel"),
     ],
 )
 def test_a_drafter_of_another_trunk_is_refused(
@@ -245,7 +245,72 @@ def test_a_drafter_of_another_trunk_is_refused(
 def test_the_other_key_and_name_are_read(trained: Path, exported: Path, tmp_path: Path) -> None:
     args = DistReader(trained / "trunk").common()["args"]
     made = spoiled(exported, tmp_path / "other", eagle_aux_hidden_state_layer_ids=None)
-    assert read_drafter(made, args).layers == (2, 4, 5)
+    assert read_drafter(made, args).kind.layers == (2, 4, 5)
+
+
+BLOCKS = {
+    "dflash": ["--drafter-num-layers", "2", "--drafter-mask-token", "3"],
+    "dspark": f"--drafter-num-layers 2 --drafter-markov-rank 8 --mtp-draft-vocab-file {DRAFTED}".split(),
+}
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def block(trained: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with `drafter`, of four steps on the same trunk, and `exported`."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    flags = ["--load", f"{trained}/trunk", "--save", f"{folder}/drafter", "--drafter", kind, *BLOCKS[kind]]
+    launch.run(command(*flags, "--drafter-steps", "3", "--drafter-blocks", "8"), folder / "log")
+    assert convert(["drafter-to-hf", str(folder / "drafter"), str(folder / "exported"), "--json"]) == 0
+    return folder
+
+
+def test_a_block_drafter_goes_there_and_back_bit_by_bit_and_drafts(trained: Path, block: Path, tmp_path: Path) -> None:
+    exported = block / "exported"
+    keys, tensors = json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
+    kind = block.name.rstrip("0123456789")
+    wanted: dict[str, Any] = {
+        "dflash": {"architectures": ["DFlashDraftModel"], "block_size": 4},
+        "dspark": {"architectures": ["Qwen3DSparkModel"], "block_size": 3, "markov_rank": 8, "mask_token_id": 126},
+    }[kind]
+    assert {name: keys[name] for name in wanted} == wanted
+    assert keys["dflash_config"]["target_layer_ids"] == [1, 5]
+    assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (kind == "dspark")
+    assert "3 drafts, mask token" in inspect(exported)["blocks"]
+    assert convert(["attach-drafter", str(trained / "trunk"), str(exported), str(tmp_path / "attached")]) == 0
+    assert convert(["drafter-to-hf", str(tmp_path / "attached"), str(tmp_path / "again")]) == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
+    ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(block / "drafter")
+    assert ours.keys() == theirs.keys()
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], load_runner(tmp_path / "attached")
+    drafted = generate(runner, prompts, 20, speculative={"method": kind})
+    assert drafted.token_ids == generate(runner, prompts, 20).token_ids
+    assert drafted.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"dflash_config": {"target_layer_ids": [1, 8], "mask_token_id": 3}},
+            "reads the layers 2 9, and the trunk",
+        ),
+        (
+            {"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 127}},
+            "has mask_token_id 127, and the",
+        ),
+        ({"block_size": 1000}, "has block_size 1000, of .* drafts, and the trunk has 64 positions"),
+        ({"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 3, "causal": True}}, "has causal, a form"),
+        ({"num_hidden_layers": 3}, "'layers.2.input_layernorm.weight' is absent"),
+    ],
+)
+def test_a_block_drafter_of_another_trunk_is_refused(
+    trained: Path, block: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    args = DistReader(trained / "trunk").common()["args"]
+    with pytest.raises(ValueError, match=said):
+        read_drafter(spoiled(block / "exported", tmp_path / "spoiled", **changes), args)
 
 
 def test_it_drafts_and_changes_no_token(trained: Path) -> None:

@@ -24,8 +24,9 @@ from megatron_mtp.checkpoint.convert import computation
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.folder import ADAPTER, is_drafter
+from megatron_mtp.checkpoint.hf.folder import ADAPTER, drafter_kind
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
+from megatron_mtp.config import DRAFTERS
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""
@@ -88,9 +89,9 @@ def open_side(path: Path) -> Side:
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise ValueError(f"{path} {what}; give the folder of a Hugging Face model or of a Megatron checkpoint.")
-    if is_drafter(path):
+    if (kind := drafter_kind(path)) is not None:
         raise ValueError(
-            f"{path} is an EAGLE-3 drafter and no model by itself; check it by megatron-mtp convert inspect {path}."
+            f"{path} is {DRAFTERS[kind]} and no model by itself; check it by megatron-mtp convert inspect {path}."
         )
     older = older_format(path)
     if older is not None:

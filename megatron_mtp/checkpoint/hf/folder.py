@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
 from megatron_mtp.checkpoint.hf.forms import Numbers, Shape
 from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights, readable_methods
+from megatron_mtp.config import DFLASH, DSPARK, EAGLE3
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,8 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Types by their names in safetensors headers."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
-EAGLE3 = "LlamaForCausalLMEagle3"
-"""Architecture of an EAGLE-3 drafter, which is no model by itself."""
+DRAFTER_KINDS = {"LlamaForCausalLMEagle3": EAGLE3, "DFlashDraftModel": DFLASH, "Qwen3DSparkModel": DSPARK}
+"""Architectures of drafters, which are no models by themselves."""
 ADAPTER = "adapter_config.json"
 
 
@@ -265,14 +266,14 @@ def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> 
         )
 
 
-def is_drafter(path: Path) -> bool:
-    """Return whether the config of a folder names an EAGLE-3 drafter; one that cannot be read names none."""
+def drafter_kind(path: Path) -> str | None:
+    """The kind of drafter that the config of a folder names, of `config.DRAFTERS`; None of one that cannot be read."""
     try:
         keys = read_json(path / CONFIG)
     except ValueError:
-        return False
+        return None
     named = keys.get("architectures") if isinstance(keys, dict) else None
-    return isinstance(named, list) and EAGLE3 in named
+    return next((kind for name, kind in DRAFTER_KINDS.items() if isinstance(named, list) and name in named), None)
 
 
 def is_adapter(folder: Path) -> bool:

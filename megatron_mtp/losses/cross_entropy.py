@@ -42,12 +42,8 @@ class CrossEntropy(TokenLoss):
         if self.label_smoothing:
             rows_N2.append(vocabulary.tokens_of(logits_NV).sum(1, keepdim=True))
         (softmax_NV,), normalizer_N1, linear_N2 = vocabulary.softmaxes_([logits_NV], torch.cat(rows_N2, dim=1))
-        assert linear_N2 is not None
-        loss_N = normalizer_N1[:, 0] - (1 - self.label_smoothing) * linear_N2[:, 0]
-        if self.label_smoothing:
-            loss_N -= self.label_smoothing / vocabulary.size * linear_N2[:, 1]
+        loss_N = self.of_logits(normalizer_N1[:, 0], linear_N2, vocabulary.size)
         if self.z_loss:
-            loss_N += self.z_loss * normalizer_N1[:, 0].square()
             softmax_NV *= 1 + 2 * self.z_loss * normalizer_N1
         if self.label_smoothing:
             vocabulary.tokens_of(softmax_NV).sub_(self.label_smoothing / vocabulary.size)
@@ -57,3 +53,10 @@ class CrossEntropy(TokenLoss):
             return loss_N, gradient_NV
         is_drafted_N = labels_N != NOT_DRAFTED
         return loss_N * is_drafted_N, gradient_NV.mul_(is_drafted_N.unsqueeze(1))
+
+    def of_logits(self, normalizer_N: Tensor, linear_N2: Tensor, size: int) -> Tensor:
+        """The loss, given L and, side by side, the label's logit and, for smoothing, the sum of all."""
+        loss_N = normalizer_N - (1 - self.label_smoothing) * linear_N2[:, 0]
+        if self.label_smoothing:
+            loss_N -= self.label_smoothing / size * linear_N2[:, 1]
+        return loss_N.add_(normalizer_N.square(), alpha=self.z_loss) if self.z_loss else loss_N

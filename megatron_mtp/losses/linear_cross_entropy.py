@@ -208,6 +208,7 @@ class _Head:
         logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
         overlap_N = None if targets.overlap_DN is None else torch.zeros_like(mask_N)
+        by_kernel = overlap_N is None and triton_chunk.has_kernel(self.token_loss, weight_VH, self.vocabulary)
         cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
         for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
             of_weight_NH, of_bias_NR = states_NH[chunk, :hidden], states_NH[chunk, hidden:]
@@ -215,7 +216,7 @@ class _Head:
             if self.bias_VR is not None:
                 logits_NV.addmm_(of_bias_NR.to(logits_NV.dtype), self.bias_VR.t())
             into_N = None if overlap_N is None else overlap_N[chunk]
-            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N)
+            sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N, by_kernel)
             if states_grad_NH is not None and self.bias_VR is None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
             elif states_grad_NH is not None and self.bias_VR is not None:
@@ -225,6 +226,8 @@ class _Head:
                 add_product(self.sum_VH, logits_NV.t(), of_weight_NH)
             if self.bias_sum_VR is not None:
                 add_product(self.bias_sum_VR, logits_NV.t(), of_bias_NR)
+        if by_kernel and triton_chunk.leaves_parts(self.token_loss):
+            self.vocabulary.added(sums)
         if overlap_N is not None and targets.overlap_DN is not None:
             targets.overlap_DN.copy_(overlap_N.view(-1, depths).t().reshape(targets.overlap_DN.shape))
         return sums[0], sums[1:]
@@ -237,9 +240,10 @@ class _Head:
         mask_N: Tensor,
         scale_D: Tensor,
         overlap_N: Tensor | None,
+        by_kernel: bool,
     ) -> Tensor:
         """[1 + D], a chunk's part of the total and its masked sums; the product is overwritten with the gradient."""
-        if overlap_N is None and triton_chunk.has_kernel(self.token_loss, product_NV, self.vocabulary):
+        if by_kernel:
             given = triton_chunk.Products(
                 product_NV,
                 labels_N,

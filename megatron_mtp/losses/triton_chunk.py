@@ -1,11 +1,12 @@
-"""A chunk's losses and gradients in one Triton kernel or two, where the products are on a GPU and one rank holds them.
+"""A chunk's losses and gradients by Triton kernels, where the products are on a GPU.
 
-The products keep their type: there is no float32 copy of the logits, and no pass over them but the kernel's two or
-four. Losses without a kernel, other devices and a vocabulary that is cut over ranks take the TokenLoss itself, which
-says what a kernel has to compute.
+The products keep their type: there is no float32 copy of the logits, and no pass over them but the kernels' two or
+three. Ranks that hold slices of the vocabulary exchange the statistics of the rows once, and those of the overlaps once
+more: min(p, q) needs both normalizers. Losses without a kernel and other devices take the TokenLoss itself, which says
+what the kernels have to compute.
 
-Letters in names: N rows (positions times depths), D depths, T rows of the trunk, V entries of the vocabulary, W all
-tokens.
+Letters in names: N rows (positions times depths), D depths, T rows of the trunk, K rows of either, V entries of this
+rank's slice of the vocabulary, W its slice of all tokens, X one of both.
 """
 
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
@@ -24,6 +26,7 @@ from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
 from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.runtime import why_no_launcher, why_not
 
 logger = logging.getLogger(__name__)
@@ -33,8 +36,6 @@ BLOCK, WARPS = 4096, 8
 """Logits of a row that a program has in registers at once, and the warps that share them."""
 
 GAP = {"LARGEST_GAP": LARGEST_GAP, "FLOOR": math.exp(-LARGEST_GAP)}
-FOUND = 9
-"""Numbers of a row that the first kernel of the overlap leaves to the second; the first two are log a and kd."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,65 @@ class Products:
     vocabulary: Vocabulary
 
     def launch(self) -> dict[str, int]:
-        """Constants of every kernel; a vocabulary's sizes are among them, since they are the same for all chunks."""
+        """Constants of the kernels that write gradients; sizes are among them, since all chunks have the same."""
         entries = self.products_NV.size(1)
         tokens = self.vocabulary.tokens_of(self.products_NV).size(1)
-        block = min(BLOCK, 1 << (entries - 1).bit_length())
-        return {"ENTRIES": entries, "TOKENS": tokens, "BLOCK": block, "num_warps": WARPS}
+        return {"ENTRIES": entries, "TOKENS": tokens, **_program(entries)}
 
-    def teacher(self) -> tuple[tuple[Tensor, int, Tensor, Tensor], bool]:
-        """The trunk's products, their stride, a row's own one, the columns of the entries; whether those are needed."""
+    def teacher(self) -> tuple[tuple[Tensor, int, Tensor, Tensor], Tensor | None]:
+        """The trunk's products, their stride, a row's own one, columns; the last again where entries have others."""
         assert self.teacher_TW is not None
         assert self.taught_N is not None
         drafts = self.vocabulary.draft_vocabulary
         is_gathered = drafts is not None and self.teacher_TW.size(1) != self.products_NV.size(1)
-        columns = drafts.rows_K if drafts is not None and is_gathered else self.taught_N
-        return (self.teacher_TW, self.teacher_TW.stride(0), self.taught_N, columns), is_gathered
+        columns_V = drafts.rows_K if drafts is not None and is_gathered else None
+        pointer = self.taught_N if columns_V is None else columns_V
+        return (self.teacher_TW, self.teacher_TW.stride(0), self.taught_N, pointer), columns_V
+
+    def statistics(self, products_KX: Tensor, factor: float, columns_V: Tensor | None = None) -> Tensor:
+        """[K, 3] of this rank's slice: largest logit, sum of exponentials of what all have above it, sum of all."""
+        from megatron_mtp.losses import triton_kernels
+
+        is_gathered = columns_V is not None
+        tokens = self.vocabulary.tokens_of(products_KX).size(1) if columns_V is None else len(columns_V)
+        found_K3 = products_KX.new_empty(len(products_KX), 3, dtype=torch.float32)
+        pointers = products_KX, products_KX.stride(0), products_KX if columns_V is None else columns_V, found_K3
+        constants = {"TOKENS": tokens, "GATHERED": is_gathered, **_program(tokens)}
+        triton_kernels.statistics[(len(products_KX),)](*pointers, factor, **constants)
+        return found_K3
+
+    def whole(self, factor: float, rows: "list[tuple[Tensor, Tensor | None]]") -> list[Tensor]:
+        """Largest logit and sum of exponentials above it [K, 2] of whole rows, by one exchange between ranks.
+
+        Args:
+            rows: products [K, X], and which columns of them count, if not all.
+        """
+        own_K3 = torch.cat([self.statistics(products_KX, factor, columns_V) for products_KX, columns_V in rows])
+        largest_K1, total_K1, _ = self.vocabulary.joined(own_K3[:, :1], own_K3[:, 1:2])
+        return [*torch.cat([largest_K1, total_K1], 1).split([len(products_KX) for products_KX, _ in rows])]
 
     def weights_N(self) -> Tensor:
         """The factor of every row's gradient."""
         return (self.mask_N.view(-1, len(self.scale_D)) * self.scale_D).flatten()
 
 
-def has_kernel(token_loss: TokenLoss, products_NV: Tensor, vocabulary: Vocabulary) -> bool:
-    """Return whether there is a kernel for the loss here; a loss that extends one has none."""
-    is_fitting = products_NV.is_cuda and products_NV.dtype in DTYPES and vocabulary.ranks == 1
-    return is_fitting and type(token_loss) in KERNELS and why_no_kernels() is None
+def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary) -> bool:
+    """Return whether there is a kernel for the loss on every rank; a loss that extends one has none."""
+    is_fitting = weight_VH.is_cuda and weight_VH.dtype in DTYPES and type(token_loss) in KERNELS
+    return is_fitting and (why_no_kernels() is None if vocabulary.group is None else _all_launch(vocabulary.group))
+
+
+def leaves_parts(token_loss: TokenLoss) -> bool:
+    """Return whether its kernels leave every rank a part of the losses, to be summed once all chunks are through."""
+    return type(token_loss) is Divergence
+
+
+@cache
+def _all_launch(group: ProcessGroup) -> bool:
+    """Ranks that exchange statistics must all run the kernels, or none."""
+    launches = torch.tensor(float(why_no_kernels() is None), device="cuda")
+    torch.distributed.all_reduce(launches, torch.distributed.ReduceOp.MIN, group)
+    return bool(launches)
 
 
 @cache
@@ -114,18 +150,27 @@ def losses_(token_loss: TokenLoss, given: Products) -> Tensor:
 def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
-    products_NV, vocabulary = given.products_NV, given.vocabulary
+    products_NV, vocabulary, factor = given.products_NV, given.vocabulary, given.vocabulary.logit_scale
+    local_N1, is_own_N1 = vocabulary.own(given.labels_N)
+    label_N1 = products_NV.gather(1, local_N1).float().mul_(factor).masked_fill_(~is_own_N1, 0)
+    own_N3 = given.statistics(products_NV, factor)
+    linear_N2 = torch.cat([label_N1, own_N3[:, 2:]], 1)
+    largest_N1, total_N1, linear_N2 = vocabulary.joined(own_N3[:, :1], own_N3[:, 1:2], linear_N2)
+    losses_N.copy_(loss.of_logits((total_N1.log() + largest_N1)[:, 0], linear_N2, vocabulary.size))
+    weights_N = given.weights_N()
+    if vocabulary.draft_vocabulary is not None:
+        for values_N in (losses_N, weights_N):
+            values_N.masked_fill_(given.labels_N == NOT_DRAFTED, 0)
     triton_kernels.cross_entropy[(len(products_NV),)](
         products_NV,
         products_NV.stride(0),
-        given.labels_N,
-        given.weights_N(),
-        losses_N,
-        vocabulary.logit_scale,
+        local_N1.masked_fill(~is_own_N1, -1),
+        weights_N,
+        torch.cat([largest_N1, total_N1], 1),
+        factor,
         vocabulary.size,
         SMOOTHING=loss.label_smoothing,
         Z_LOSS=loss.z_loss,
-        DRAFTED=vocabulary.draft_vocabulary is not None,
         **given.launch(),
     )
 
@@ -133,19 +178,13 @@ def _cross_entropy(loss: CrossEntropy, given: Products, losses_N: Tensor) -> Non
 def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
     from megatron_mtp.losses import triton_kernels
 
-    temperature = loss.temperature
-    teacher, is_gathered = given.teacher()
+    temperature, factor = loss.temperature, given.vocabulary.logit_scale / loss.temperature
+    teacher, columns_V = given.teacher()
+    whole = given.whole(factor, [(given.products_NV, None), (teacher[0], columns_V)])
+    products = given.products_NV, given.products_NV.stride(0), *teacher, *whole
+    constants = {"GATHERED": columns_V is not None, **GAP, **given.launch()}
     triton_kernels.divergence[(len(losses_N),)](
-        given.products_NV,
-        given.products_NV.stride(0),
-        *teacher,
-        given.weights_N(),
-        losses_N,
-        given.vocabulary.logit_scale / temperature,
-        temperature,
-        GATHERED=is_gathered,
-        **GAP,
-        **given.launch(),
+        *products, given.weights_N(), losses_N, factor, temperature, **constants
     )
 
 
@@ -153,21 +192,33 @@ def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
     """Two kernels: between them `joined` says how much the depths of a position count."""
     from megatron_mtp.losses import triton_kernels
 
-    rows, temperature = len(losses_N), loss.temperature
-    teacher, is_gathered = given.teacher()
-    found_NF = losses_N.new_empty(rows, FOUND)
-    products = given.products_NV, given.products_NV.stride(0), *teacher, found_NF
-    constants = {"GATHERED": is_gathered, "DIVERGES": loss.reads_divergence, "FOUND": FOUND, **given.launch()}
-    factor = given.vocabulary.logit_scale / temperature
-    tokens = given.vocabulary.tokens_of(teacher[0]).size(1)
-    triton_kernels.overlap[(rows,)](*products, factor, temperature, TEACHER_TOKENS=tokens, **GAP, **constants)
-    of_overlap = loss.of_overlap(found_NF[:, 0], found_NF[:, 1])
+    rows, temperature, factor = len(losses_N), loss.temperature, given.vocabulary.logit_scale / loss.temperature
+    teacher, columns_V = given.teacher()
+    compared: list[tuple[Tensor, Tensor | None]] = [(given.products_NV, None), (teacher[0], None)]
+    if loss.reads_divergence and columns_V is not None:
+        compared.append((teacher[0], columns_V))
+    whole = given.whole(factor, compared)
+    products = given.products_NV, given.products_NV.stride(0), *teacher, *whole[:2], whole[-1]
+    constants = {"GATHERED": columns_V is not None, "DIVERGES": loss.reads_divergence, **given.launch()}
+    found_N4 = losses_N.new_empty(rows, 4)
+    triton_kernels.overlap[(rows,)](*products, found_N4, factor, temperature, **GAP, **constants)
+    largest_N1, totals_N2, kd_N1 = found_N4.split([1, 2, 1], 1)
+    of_slice = largest_N1.expand_as(totals_N2), totals_N2, kd_N1
+    largest_N2, totals_N2, kd_N1 = given.vocabulary.joined(*of_slice)
+    log_overlap_N = totals_N2[:, 0].log() + largest_N2[:, 0]
+    of_overlap = loss.of_overlap(log_overlap_N, kd_N1[:, 0])
     losses_N.copy_(of_overlap.value_N)
     losses_ND = losses_N.view(-1, len(given.scale_D))
     joined_N = loss.joined(losses_ND, given.scale_D.expand_as(losses_ND)).slopes_ND.flatten().contiguous()
     by_both = of_overlap.slope_N, of_overlap.divergence_slope_N
     slopes = [joined_N if slope_N is None else slope_N * joined_N for slope_N in by_both]
-    triton_kernels.overlap_gradient[(rows,)](*products, given.mask_N, *slopes, factor, temperature, **constants)
+    of_rows = log_overlap_N, totals_N2[:, 1] / totals_N2[:, 0], given.mask_N, *slopes
+    triton_kernels.overlap_gradient[(rows,)](*products, *of_rows, factor, temperature, **constants)
+
+
+def _program(entries: int) -> dict[str, int]:
+    """The logits of a row that a program has in registers at once, and the warps that share them."""
+    return {"BLOCK": min(BLOCK, 1 << (entries - 1).bit_length()), "num_warps": WARPS}
 
 
 KERNELS: dict[type[TokenLoss], Callable[[Any, Products, Tensor], None]] = {

@@ -1,8 +1,9 @@
-"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two to four passes over the row.
+"""Kernels for a GPU: a row of products becomes the gradient by them in one place, in two or three passes over the row.
 
-One program takes one row. A first pass finds the largest logit and the normalizer, the last one writes gradients
-in the products' memory and type. All in between is float32, in registers. Losses of the overlap are two kernels, since
-the overlaps of all depths at a position may decide how much each of them counts. triton_chunk.py calls them.
+One program takes one row of this rank's slice of the vocabulary. `statistics` finds the largest logit and the
+normalizer, which ranks exchange; the last kernel of a loss writes gradients in the products' memory and type. All in
+between is float32, in registers. Losses of the overlap have a pass more, since the overlaps of all depths at a position
+may decide how much each of them counts. triton_chunk.py calls them.
 
 Logits are `factor` times the products, at temperatures included. Columns from `TOKENS` on are padding, with probability
 0; their gradient is 0. Row n is compared with the trunk's row `taught[n]`, and with `GATHERED` entry v with its column
@@ -21,45 +22,59 @@ def trial(numbers):
 
 
 @triton.jit
+def statistics(
+    products,
+    stride,
+    columns,
+    found,
+    factor,
+    TOKENS: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store in `found` a row's largest logit, the sum of all exponentials of what they have above it, and their sum."""
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    largest, total, plain = float("-inf"), 0.0, 0.0
+    for start in range(0, TOKENS, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        logits = _logits(products, columns, places, factor, TOKENS, GATHERED)
+        new = tl.maximum(largest, tl.max(logits))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # of blocks without any probability so far
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite))
+        plain += tl.sum(tl.where(places < TOKENS, logits, 0.0))
+        largest = new
+    tl.store(found + 3 * row, largest)
+    tl.store(found + 3 * row + 1, total)
+    tl.store(found + 3 * row + 2, plain)
+
+
+@triton.jit
 def cross_entropy(
     products,
     stride,
     labels,
     weights,
-    losses,
+    whole,
     factor,
     size,
     ENTRIES: tl.constexpr,
     TOKENS: tl.constexpr,
     SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    DRAFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Formulas as in cross_entropy.py; with `DRAFTED` a label of -1 has loss 0 and gradient 0."""
+    """The gradient as in cross_entropy.py; a label that is another rank's is -1."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    label = tl.load(labels + row)
-    is_own = (label >= 0) & (label < ENTRIES)
-    product = tl.load(products + label, mask=is_own, other=0.0).to(tl.float32)  # no warp has written a gradient yet
-    largest, total = _statistics(products, products, factor, TOKENS, False, BLOCK)
-    surplus = 0.0
-    if SMOOTHING != 0:
-        surplus = _sum_below(products, largest, factor, TOKENS, BLOCK)
-    below = product * factor - largest
-    normalizer = tl.log(total) + largest
-    loss = tl.log(total) - (1 - SMOOTHING) * below - SMOOTHING * (surplus / size) + Z_LOSS * normalizer * normalizer
-    weight = tl.load(weights + row)
-    if DRAFTED:
-        loss = tl.where(label < 0, 0.0, loss)
-        weight = tl.where(label < 0, 0.0, weight)
-    tl.store(losses + row, loss)
+    label, weight = tl.load(labels + row), tl.load(weights + row)
+    largest, total = _whole(whole, row)
+    growth = 1 + 2 * Z_LOSS * (tl.log(total) + largest)
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
         q = tl.exp(_logits(products, products, places, factor, TOKENS, False) - largest) / total
         hit = tl.where(places == label, 1 - SMOOTHING, 0.0)
-        gradient = (1 + 2 * Z_LOSS * normalizer) * q - hit - SMOOTHING / size
-        _store(products, places, gradient, weight, ENTRIES, TOKENS)
+        _store(products, places, growth * q - hit - SMOOTHING / size, weight, ENTRIES, TOKENS)
 
 
 @triton.jit
@@ -70,6 +85,8 @@ def divergence(
     teacher_stride,
     taught,
     columns,
+    of_q,
+    of_p,
     weights,
     losses,
     factor,
@@ -81,12 +98,13 @@ def divergence(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """t^2 KL(p || q), and its gradient t (q - p)."""
+    """These entries' part of t^2 KL(p || q), and its gradient t (q - p)."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += tl.load(taught + row) * teacher_stride
-    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
-    p_largest, p_total = _statistics(teachers, columns, factor, TOKENS, GATHERED, BLOCK)
+    state = tl.load(taught + row)
+    teachers += state * teacher_stride
+    q_largest, q_total = _whole(of_q, row)
+    p_largest, p_total = _whole(of_p, state)
     weight = tl.load(weights + row)
     loss = 0.0
     for start in range(0, ENTRIES, BLOCK):
@@ -107,33 +125,32 @@ def overlap(
     teacher_stride,
     taught,
     columns,
+    of_q,
+    of_p,
+    of_drafted,
     found,
     factor,
     temperature,
     ENTRIES: tl.constexpr,
     TOKENS: tl.constexpr,
-    TEACHER_TOKENS: tl.constexpr,
     LARGEST_GAP: tl.constexpr,
     FLOOR: tl.constexpr,
     GATHERED: tl.constexpr,
     DIVERGES: tl.constexpr,
-    FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store in `found` what `overlap_gradient` needs of a row; products are kept, and p is over all tokens.
+    """Store in `found` what these entries have of the overlap a of q with p, which is over all tokens.
 
-    In their order: log a; kd, with `DIVERGES`; the part of a where q is short of p; the largest logit and the logarithm
-    of the sum above it, of q, of p, and of p over the drafted tokens, which kd compares with.
+    In their order: the largest logarithm of min(p, q), the sum of the exponentials of what all have above it, the part
+    of this sum where q is short of p, and, with `DIVERGES`, kd, which compares with p over the drafted tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += tl.load(taught + row) * teacher_stride
-    found += row * FOUND
-    q_largest, q_total = _statistics(products, columns, factor, TOKENS, False, BLOCK)
-    p_largest, p_total = _statistics(teachers, columns, factor, TEACHER_TOKENS, False, BLOCK)
-    drafted_largest, drafted_total = p_largest, p_total
-    if DIVERGES and GATHERED:
-        drafted_largest, drafted_total = _statistics(teachers, columns, factor, TOKENS, True, BLOCK)
+    state = tl.load(taught + row)
+    teachers += state * teacher_stride
+    q_largest, q_total = _whole(of_q, row)
+    p_largest, p_total = _whole(of_p, state)
+    drafted_largest, drafted_total = _whole(of_drafted, state)
     largest, total, short, loss = float("-inf"), 0.0, 0.0, 0.0
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -150,15 +167,10 @@ def overlap(
         if DIVERGES:
             p_below = p_logits - drafted_largest
             loss += _divergence(q_below, q_total, p_below, drafted_total, places < TOKENS, LARGEST_GAP, FLOOR)
-    tl.store(found, tl.log(total) + largest)
-    tl.store(found + 1, temperature * temperature * loss)
-    tl.store(found + 2, short / total)
-    tl.store(found + 3, q_largest)
-    tl.store(found + 4, tl.log(q_total))
-    tl.store(found + 5, p_largest)
-    tl.store(found + 6, tl.log(p_total))
-    tl.store(found + 7, drafted_largest)
-    tl.store(found + 8, tl.log(drafted_total))
+    tl.store(found + 4 * row, largest)
+    tl.store(found + 4 * row + 1, total)
+    tl.store(found + 4 * row + 2, short)
+    tl.store(found + 4 * row + 3, temperature * temperature * loss)
 
 
 @triton.jit
@@ -169,7 +181,11 @@ def overlap_gradient(
     teacher_stride,
     taught,
     columns,
-    found,
+    of_q,
+    of_p,
+    of_drafted,
+    overlaps,
+    shorts,
     masks,
     slopes,
     divergence_slopes,
@@ -179,31 +195,36 @@ def overlap_gradient(
     TOKENS: tl.constexpr,
     GATHERED: tl.constexpr,
     DIVERGES: tl.constexpr,
-    FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of kd, too."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    teachers += tl.load(taught + row) * teacher_stride
-    found += row * FOUND
-    log_overlap, short = tl.load(found), tl.load(found + 2)
-    q_largest, q_normalizer = tl.load(found + 3), tl.load(found + 4)
-    p_largest, p_normalizer = tl.load(found + 5), tl.load(found + 6)
-    drafted_largest, drafted_normalizer = tl.load(found + 7), tl.load(found + 8)
+    state = tl.load(taught + row)
+    teachers += state * teacher_stride
+    q_largest, q_total = _whole(of_q, row)
+    p_largest, p_total = _whole(of_p, state)
+    drafted_largest, drafted_total = _whole(of_drafted, state)
+    log_overlap, short = tl.load(overlaps + row), tl.load(shorts + row)
     weight, slope = tl.load(masks + row), tl.load(slopes + row)
     for start in range(0, ENTRIES, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - q_normalizer
+        log_q = _logits(products, columns, places, factor, TOKENS, False) - q_largest - tl.log(q_total)
         p_logits = _logits(teachers, columns, places, factor, TOKENS, GATHERED)
-        log_p = p_logits - p_largest - p_normalizer
+        log_p = p_logits - p_largest - tl.log(p_total)
         q = tl.exp(log_q)
         short_q = tl.where(log_q < log_p, tl.exp(log_q - log_overlap), 0.0)
         gradient = slope * (q * short - short_q) / temperature
         if DIVERGES:
-            p = tl.exp(p_logits - drafted_largest - drafted_normalizer)
+            p = tl.exp(p_logits - drafted_largest) / drafted_total
             gradient += tl.load(divergence_slopes + row) * temperature * (q - p)
         _store(products, places, gradient, weight, ENTRIES, TOKENS)
+
+
+@triton.jit
+def _whole(statistics, row):
+    """The largest logit of a whole row, and the sum of the exponentials of what all have above it."""
+    return tl.load(statistics + 2 * row), tl.load(statistics + 2 * row + 1)
 
 
 @triton.jit
@@ -214,30 +235,6 @@ def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: t
         places = tl.load(columns + places, mask=is_token, other=0)
     values = tl.load(products + places, mask=is_token, other=0.0).to(tl.float32)
     return tl.where(is_token, values * factor, float("-inf"))
-
-
-@triton.jit
-def _statistics(products, columns, factor, TOKENS: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, and the sum of all exponentials of what they have above it."""
-    largest, total = float("-inf"), 0.0
-    for start in range(0, TOKENS, BLOCK):
-        logits = _logits(products, columns, start + tl.arange(0, BLOCK), factor, TOKENS, GATHERED)
-        new = tl.maximum(largest, tl.max(logits))
-        finite = tl.where(new == float("-inf"), 0.0, new)  # of blocks without any probability so far
-        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(logits - finite))
-        largest = new
-    return largest, total
-
-
-@triton.jit
-def _sum_below(products, largest, factor, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of all logits less the largest."""
-    total = 0.0
-    for start in range(0, TOKENS, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        below = _logits(products, products, places, factor, TOKENS, False) - largest
-        total += tl.sum(tl.where(places < TOKENS, below, 0.0))
-    return total
 
 
 @triton.jit

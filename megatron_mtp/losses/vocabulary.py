@@ -95,7 +95,7 @@ class Vocabulary:
 
     def softmaxes_(
         self, logits: Sequence[Tensor], parts_NJ: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Several softmaxes, of slices of any width, and sums over ranks, by one exchange between these.
 
         Args:
@@ -124,7 +124,7 @@ class Vocabulary:
 
     def joined(
         self, largest_NK: Tensor, total_NK: Tensor, parts_NJ: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The whole rows' statistics of those of the slices, by one exchange between ranks.
 
         Args:
@@ -132,16 +132,16 @@ class Vocabulary:
             total_NK: sums of the exponentials of what this rank's logits have above these.
             parts_NJ: this rank's parts of further sums.
         """
+        own = [largest_NK, total_NK, largest_NK[..., :0] if parts_NJ is None else parts_NJ]
         if self.ranks == 1:
-            return largest_NK, total_NK, parts_NJ
-        own = [largest_NK, total_NK, *([] if parts_NJ is None else [parts_NJ])]
+            return own[0], own[1], own[2]
         packed_NX = torch.cat(own, -1)
         all_RNX = packed_NX.new_empty(self.ranks, *packed_NX.shape)
         torch.distributed.all_gather_into_tensor(all_RNX.flatten(0, 1), packed_NX, group=self.group)
-        largest_RNK, total_RNK, *parts = all_RNX.split([each.size(-1) for each in own], -1)
+        largest_RNK, total_RNK, parts_RNJ = all_RNX.split([each.size(-1) for each in own], -1)
         whole_NK = largest_RNK.amax(0)
         total_RNK = total_RNK * (largest_RNK - whole_NK).exp_()
-        return whole_NK, total_RNK.sum(0), parts[0].sum(0) if parts else None
+        return whole_NK, total_RNK.sum(0), parts_RNJ.sum(0)
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """The token of the largest logit over all slices, [N]; the lowest token among equals."""

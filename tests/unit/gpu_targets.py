@@ -29,7 +29,7 @@ def assert_compiles(
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps})
     assert f".target sm_{target}" in compiled.asm["ptx"]
-    assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes at once
+    assert re.search(r"\.v4\.b32|\.v2\.b64", compiled.asm["ptx"])  # 16 bytes at once
     assert compiled.metadata.shared <= SHARED[target]
     assert stack_bytes(compiled.asm["cubin"], folder) == 0
 

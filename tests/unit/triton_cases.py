@@ -5,17 +5,22 @@ TRITON_INTERPRET=1 python triton_cases.py losses faults
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from interpreted import planted
 from linear_cases import SETTINGS, Case, worst
+from triton.runtime.interpreter import InterpreterBuilder
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import depth_loss, triton_chunk, triton_kernels
-from megatron_mtp.losses.token_loss import Chunk
+from megatron_mtp.losses import depth_loss, linear_cross_entropy, triton_chunk, triton_kernels
+from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
 
 NAMES = [name for name, given in SETTINGS.items() if type(depth_loss(MTPConfig(**given))) in triton_chunk.KERNELS]
@@ -24,6 +29,9 @@ CASES = [
     Case(3, 1, 9, 67, 3, 1.0, 1),
     Case(2, 1, 5, 20, 2, 2.0, 3).padded(40),
 ]
+OVER_RANKS = ["ce with both", "kd tempered", "tv", "nla", "lk tempered", "e2e_tv"]
+EVEN_CASES = [Case(4, 2, 7, 43, 2, 0.5, 0).padded(5), CASES[2]]
+"""With as many rows on both ranks; the last one's second half is padding."""
 
 
 def main(wanted: list[str]) -> None:
@@ -37,6 +45,10 @@ def main(wanted: list[str]) -> None:
         "masked": masked,
         "empty": lambda: {name: empty_block(name) for name in ("ce", "tv", "nla")},
         "faults": lambda: {fault: faulty(*given) for fault, given in FAULTS.items()},
+        "ranks": of_two_ranks,
+        "faults of ranks": lambda: {fault: faulty_ranks(*given) for fault, given in FAULTS_OF_RANKS.items()},
+        "exchanges": lambda: {name: exchanges(name) for name in NAMES},
+        "bytes": lambda: {name: bytes_moved(name) for name in NAMES},
         "used": lambda: sorted(used),
     }
     print(json.dumps({name: parts[name]() for name in wanted}))
@@ -104,25 +116,95 @@ def empty_block(name: str) -> float:
     return worst([losses_N, given.products_NV], [exact_N, exact_NV * given.scale_D])
 
 
+def of_two_ranks(names: list[str] = OVER_RANKS, cases: list[Case] = EVEN_CASES) -> dict[str, tuple[float, float]]:
+    """`differences` where each of two ranks has half of the vocabulary; the worse of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(_rank, (Path(folder), names, cases), 2, start_method="fork")
+        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+    return {name: (max(each[name][0] for each in found), max(each[name][1] for each in found)) for name in names}
+
+
+def _rank(rank: int, folder: Path, names: list[str], cases: list[Case]) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=2)
+    group, found = torch.distributed.group.WORLD, {}
+    for name in names:
+        settings, worst_of = MTPConfig(**SETTINGS[name]), (0.0, 0.0)
+        for case in cases:
+            last_has_tokens = case.vocabulary > case.rows - case.rows // 2
+            for drafted_K in (None, case.drafted()) if last_has_tokens else (None,):
+                ours, plain = case.chunked(settings, group, drafted_K), case.plain(settings, drafted_K)
+                plain[-1] = plain[-1].chunk(2)[rank]
+                value = abs((ours[0] - plain[0]).item()) / max(1.0, plain[0].item())  # sums of logarithms near 0 round
+                worst_of = max(worst_of[0], value), max(worst_of[1], worst(ours[1:], plain[1:]))
+        found[name] = worst_of
+    torch.save(found, folder / f"{rank}.pt")
+
+
+ENTRIES = 1024
+
+
+def taught(name: str, vocabulary: Vocabulary) -> tuple[TokenLoss, triton_chunk.Products]:
+    """A loss and two rows of products in bfloat16, each with a row of the trunk's."""
+    values_NV, teacher_NV = torch.randn(2, 2, ENTRIES, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows_N, masks = torch.arange(2), (torch.ones(2), torch.ones(1))
+    given = triton_chunk.Products(values_NV.clone(), rows_N, *masks, teacher_NV.clone(), rows_N, vocabulary)
+    return depth_loss(MTPConfig(**SETTINGS[name])), given
+
+
+def exchanges(name: str) -> int:
+    """The number of times that ranks wait for each other in one chunk, counted without them."""
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    loss, given = taught(name, Vocabulary(ENTRIES, group))
+    with (
+        mock.patch("torch.distributed.all_gather_into_tensor", lambda out, own, **_: out.copy_(torch.cat([own, own]))),
+        mock.patch("torch.distributed.all_reduce") as add,
+        mock.patch.object(Vocabulary, "joined", autospec=True, side_effect=Vocabulary.joined) as join,
+        mock.patch.object(triton_chunk, "BLOCK", ENTRIES),
+    ):
+        triton_chunk.losses_(loss, given)
+    return join.call_count + add.call_count
+
+
+def bytes_moved(name: str) -> float:
+    """Bytes that the kernels read and write for a logit, in bfloat16."""
+    loss, given = taught(name, Vocabulary(ENTRIES))
+    moved, load, store = 0, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def counted(run: Callable[..., Any], mask: int) -> Callable[..., Any]:
+        def count(self: InterpreterBuilder, pointers: Any, *rest: Any) -> Any:
+            nonlocal moved
+            moved += int(rest[mask].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+            return run(self, pointers, *rest)
+
+        return count
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_masked_load", counted(load, 0)),
+        mock.patch.object(InterpreterBuilder, "create_masked_store", counted(store, 1)),
+        mock.patch.object(triton_chunk, "BLOCK", ENTRIES),
+    ):
+        triton_chunk.losses_(loss, given)
+    return moved / given.products_NV.numel()
+
+
 FAULTS = {
     "sum": ("ce", "total * tl.exp(largest - finite) + tl.sum(tl", "total + tl.sum(tl"),
     "padding": ("ce", "tl.where(places < TOKENS, gradient, 0.0)", "gradient + 0.001"),
     "label": ("ce", "tl.where(places == label, 1 - SMOOTHING, 0.0)", "0.0"),
-    "label that is not drafted": ("ce", "weight = tl.where(label < 0, 0.0, weight)", "weight = weight"),
-    "smoothing": ("ce smoothed", " - SMOOTHING / size\n", "\n"),
-    "loss of smoothing": ("ce smoothed", " - SMOOTHING * (surplus / size)", ""),
-    "z-loss": ("ce with z-loss", "(1 + 2 * Z_LOSS * normalizer) * q", "q"),
+    "smoothing": ("ce smoothed", " - SMOOTHING / size, weight", ", weight"),
+    "loss of smoothing": ("ce smoothed", "plain += tl.sum(", "plain = tl.sum("),
+    "z-loss": ("ce with z-loss", "growth * q", "q"),
     "temperature": ("kd tempered", "temperature * (q - p)", "q - p"),
     "series": ("kd", "1.0 + x / divisor * series", "1.0 + x / divisor"),
     "drafted columns": ("tv", "tl.load(columns + places,", "tl.load(columns + places * 0,"),
     "overlap": ("tv", "q * short -", "q -"),
     "sum of the overlap": ("nla", "total = total * tl.exp(largest - finite) + tl.sum(parts)", "total += tl.sum(parts)"),
     "sum of the short": ("nla", "short = short * tl.exp(largest - finite) + tl", "short += tl"),
-    "another row of the trunk": ("kd", "teachers += tl.load(taught + row) *", "teachers += 0 *"),
+    "another row of the trunk": ("kd", "state = tl.load(taught + row)", "state = 0 * row"),
     "slope": ("tv", "gradient = slope * (q", "gradient = (q"),
-    "logarithm": ("nla", "tl.store(found, tl.log(total) + largest)", "tl.store(found, tl.log(total))"),
+    "largest of the overlap": ("nla", "tl.store(found + 4 * row, largest)", "tl.store(found + 4 * row, 0.0)"),
     "slopes of both": ("lk", "tl.load(divergence_slopes + row) * temp", "slope * temp"),
-    "drafted tokens of the trunk": ("lk", "if DIVERGES and GATHERED:", "if False:"),
+    "drafted tokens of the trunk": ("lk", "p_below = p_logits - drafted_largest", "p_below = p_logits - p_largest"),
 }
 """Faults to plant in the kernels: the loss that they spoil, and what of the source becomes what."""
 
@@ -131,6 +213,25 @@ def faulty(name: str, old: str, new: str) -> float:
     """The worst difference with a kernel in which `old` is `new`."""
     with planted(triton_kernels, old, new):
         return max(differences(MTPConfig(**SETTINGS[name]), CASES[:1]))
+
+
+FAULTS_OF_RANKS = {
+    "the label of another rank": ("ce", triton_chunk, "masked_fill_(~is_own_N1, 0)", "add_(0)"),
+    "a rank's own normalizer": ("kd", triton_chunk, "[largest_K1, total_K1], 1", "[own_K3[:, :1], own_K3[:, 1:2]], 1"),
+    "a rank's own overlap": ("tv", triton_chunk, "given.vocabulary.joined(*of_slice)", "of_slice"),
+    "a rank's own kd": ("kd", linear_cross_entropy, "self.vocabulary.added(sums)", "pass"),
+}
+"""Faults that show where ranks have slices: as above, with the module."""
+
+
+def faulty_ranks(name: str, module: ModuleType, old: str, new: str) -> float:
+    """The worst difference with `new` for `old` in a module."""
+    source = Path(str(module.__file__)).read_text()
+    assert old in source, old
+    with mock.patch.dict(module.__dict__):
+        exec(compile(source.replace(old, new), str(module.__file__), "exec"), module.__dict__)
+        triton_chunk.BLOCK, triton_chunk.has_kernel = 32, lambda *_: True
+        return max(of_two_ranks([name], EVEN_CASES[:1])[name])
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ class Sampling:
 
     @classmethod
     def of(cls, given: object) -> Self:
-        """From the attributes of these names, of parsed flags for example."""
-        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+        """From the attributes of these names, of parsed flags for example; those that are not there are at rest."""
+        return cls(**{field.name: getattr(given, field.name, field.default) for field in fields(cls)})
 
     @property
     def greedy(self) -> bool:
@@ -77,7 +77,9 @@ class Sampling:
         probs = logits.softmax(dim=-1)
         if self.top_p < 1:
             probs = _nucleus(probs, self.top_p)
-        return probs if self.min_p == 0 else _near_the_best(probs, self.min_p)
+        if self.min_p > 0:  # arXiv:2407.01082
+            probs = _at_least(probs, self.min_p * probs.amax(dim=-1, keepdim=True))
+        return probs
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-def _near_the_best(probs: Tensor, min_p: float) -> Tensor:
-    """A token stays if its probability is at least min_p times the highest (arXiv:2407.01082)."""
-    kept = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+def _at_least(probs: Tensor, least: Tensor) -> Tensor:
+    """The probabilities [..., V] of tokens that have `least` [..., 1] or more."""
+    kept = probs.masked_fill(probs < least, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 

@@ -1,9 +1,11 @@
 """The examples of docs/extending.md: each is run as it is printed, and does what the page says."""
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from documents import ROOT, blocks
 from drafting_single import prompts_of, runner_of
 from installed import ask_again
+from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_mtp.cli.generate import parser
@@ -20,6 +23,7 @@ from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.server.protocol import CompletionBody
 
 
 def section(heading: str) -> str:
@@ -116,6 +120,70 @@ def test_what_is_added_stands_in_help_lists_and_messages(
         with pytest.raises(ValueError, match="speculative config") as error:
             config_from(given)
         assert said in str(error.value)
+
+
+PACKAGE = ROOT / "megatron_mtp"
+
+
+def changed_module(patch: pytest.MonkeyPatch, file: str, *lines: tuple[str, str]) -> ModuleType:
+    """A file of the package with lines in front of others, as a module of its own."""
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    for new, before in lines:
+        assert source.count(before) == 1
+        source = source.replace(before, f"{new}\n{before}")
+    module = ModuleType(f"changed_{Path(file).stem}")
+    patch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, file, "exec"), vars(module))
+    return module
+
+
+def test_a_sampling_parameter_is_a_field_of_sampling_and_one_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, code),) = blocks(section("A sampling parameter"), "text")
+    field, *applied, of_body = code.rstrip("\n").split("\n")
+    sampling = changed_module(
+        monkeypatch,
+        "decoding/sampling.py",
+        (field + "\n", "    def __post_init__(self)"),
+        ("\n".join(applied), "        return probs\n\n\n@dataclass(frozen=True)\nclass SamplingOfEach"),
+    )
+    protocol = changed_module(monkeypatch, "server/protocol.py", (of_body, "    presence_penalty: "))
+    body = protocol.CompletionBody(prompt="a", temperature=1.0, top_a=0.7)
+    chosen = sampling.Sampling.of(body)
+    assert chosen == sampling.Sampling(1.0, top_a=0.7)
+    made = chosen.probabilities(torch.tensor([0.5, 0.3, 0.2]).log())  # at least 0.7 * 0.5 ** 2
+    torch.testing.assert_close(made, torch.tensor([0.5, 0.3, 0.2]))
+    made = sampling.Sampling(1.0, top_a=0.9).probabilities(torch.tensor([0.5, 0.3, 0.2]).log())
+    torch.testing.assert_close(made, torch.tensor([0.625, 0.375, 0.0]))
+    with pytest.raises(ValidationError, match="less than or equal to 1"):
+        protocol.CompletionBody(prompt="a", top_a=1.5)
+    assert sampling.Sampling.of(CompletionBody(prompt="a")).top_a == 0  # as of flags, which lack it
+
+
+def tasks() -> list[tuple[str, str, str]]:
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs/extending.md").read_text(), re.M)
+    return [row for row in rows if row[0] != "task"]
+
+
+@pytest.mark.parametrize(("task", "read", "edit"), tasks())
+def test_a_task_of_the_table_reads_four_files_and_edits_three_that_have_what_it_says(
+    task: str, read: str, edit: str
+) -> None:
+    for cell, most in ((read, 4), (edit, 3)):
+        named = re.findall(r"`([\w/]+\.py|[\w/]+/)`(?: `(\w+)`)?", cell)
+        assert len({path for path, _ in named}) + cell.count("[below]") <= most
+        for path, name in named:
+            at = ROOT / path if path.startswith("examples/") else PACKAGE / path
+            assert at.exists()
+            assert not name or re.search(rf"^ *(def |class )?{name}\b", at.read_text(encoding="utf-8"), re.M)
+    assert "`" in read or "[below]" in read
+
+
+def test_the_table_has_the_ten_tasks_of_a_newcomer() -> None:
+    assert {
+        "a model family", "a loss", "a schedule of lambda", "a sampling parameter", "a rope variant",
+        "a patch of Megatron", "a new version of Megatron", "a figure in metrics.jsonl", "profile one layer",
+        "the size of a block of keys and values",
+    } <= {task for task, *_ in tasks()}  # fmt: skip
 
 
 def focal(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

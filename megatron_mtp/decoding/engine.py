@@ -11,17 +11,14 @@ from dataclasses import replace
 import torch
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
+from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND
 from megatron_mtp.decoding.method import make_method
 from megatron_mtp.decoding.proposers.base import Method
-from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt
+from megatron_mtp.decoding.requests import Load, Request, Update, check_request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler
-
-SEEDS = range(-(2**63), 2**63)
-"""What a seed may be."""
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Engine:
     def add(self, request: Request) -> int:
         """Queue a request; returns its number. Errors as `requests.EngineCore.add`."""
         method = self._method_of(request)
-        check_request(self.runner, request)
+        check_request(request, self.runner.positions, self.runner.vocab_size)
         budget = min(request.max_new_tokens, self.runner.positions - len(request.prompt))
         self.scheduler.add(Sequence(self._added, request, method, budget, list(request.prompt)))
         self._added += 1
@@ -81,35 +78,25 @@ class Engine:
             raise RuntimeError("an update of the weights has failed half-way; update them again, whole.")
         updates: list[Update] = []
         for batch in self.scheduler.schedule():
-            updates += self._run(batch)
+            seqs = [*batch.seqs]
+            known = {seq.number: len(seq.tokens) for seq in seqs}
+            try:
+                gained = batch.step()
+                self.stats += batch.stats
+                drafts = isinstance(batch, DecodeBatch) and batch.method.proposer.depths and batch.stats.drafted
+                if drafts and (warning := self.runner.alarm.learn(batch.stats)) is not None:
+                    _logger.warning("%s", warning)
+                self.scheduler.accept(batch, gained)
+            except Exception as error:
+                ranks = self.runner.model.config.tensor_model_parallel_size  # which may differ in what has failed
+                if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError) or ranks > 1:
+                    raise
+                _logger.exception("a step of the requests %s has failed", sorted(known))
+                gained = self.scheduler.recover(seqs, known)
+            updates += gained
         if self.policy_version:
             updates = [replace(update, policy_version=self.policy_version) for update in updates]
         return updates
-
-    def _run(self, batch: PrefillBatch | DecodeBatch) -> list[Update]:
-        """Draft, verify and accept. Where that raises, the sequences are out of the batch, and others are as before."""
-        seqs = [*batch.seqs]
-        known = {seq.number: len(seq.tokens) for seq in seqs}
-        try:
-            updates = batch.step()
-            self.stats += batch.stats
-            self._notice(batch)
-            self.scheduler.accept(batch, updates)
-            return updates
-        except Exception as error:
-            if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError):
-                raise
-            if self.runner.model.config.tensor_model_parallel_size > 1:
-                raise  # ranks may differ
-            _logger.exception("a step of the requests %s has failed", sorted(known))
-            return self.scheduler.recover(seqs, known)
-
-    def _notice(self, batch: PrefillBatch | DecodeBatch) -> None:
-        """Warn once where drafts of the MTP layers are accepted far less than recorded, or never."""
-        if isinstance(batch, DecodeBatch) and batch.method.proposer.depths and batch.stats.drafted:
-            said = self.runner.alarm.learn(batch.stats)
-            if said is not None:
-                _logger.warning("%s", said)
 
     @property
     def busy(self) -> bool:
@@ -140,41 +127,11 @@ class Engine:
         kind = config, request.sampling.greedy
         if kind not in self._methods:
             method = make_method(self.runner, config, request.sampling, self.drafter)
-            if self.settings.slots is None:
-                _check_rows(method)
+            nodes, most = method.proposer.nodes(method.count), BEYOND - 2 * MOST_DRAFTED - 2
+            if self.settings.slots is None and nodes > most:
+                raise ValueError(
+                    f"'{config.method}' adds {nodes} rows to a step with these settings, and a sequence of the engine "
+                    f"has room for {most}; draft less."
+                )
             self._methods[kind] = method
         return replace(self._methods[kind], sampling=request.sampling)
-
-
-def _check_rows(method: Method) -> None:
-    nodes, most = method.proposer.nodes(method.count), BEYOND - 2 * MOST_DRAFTED - 2
-    if nodes > most:
-        raise ValueError(
-            f"'{method.config.method}' adds {nodes} rows to a step with these settings, and a text of the engine has "
-            f"room for {most}; draft less."
-        )
-
-
-def check_request(runner: Runner, request: Request) -> None:
-    """Raises ValueError, in one sentence, for what a model can never continue."""
-    check_prompt(request.prompt, runner.positions, runner.vocab_size)
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {request.max_new_tokens}; give 1 or more.")
-    if request.seed not in SEEDS:
-        raise ValueError(f"the seed is {request.seed}; give a number of 64 bits, from -2^63 to 2^63 - 1.")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(request, name) or 0) < 0:
-            raise ValueError(f"{name} is {getattr(request, name)}; give 0 or more.")
-    _check_penalties(request, runner.vocab_size)
-
-
-def _check_penalties(request: Request, vocabulary: int) -> None:
-    for name in ("presence", "frequency"):
-        value = getattr(request.penalties, name)
-        if not -2 <= value <= 2:
-            raise ValueError(f"the {name} penalty is {value}; give -2 to 2.")
-    repetition = request.penalties.repetition
-    if not 0 < repetition < float("inf"):
-        raise ValueError(f"the repetition penalty is {repetition}; give a number above 0, 1 for none.")
-    if outside := [token for token, _ in request.penalties.bias if not 0 <= token < vocabulary]:
-        raise ValueError(f"the logit bias has the token id {outside[0]}; give 0 to {vocabulary - 1}.")

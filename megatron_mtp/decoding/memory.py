@@ -27,27 +27,27 @@ def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
     return total
 
 
-def blocks_in(gib: float, texts: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so much memory holds, beside what recurrent layers keep of so many sequences.
+def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so much memory holds, beside what recurrent layers keep of so many running sequences.
 
     Raises:
         ValueError: not even one.
     """
-    each, states = block_bytes(runner, drafter), texts * entry_bytes(runner, drafter)
+    each, states = block_bytes(runner, drafter), running * entry_bytes(runner, drafter)
     blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
     if blocks < 1:
         least = (2 * each + states) / 2**30
-        beside, fewer = (f" beside the states of {texts} texts", ", or run fewer texts") if states else ("", "")
+        beside, fewer = (f" beside the states of {running} sequences", ", or run fewer") if states else ("", "")
         raise ValueError(
             f"a cache of {gib} GiB holds no block of {BLOCK} tokens{beside}; give at least {least:.6f}{fewer}."
         )
     return blocks
 
 
-def blocks_for(texts: int, runner: Runner, drafter: Runner | None = None) -> int:
+def blocks_for(running: int, runner: Runner, drafter: Runner | None = None) -> int:
     """Blocks that so many sequences of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
     each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
-    return min(texts * each, blocks_in(MOST_GIB, texts, runner, drafter))
+    return min(running * each, blocks_in(MOST_GIB, running, runner, drafter))
 
 
 def _slot_numbers(runner: Runner) -> int:

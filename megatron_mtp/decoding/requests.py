@@ -14,6 +14,9 @@ from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Draft
 
+SEEDS = range(-(2**63), 2**63)
+"""What a seed may be."""
+
 
 class Finish(StrEnum):
     """Why a sequence ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
@@ -86,6 +89,26 @@ def check_prompt(prompt: list[int], positions: int, vocabulary: int, name: str =
         )
     if not (min(prompt) >= 0 and max(prompt) < vocabulary):
         raise ValueError(f"{name} has token ids outside of the model's vocabulary; give 0 to {vocabulary - 1}.")
+
+
+def check_request(request: Request, positions: int, vocabulary: int) -> None:
+    """Raises ValueError, in one sentence, for what a model of so many positions and tokens can never continue."""
+    check_prompt(request.prompt, positions, vocabulary)
+    penalties = request.penalties
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {request.max_new_tokens}; give 1 or more.")
+    if request.seed not in SEEDS:
+        raise ValueError(f"the seed is {request.seed}; give a number of 64 bits, from -2^63 to 2^63 - 1.")
+    for name, top in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if top is not None and top < 0:
+            raise ValueError(f"{name} is {top}; give 0 or more.")
+    for name, value in (("presence", penalties.presence), ("frequency", penalties.frequency)):
+        if not -2 <= value <= 2:
+            raise ValueError(f"the {name} penalty is {value}; give -2 to 2.")
+    if not 0 < penalties.repetition < float("inf"):
+        raise ValueError(f"the repetition penalty is {penalties.repetition}; give a number above 0, 1 for none.")
+    if outside := [token for token, _ in penalties.bias if not 0 <= token < vocabulary]:
+        raise ValueError(f"the logit bias has the token id {outside[0]}; give 0 to {vocabulary - 1}.")
 
 
 @dataclass(frozen=True)

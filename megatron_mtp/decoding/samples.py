@@ -116,15 +116,15 @@ def write_samples(
         if not live:
             return engine.load.stats
         for update in engine.step():
-            text = live[update.request]
-            text.tokens.extend(update.tokens)
-            if text.logprobs is not None:
-                text.logprobs.extend(one.logprob for one in update.logprobs)
+            sample = live[update.request]
+            sample.tokens.extend(update.tokens)
+            if sample.logprobs is not None:
+                sample.logprobs.extend(one.logprob for one in update.logprobs)
             if update.finish is Finish.ERROR:
-                raise RuntimeError(f"the continuation of prompt {text.number} has failed; the log has the reason.")
+                raise RuntimeError(f"the continuation of prompt {sample.number} has failed; the log has the reason.")
             if update.finish is not None:
                 del live[update.request]
-                keep(replace(text, finish=update.finish))
+                keep(replace(sample, finish=update.finish))
 
 
 def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
@@ -133,7 +133,7 @@ def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
     Raises:
         ValueError: they were made with other settings, or a line is damaged.
     """
-    texts: dict[int, Sample] = {}
+    samples: dict[int, Sample] = {}
     kept: dict[str, Any] = {}
     whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     for place, line in enumerate(whole_lines, start=1):
@@ -141,19 +141,19 @@ def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
             if place == 1:
                 kept = dict(json.loads(line)["settings"])
             else:
-                text = Sample(**json.loads(line))
-                texts[text.number] = text
+                sample = Sample(**json.loads(line))
+                samples[sample.number] = sample
         except (ValueError, TypeError, KeyError):
             raise ValueError(
                 f"{file} is damaged in line {place}; remove the line, or make it anew with --overwrite."
             ) from None
     others = sorted(name for name in {*kept, *settings} if kept.get(name) != settings.get(name))
-    if texts and others:
+    if samples and others:
         raise ValueError(
-            f"{file} holds texts made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
+            f"{file} holds samples made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
             "make them anew, or name another --output-prefix."
         )
-    return texts
+    return samples
 
 
 @contextmanager
@@ -165,8 +165,8 @@ def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Sample]
             stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             synced(stream)
 
-        has_texts = bool(read_samples(file, settings))
-        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_texts else 0)
-        if not has_texts:
+        has_samples = bool(read_samples(file, settings))
+        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_samples else 0)
+        if not has_samples:
             append({"settings": settings})
-        yield lambda text: append({name: value for name, value in asdict(text).items() if value is not None})
+        yield lambda sample: append({name: value for name, value in asdict(sample).items() if value is not None})

@@ -730,7 +730,7 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
         (
             {"speculative": config_from({"method": "lookahead", "window": 32, "ngram_size": 16})},
-            "'lookahead' adds 525 rows to a step with these settings, and a text of the engine has room for 288",
+            "'lookahead' adds 525 rows to a step with these settings, and a sequence of the engine has room for 288",
         ),
     ],
 )

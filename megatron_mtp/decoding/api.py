@@ -105,8 +105,8 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions
     slots = max(min(len(one.prompt) + one.max_new_tokens, positions) for one in requests) + method.slots
-    kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
     running, slots = len(requests), rounded(max(slots, min(LEAST_KEPT, positions) if few else 0), few)
+    kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
     if isinstance(kept, Engine):
         had = kept.settings
         if kept.drafter is drafter and had.running >= running and had.block_size > slots:
@@ -114,17 +114,9 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
             return kept
         running, slots = max(running, had.running), max(slots, had.block_size - 1)
     del kept
-    sizes = EngineSettings(
-        running=running,
-        waiting=running,
-        blocks=running,
-        block_size=slots + 1,
-        slots=slots,
-        chunk=CHUNK * running,
-        reuse=False,
-        contains_errors=False,
-    )
-    return Engine(runner, sizes, drafter=drafter)
+    sizes = running, running, running, slots + 1, slots, CHUNK * running  # one block for each sequence
+    settings = EngineSettings(*sizes, reuse=False, contains_errors=False)
+    return Engine(runner, settings, drafter=drafter)
 
 
 def check_prompts(runner: Runner, prompts: list[list[int]], max_new_tokens: int) -> None:

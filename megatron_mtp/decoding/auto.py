@@ -11,6 +11,7 @@ The measurements hold for all batches of one size that a model generates.
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 
@@ -40,10 +41,6 @@ SHARE = 0.01
 """The share of the time so far that drafting may have cost when a draft is tried again."""
 
 
-def _recent() -> deque[float]:
-    return deque(maxlen=RECENT)
-
-
 @dataclass
 class AutoK:
     """Picks K per step.
@@ -57,8 +54,8 @@ class AutoK:
     at_once: bool = False
     _hits: list[float] = field(default_factory=list)
     _offers: list[float] = field(default_factory=list)
-    _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(_recent))
-    _draft: deque[float] = field(default_factory=_recent)
+    _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=RECENT)))
+    _draft: deque[float] = field(default_factory=partial(deque, maxlen=RECENT))
     _behind: int = 1
     _caught_up: tuple[float, int, int] = (0.0, 0, 1)
     _elapsed: float = 0.0
@@ -146,22 +143,16 @@ class AutoK:
                 return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), LONGEST_REST)))
             self._pause, self._rests = 2 * self._pause, False
             return 1, 0
-        trials = self._trials()
-        if self._steps < len(trials):
-            return trials[self._steps], 0
+        few = min(self.most, FIRST_DRAFTS)
+        if self._steps < 4:
+            return (few, few, 0, 0)[self._steps], 0
         if not self._draft:
-            return trials[0], 0  # the first draft's time is that of its catching up
-        best = self._best()
-        if best:
+            return few, 0  # the first draft's time is that of its catching up
+        if best := self._best():
             self._pause = FIRST_REST
             return best, 0
         self._rests = True
         return 0, self._pause - 1
-
-    def _trials(self) -> tuple[int, ...]:
-        """K of the first steps."""
-        few = min(self.most, FIRST_DRAFTS)
-        return few, few, 0, 0
 
     def _best(self) -> int:
         """K of the highest rate; if that is not 0, a larger one that is close to it and was timed a few times only."""
@@ -173,11 +164,8 @@ class AutoK:
 
     def _missing_seconds(self) -> float:
         """How much longer plain decoding has to go on until another draft costs no more than `SHARE` of all."""
-        return (self._lost() + self._price()) / SHARE - self._elapsed
-
-    def _lost(self) -> float:
-        """Seconds that steps with drafts took beyond those of plain decoding to the same tokens."""
-        return self._drafting - self._worth * self._target_seconds(0)
+        lost = self._drafting - self._worth * self._target_seconds(0)  # beyond plain decoding to the same tokens
+        return (lost + self._price()) / SHARE - self._elapsed
 
     def _price(self) -> float:
         """Seconds of one more draft and of the rows that the drafter has to catch up on, as the last ones took."""

@@ -38,16 +38,10 @@ def attend(
         value_BGRC: None where the keys are the values as well.
         sink_N: scores of the heads' sinks; None without sinks.
     """
-    rows = scope.rows
-    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, rows)
-    if rows.padded is None:
-        return _attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
-    return rows.packed_heads(_attended(scope, rows.unpacked_heads(query_BNRC), key_BGWC, value_BGWC, scale, sink_N))
-
-
-def _attended(
-    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None
-) -> Tensor:
+    packed = scope.rows
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, packed)
+    if packed.padded is not None:
+        query_BNRC = packed.unpacked_heads(query_BNRC)
     mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
     if sink_N is not None:
         query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)
@@ -60,7 +54,8 @@ def _attended(
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
     with _own_kernels(query_BNRC):
         attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
-    return attended.reshape(batch, heads, rows, channels)[..., :value_channels]
+    attended = attended.reshape(batch, heads, rows, channels)[..., :value_channels]
+    return attended if packed.padded is None else packed.packed_heads(attended)
 
 
 @contextmanager

@@ -191,13 +191,14 @@ class Rows:
         if self.padded is not None:
             return self.padded.mask_B1RW
         if self.ancestors_BRA is None:
-            return _scores(causal_mask(self.positions_BR, self.window))
-        tree = self.ancestors_BRA.size(2)
-        place_BW = torch.arange(self.window, device=self.first_B.device) - self.first_B.unsqueeze(1)
-        index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, self.count, -1)
-        among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
-        visible_BRW = (place_BW < 0).unsqueeze(1) | (self.ancestors_BRA.gather(2, index_BRW) & among_B1W)
-        return _scores(~visible_BRW)
+            forbidden_BRW = causal_mask(self.positions_BR, self.window)
+        else:
+            tree = self.ancestors_BRA.size(2)
+            place_BW = torch.arange(self.window, device=self.first_B.device) - self.first_B.unsqueeze(1)
+            index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, self.count, -1)
+            among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
+            forbidden_BRW = ~((place_BW < 0).unsqueeze(1) | (self.ancestors_BRA.gather(2, index_BRW) & among_B1W))
+        return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
     def without_padding(self) -> "Rows | None":
         """The rows that count, [1, X]; None where padding may run as well, or there is none."""
@@ -221,20 +222,21 @@ class Rows:
         """[1, N, X, C]."""
         return self.packed(heads_BNRC.transpose(1, 2)).transpose(1, 2)
 
-    def unpacked_states(self, packed_X1H: Tensor) -> Tensor:
-        """States of all rows [S, B, H], with zeros for padding."""
-        return self._put_back(packed_X1H[:, 0]).transpose(0, 1)
-
-    def unpacked_heads(self, packed_1NXC: Tensor) -> Tensor:
-        """[B, N, R, C], with zeros for padding."""
-        return self._put_back(packed_1NXC[0].transpose(0, 1)).transpose(1, 2)
-
-    def _put_back(self, values: Tensor) -> Tensor:
+    def unpacked(self, values_1X: Tensor) -> Tensor:
+        """[B, R, ...] of all rows, with zeros for padding."""
         assert self.padded is not None
         assert self.place_X is not None
         counts_BR = self.padded.counts_BR
-        made = values.new_zeros(counts_BR.numel(), *values.shape[1:])
-        return made.index_copy_(0, self.place_X, values).unflatten(0, counts_BR.shape)
+        made = values_1X.new_zeros(counts_BR.numel(), *values_1X.shape[2:])
+        return made.index_copy_(0, self.place_X, values_1X[0]).unflatten(0, counts_BR.shape)
+
+    def unpacked_states(self, packed_X1H: Tensor) -> Tensor:
+        """[S, B, H]."""
+        return self.unpacked(packed_X1H.transpose(0, 1)).transpose(0, 1)
+
+    def unpacked_heads(self, packed_1NXC: Tensor) -> Tensor:
+        """[B, N, R, C]."""
+        return self.unpacked(packed_1NXC.transpose(1, 2)).transpose(1, 2)
 
 
 def rounded(slots: int, few: bool) -> int:
@@ -258,7 +260,3 @@ def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
         lines.append(above_BNR.gather(1, index_B11).squeeze(1) | eye_RR[node + 1])
     ancestors_BRR = torch.stack(lines, dim=1)
     return ancestors_BRR, ancestors_BRR.sum(dim=2) - 1
-
-
-def _scores(forbidden_BRW: Tensor) -> Tensor:
-    return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)

@@ -76,8 +76,7 @@ class Sequences:
 
     def __init__(self, prompts: list[list[int]], seeds: list[int], memory: Memory, tables: BlockTables) -> None:
         device, batch = tables.table_BL.device, len(prompts)
-        self.few_shapes = wants_few_shapes(device)
-        self.capacity = tables.capacity
+        self.few_shapes, self.capacity = wants_few_shapes(device), tables.capacity
         self.memory, self.tables = memory, tables
         self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.token_ids = [list(prompt) for prompt in prompts]
@@ -101,9 +100,8 @@ class Sequences:
         for name in DEVICE:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         mine, theirs = self.tables, other.tables
-        entries, firsts = mine.entries + theirs.entries, mine.firsts + theirs.firsts
-        table_BL = torch.cat([mine.table_BL, theirs.table_BL])
-        self.tables = replace(mine, table_BL=table_BL, entries=entries, firsts=firsts)
+        table_BL, firsts = torch.cat([mine.table_BL, theirs.table_BL]), mine.firsts + theirs.firsts
+        self.tables = replace(mine, table_BL=table_BL, entries=mine.entries + theirs.entries, firsts=firsts)
 
     def select(self, rows: list[int]) -> None:
         """Only these sequences stay, in this order; the others must have ended, or go on elsewhere."""
@@ -212,10 +210,14 @@ class Sequences:
         if draft.nodes == 0:
             return self.append(verdict.token_B)
         tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
-        if not draft.is_chain:
+        if not draft.is_chain:  # the rows of the path move together
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
-            self._gather(path_BR)
             tokens_BN = tokens_BN.gather(1, (path_BR[:, 1:] - 1).clamp(min=0))
+            newest_B1, live_B1 = self.newest_B.unsqueeze(1), self.live_B.unsqueeze(1)
+            slots = newest_B1 + path_BR, self._places(self.newest_B, path_BR.size(1))
+            source, target = (self.tables.places(torch.where(live_B1, one, self.capacity)) for one in slots)
+            self.memory.cache.keep(source, target)
+            write_rows(self.memory.states_N1SH, read_rows(self.memory.states_N1SH, source), target)
         token_B1 = verdict.token_B.unsqueeze(1)
         gained_BR = torch.cat([tokens_BN, token_B1], dim=1).scatter_(1, accepted_B.unsqueeze(1), token_B1)
         self.put_tokens(self.length_B, gained_BR)
@@ -254,13 +256,3 @@ class Sequences:
 
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B
-
-    def _gather(self, path_BR: Tensor) -> None:
-        newest_B1 = self.newest_B.unsqueeze(1)
-        live_B1 = self.live_B.unsqueeze(1)
-        source_BR = torch.where(live_B1, newest_B1 + path_BR, self.capacity)
-        target_BR = torch.where(live_B1, self._places(self.newest_B, path_BR.size(1)), self.capacity)
-        source, target = self.tables.places(source_BR), self.tables.places(target_BR)
-        self.memory.cache.keep(source, target)
-        states_N1SH = self.memory.states_N1SH
-        write_rows(states_N1SH, read_rows(states_N1SH, source), target)

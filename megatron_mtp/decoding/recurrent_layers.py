@@ -7,7 +7,6 @@ Letters in names: as in recurrent_state.py, and S rows of a forward.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, override
 
 import torch
@@ -21,33 +20,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron_mtp.decoding.cached_attention import StandIn, attach
-from megatron_mtp.decoding.recurrent_state import Memory, Piece, RecurrentScope, Sizes
-from megatron_mtp.model.recurrent import GatedNorm, of_length_one
-
-NOT_COMPILED = "no compiled code for this recurrent layer"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a recurrent layer computes with between its projections.
-
-    Attributes:
-        convolution_CW, bias_C: of the causal convolution.
-        decay_H, step_bias_H: exp(A_log), dt_bias.
-        skip_H: Mamba-2's D; None for the delta rule.
-        norm: of the output; None for none.
-        normed: channels that it takes together.
-        has_unit_keys: whether queries and keys are divided by their length.
-    """
-
-    convolution_CW: Tensor
-    bias_C: Tensor | None
-    decay_H: Tensor
-    step_bias_H: Tensor
-    skip_H: Tensor | None
-    norm: Any
-    normed: int
-    has_unit_keys: bool
+from megatron_mtp.decoding.recurrent_state import Piece, RecurrentMemory, RecurrentScope, Sizes
+from megatron_mtp.model.recurrent import of_length_one
 
 
 class Keeping(NamedTuple):
@@ -79,14 +53,6 @@ class CachedRecurrence(StandIn):
         """Of this rank's heads."""
         raise NotImplementedError
 
-    def parts(self) -> Parts:
-        """What compiled code reads.
-
-        Raises:
-            NotImplementedError: there is none for this layer.
-        """
-        raise NotImplementedError
-
     def between(self, projected_SBC: Tensor) -> Tensor:
         """From the first projection to what the second one takes, [S, B, inner]."""
         raise NotImplementedError
@@ -97,7 +63,7 @@ class CachedRecurrence(StandIn):
         output: tuple[Tensor, Tensor | None] = self.own.out_proj(self.between(projected_SBC))
         return output
 
-    def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         """A piece of the rows: [B, R, H * P] of what is convolved, and of what decays and step sizes come from."""
         raise NotImplementedError
 
@@ -105,10 +71,7 @@ class CachedRecurrence(StandIn):
         """All rows of the forward, [S, B, H * P]."""
         rows = self.scope.rows
         if rows.padded is not None:  # a state must not go on from one sequence to the next
-            return rows.packed_states(self._run_all(rows.unpacked_states(mixed_SBC), rows.unpacked_states(steps_SBC)))
-        return self._run_all(mixed_SBC, steps_SBC)
-
-    def _run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
+            mixed_SBC, steps_SBC = rows.unpacked_states(mixed_SBC), rows.unpacked_states(steps_SBC)
         mixed_BSC, steps_BSC = mixed_SBC.transpose(0, 1), steps_SBC.transpose(0, 1)
         memory = self.scope.recurrence.memory(self.layer, self.sizes, mixed_BSC)
         made = []
@@ -116,7 +79,8 @@ class CachedRecurrence(StandIn):
             if piece.dropped_B is not None:
                 memory.drop(piece.dropped_B, piece.tables)
             made.append(self.run(memory, piece, mixed_BSC[:, piece.rows], steps_BSC[:, piece.rows]))
-        return (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
+        made_SBC = (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
+        return made_SBC if rows.padded is None else rows.packed_states(made_SBC)
 
 
 class CachedMamba(CachedRecurrence):
@@ -129,15 +93,6 @@ class CachedMamba(CachedRecurrence):
         return Sizes(own.nheads_local_tp, own.ngroups_local_tp, own.d_state, own.headdim, convolved, width)
 
     @override
-    def parts(self) -> Parts:
-        own, norm = self.own, self.own.norm if self.own.rmsnorm else None
-        if not (type(own.act) is torch.nn.SiLU and type(norm) in (GatedNorm, type(None)) and not own.D_has_hdim):
-            raise NotImplementedError(NOT_COMPILED)
-        normed = own.d_inner_local_tp if norm is None else norm.group_size
-        weight_CW, decay_H = own.conv1d_weight.squeeze(1), own.A_log.float().exp()
-        return Parts(weight_CW, own.conv1d_bias, decay_H, own.dt_bias, own.D, norm, normed, has_unit_keys=False)
-
-    @override
     def between(self, projected_SBC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         z_SBC, mixed_SBC, steps_SBH = projected_SBC.split([own.d_inner_local_tp, sizes.convolved, sizes.heads], dim=-1)
@@ -145,7 +100,7 @@ class CachedMamba(CachedRecurrence):
         return own.norm(y_SBC, z_SBC) if own.rmsnorm else y_SBC * silu(z_SBC)
 
     @override
-    def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         wide = memory.state_EHNP.dtype
         mixed_BRC = own.act(memory.convolved(mixed_BRC, piece, own.conv1d_weight.squeeze(1), own.conv1d_bias))
@@ -174,16 +129,6 @@ class CachedDelta(CachedRecurrence):
         return Sizes(own.num_v_heads_local_tp, groups, own.key_head_dim, own.value_head_dim, convolved, width)
 
     @override
-    def parts(self) -> Parts:
-        own = self.own
-        if own.act_fn is not silu:
-            raise NotImplementedError(NOT_COMPILED)
-        convolution, decay_H = own.conv1d, own.A_log.float().exp()
-        weight_CW, normed = convolution.weight.squeeze(1), self.sizes.value_channels
-        unit = bool(own.use_qk_l2norm)
-        return Parts(weight_CW, convolution.bias, decay_H, own.dt_bias, None, own.out_norm, normed, unit)
-
-    @override
     def between(self, projected_SBC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         parts = [sizes.convolved, own.v_dim_local_tp, 2 * sizes.heads]
@@ -194,7 +139,7 @@ class CachedDelta(CachedRecurrence):
         return gated.view_as(gate_SBC)
 
     @override
-    def run(self, memory: Memory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         wide, dtype = memory.state_EHNP.dtype, mixed_BRC.dtype
         mixed_BRC = own.act_fn(memory.convolved(mixed_BRC, piece, own.conv1d.weight.squeeze(1), own.conv1d.bias))

@@ -106,7 +106,7 @@ class Recurrence:
         self.start_E = torch.zeros(entries, dtype=torch.long, device=device)
         self.end_E = torch.zeros_like(self.start_E)
         self.held = [0] * entries
-        self.layers: dict[int, Memory] = {}
+        self.layers: dict[int, RecurrentMemory] = {}
 
     def pieces(self, rows: Rows) -> list[Piece]:
         """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
@@ -137,10 +137,10 @@ class Recurrence:
         self._set_held(before + count, tables)
         return before
 
-    def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "Memory":
+    def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "RecurrentMemory":
         """Of a layer; made if there is none."""
         if layer not in self.layers:
-            self.layers[layer] = Memory(sizes, len(self.held), like)
+            self.layers[layer] = RecurrentMemory(sizes, len(self.held), like)
         return self.layers[layer]
 
     def forget(self, entry: int) -> None:
@@ -200,7 +200,7 @@ def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
     return cache.recurrence
 
 
-class Memory:
+class RecurrentMemory:
     """One layer's state, and the inputs of the rows in its slots.
 
     Attributes:
@@ -309,7 +309,7 @@ class Memory:
 
 def state_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
     """Of one sequence's entry in a layer's memory."""
-    return sum(part.nbytes for part in Memory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
+    return sum(part.nbytes for part in RecurrentMemory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
 def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:

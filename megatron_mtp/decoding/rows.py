@@ -1,9 +1,8 @@
 """Rows of a forward and where they stand: a chain, a tree, or rows of several sequences without padding.
 
-A sequence's slots 0, 1, 2, ... are divided into pages of `size` slots. A table names the block of every page, so that a
-sequence takes memory as it grows, and sequences that begin alike may read the same blocks. Pages without a block point
-to block 0, which belongs to no sequence then. The last slot of a table is the scratch slot, for rows that leave no
-trace.
+A sequence's slots 0, 1, 2, ... are in blocks of `size` slots, which its table names in turn. So it takes memory as it
+grows, and sequences that begin alike may read the same blocks. Places of a table without a block name block 0, which
+belongs to no sequence then. The last slot of a table is the scratch slot, for rows that leave no trace.
 
     size 4, table of one sequence  5 2 0        slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2, others nowhere
                                                 yet; the scratch slot 11 is in block 0
@@ -17,7 +16,7 @@ places:
                                -  C0 C1
 
 Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, L
-pages of a sequence, S rows as Megatron has them, H hidden, N heads (of a memory: blocks), G key heads, C channels.
+blocks of a sequence, S rows as Megatron has them, H hidden, N heads (of a memory: blocks), G key heads, C channels.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ class BlockTables:
     """The block tables of a batch.
 
     Attributes:
-        table_BL: the block of every page; 0 where there is none.
+        table_BL: the blocks of every sequence; 0 where there is none.
         blocks: of the memory, block 0 included.
         size: slots of a block.
         entries: where the states of every sequence's recurrent layers are, which have no slots to be cropped to.

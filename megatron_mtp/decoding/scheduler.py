@@ -92,9 +92,9 @@ class Scheduler:
         self.has_states |= drafter is not None and drafter.recurrent_trunk
         size, self._longest = settings.block_size, settings.slots or runner.positions + BEYOND
         self._longest = min(self._longest, settings.blocks * size)
-        pages = -(-(self._longest + 1) // size)  # and the scratch slot
-        spare = int(pages > 1)  # block 0, which pages without a block point to
-        table_BL = torch.zeros(0, pages, dtype=torch.long, device=runner.device)
+        length = -(-(self._longest + 1) // size)  # and the scratch slot
+        spare = int(length > 1)  # block 0, which places of a table without a block name
+        table_BL = torch.zeros(0, length, dtype=torch.long, device=runner.device)
         self._tables = BlockTables(table_BL, settings.blocks + spare, size, kept_entries=settings.running)
         self.block_manager = BlockManager(settings.blocks, size, runner.depths, spare)
         self.memory: Memory = runner.new_memory(self._tables, drafter)

@@ -52,7 +52,7 @@ WITHOUT_MEGATRON = [
     "decoding/config.py",
     "decoding/types.py",
     "decoding/sampling.py",
-    "decoding/verifiers/rejection.py",
+    "decoding/verifiers/lossless.py",
 ]
 """Plain torch: readable, and usable, without knowing Megatron."""
 

@@ -26,12 +26,9 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
 from megatron_mtp.decoding.types import Draft, Round, Verdict
 from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.decoding.verifiers.block import block
-from megatron_mtp.decoding.verifiers.greedy import greedy
+from megatron_mtp.decoding.verifiers.base import chosen, walk
+from megatron_mtp.decoding.verifiers.lossless import block, greedy, rejection, solve_rho
 from megatron_mtp.decoding.verifiers.lossy import bild, joint, relaxed
-from megatron_mtp.decoding.verifiers.rejection import rejection
-from megatron_mtp.decoding.verifiers.spectr import solve_rho
-from megatron_mtp.decoding.verifiers.walk import chosen, walk
 
 CHAIN, TREE = (1, 1), (3, 2)
 LEVEL = 0.001

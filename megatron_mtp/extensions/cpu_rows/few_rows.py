@@ -21,7 +21,14 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.decoding.recurrent_layers import (
+    CachedMamba,
+    CachedRecurrence,
+    attention_of,
+    mixer_of,
+    mlp_of,
+    norm_before,
+)
 from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.extensions.cpu_rows.compiled import library
@@ -244,14 +251,25 @@ class FewRows:
         return made
 
     def _recurrent(self, mixer: CachedRecurrence) -> _Recurrent:
-        parts, sizes = mixer.parts(), mixer.sizes
-        tensors = parts.convolution_CW.t(), parts.bias_C, parts.decay_H, parts.step_bias_H, parts.skip_H
+        own, sizes, unit_keys = mixer.own, mixer.sizes, False
+        if isinstance(mixer, CachedMamba):
+            weight_C1W, bias_C, skip_H = own.conv1d_weight, own.conv1d_bias, own.D
+            norm = own.norm if own.rmsnorm else None
+            normed = own.d_inner_local_tp if norm is None else norm.group_size
+            known = type(own.act) is torch.nn.SiLU and type(norm) in (GatedNorm, type(None)) and not own.D_has_hdim
+        else:
+            weight_C1W, bias_C, skip_H, norm = own.conv1d.weight, own.conv1d.bias, None, own.out_norm
+            normed, unit_keys = sizes.value_channels, bool(own.use_qk_l2norm)
+            known = own.act_fn is torch.nn.functional.silu
+        if not known:
+            raise NotImplementedError("no compiled code for this recurrent layer")
+        tensors = weight_C1W.squeeze(1).t(), bias_C, own.A_log.float().exp(), own.dt_bias, skip_H
         return _Recurrent(
-            *map(self._weight, (mixer.own.in_proj, mixer.own.out_proj)),
+            *map(self._weight, (own.in_proj, own.out_proj)),
             *(None if one is None else self._pointer(one.detach().float().contiguous()) for one in tensors),
-            self._norm(parts.norm),
+            self._norm(norm),
             *(sizes.heads, sizes.groups, sizes.key_channels, sizes.value_channels, sizes.width),
-            *(parts.normed, parts.has_unit_keys),
+            *(normed, unit_keys),
         )
 
     def _weight(self, module: Any) -> int:

@@ -1,0 +1,189 @@
+"""Rules that keep the target's distribution.
+
+Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
+from megatron_mtp.decoding.types import Draft, Round, Verdict
+from megatron_mtp.decoding.verifiers.base import Verifier, chosen, row_of, walk
+
+HALVINGS = 40
+"""Bisection steps: rho to 1e-11."""
+
+
+@partial(Verifier, line="accept the trunk's argmax", greedy_only=True, recordable=True)
+def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
+    """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
+    best_BR = logits_BRV.argmax(dim=-1)
+    if draft.nodes == 0:
+        return Verdict(torch.ones_like(best_BR, dtype=torch.bool), best_BR[:, 0])
+    if draft.is_chain:
+        return _chain(best_BR, draft)
+
+    def is_the_best(node: int, here_B: Tensor, _: Tensor) -> Tensor:
+        return draft.tokens_BN[:, node] == chosen(best_BR, here_B)
+
+    kept_BR, last_B = walk(draft, is_the_best)
+    return Verdict(kept_BR, chosen(best_BR, last_B))
+
+
+def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
+    """The same without a pass over nodes."""
+    right_BN = draft.tokens_BN == best_BR[:, :-1]
+    if draft.valid_BN is not None:
+        right_BN = right_BN & draft.valid_BN
+    kept_BR = pad(right_BN, (1, 0), value=True).cumprod(dim=1)
+    return Verdict(kept_BR.bool(), chosen(best_BR, kept_BR.sum(dim=1) - 1))
+
+
+@partial(Verifier, line="accept with min(1, p/q), else (p - q)+; without q: p(x), else p without x", recordable=True)
+def rejection(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+    """Accept x ~ q with min(1, p(x) / q(x)), else go on with (p - q)+ (arXiv:2211.17192, Alg. 1).
+
+    A deterministic draft is one with q = 1 at its token: it is accepted with p(x), and p with x zeroed remains. Several
+    candidates of one row are tried one after another against what remains (multi-round, SpecInfer, arXiv:2305.09781):
+    candidates with `probs` must be independent samples of their q, those without may be any, such as the top k.
+    """
+    probs_BRV = round.sampling.probabilities(logits_BRV)
+    uniform_BN = round.noise.uniform(VERIFY, draft.nodes)
+    q_BNV = draft.distributions(probs_BRV)
+    remaining_BV = probs_BRV[:, 0]
+
+    def survives(node: int, _: Tensor, tried_B: Tensor) -> Tensor:
+        nonlocal remaining_BV
+        token_B = draft.tokens_BN[:, node]
+        q_BV = q_BNV[:, node]
+        accepted_B = tried_B & (uniform_BN[:, node] * chosen(q_BV, token_B) < chosen(remaining_BV, token_B))
+        rejected_BV = torch.where(tried_B.unsqueeze(1), leftover(remaining_BV, q_BV), remaining_BV)
+        remaining_BV = torch.where(accepted_B.unsqueeze(1), probs_BRV[:, node + 1], rejected_BV)
+        return accepted_B
+
+    kept_BR, _ = walk(draft, survives)
+    return Verdict(kept_BR, draw(remaining_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+specinfer = replace(
+    rejection, line="the rule of rejection, which tries a row's candidates one after another (arXiv:2305.09781)"
+)
+"""Multi-round rejection (SpecInfer)."""
+
+
+def leftover(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """(p - q)+, normalised; p itself where nothing is left, which only rounding reaches."""
+    rest_BV = (p_BV - q_BV).clamp(min=0)
+    total_B1 = rest_BV.sum(dim=1, keepdim=True)
+    return torch.where(total_B1 > 0, rest_BV / total_B1.clamp(min=1e-38), p_BV)
+
+
+@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False, recordable=True)
+def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+    """Judge all tokens of a chain together (arXiv:2403.10444, Alg. 2). Raises ValueError for a tree.
+
+        pi_0 = 1, pi_i = min(1, pi_{i-1} p(x_i) / q(x_i))
+        Z_i  = sum_v (pi_i p_{i+1}(v) - q_{i+1}(v))+            q_{K+1} = 0, so that h_K = pi_K
+        h_i  = Z_i / (Z_i + 1 - pi_i)
+
+    The last i with U_i <= h_i is kept, and the next token comes from (pi_i p_{i+1} - q_{i+1})+. It accepts at least as
+    many tokens as token-wise rejection does.
+    """
+    if not draft.is_chain:
+        raise ValueError("the verifier 'block' judges chains; for a tree choose specinfer, spectr or greedy.")
+    p_BRV = round.sampling.probabilities(logits_BRV).double()
+    q_BRV = _drafter(draft, p_BRV)
+    valid_BN = draft.valid().cumprod(dim=1).bool()
+    pi_BR = _joint_ratios(p_BRV, q_BRV, draft)
+    rest_BRV = (pi_BR.unsqueeze(-1) * p_BRV - q_BRV).clamp(min=0)
+    total_BR = rest_BRV.sum(dim=-1)
+    h_BR = total_BR / (total_BR + 1 - pi_BR).clamp(min=1e-300)
+    passes_BN = (round.noise.uniform(VERIFY, draft.nodes) < h_BR[:, 1:]) & valid_BN
+    # Position i is kept if any position from i on passes.
+    kept_BN = passes_BN.flip(1).cumsum(dim=1).flip(1) > 0
+    kept_BR = torch.cat([torch.ones_like(kept_BN[:, :1]), kept_BN], dim=1) if draft.nodes else p_BRV[:, :, 0] >= 0
+    last_B = kept_BR.sum(dim=1) - 1
+    rest_BV, p_BV = row_of(rest_BRV, last_B), row_of(p_BRV, last_B)
+    weights_BV = torch.where(rest_BV.sum(dim=1, keepdim=True) > 0, rest_BV, p_BV)
+    return Verdict(kept_BR, draw(weights_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+def _drafter(draft: Draft, p_BRV: Tensor) -> Tensor:
+    """q of the token after each row; 0 after the last, and where a draft has ended."""
+    q_BNV = draft.distributions(p_BRV) * draft.valid().cumprod(dim=1).unsqueeze(-1)
+    return torch.cat([q_BNV, torch.zeros_like(p_BRV[:, :1])], dim=1)
+
+
+def _joint_ratios(p_BRV: Tensor, q_BRV: Tensor, draft: Draft) -> Tensor:
+    """pi_0 .. pi_K, [B, R]."""
+    token_BN1 = draft.tokens_BN.unsqueeze(-1)
+    p_BN = p_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
+    q_BN = q_BRV[:, :-1].gather(2, token_BN1).squeeze(-1)
+    pi = [torch.ones_like(p_BRV[:, 0, 0])]
+    for node in range(draft.nodes):
+        pi.append((pi[-1] * p_BN[:, node] / q_BN[:, node].clamp(min=1e-300)).clamp(max=1))
+    return torch.stack(pi, dim=1)
+
+
+@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True, recordable=True)
+def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+    """K-sequential selection among k independent samples of one q (arXiv:2310.15141, Alg. 3).
+
+        beta(rho) = sum_v min(q, p / rho)       rho in [1, k] solves 1 - (1 - beta)^k = rho beta
+        x is accepted with min(1, p(x) / (rho q(x))); after k rejections: p - min(q, p / rho) P / beta
+
+    where P = 1 - (1 - beta)^k is the chance that any of the k is accepted.
+    """
+    p_BRV = round.sampling.probabilities(logits_BRV).double()
+    q_BRV, count_BR = _of_rows(draft, p_BRV)
+    rho_BR = solve_rho(p_BRV, q_BRV, count_BR)
+    uniform_BN = round.noise.uniform(VERIFY, draft.nodes)
+
+    def survives(node: int, here_B: Tensor, _: Tensor) -> Tensor:
+        token_B = draft.tokens_BN[:, node]
+        p_B, q_B = (chosen(row_of(values_BRV, here_B), token_B) for values_BRV in (p_BRV, q_BRV))
+        return uniform_BN[:, node] * chosen(rho_BR, here_B) * q_B < p_B
+
+    kept_BR, last_B = walk(draft, survives)
+    p_BV, q_BV = row_of(p_BRV, last_B), row_of(q_BRV, last_B)
+    rest_BV = _after_rejections(p_BV, q_BV, chosen(rho_BR, last_B), chosen(count_BR, last_B))
+    weights_BV = torch.where(rest_BV.sum(dim=1, keepdim=True) > 0, rest_BV, p_BV)
+    return Verdict(kept_BR, draw(weights_BV, round.noise.uniform(RECOVER, 1)[:, 0]))
+
+
+def solve_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
+    """rho [...] for distributions [..., V] and k [...]; by bisection in [1, k]."""
+    low, high = torch.ones_like(p[..., 0]), count.to(p).clamp(min=1)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        beta = _beta(p, q, middle)
+        above = 1 - (1 - beta) ** count > middle * beta  # falls as rho grows
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
+
+
+def _beta(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
+    return torch.minimum(q, p / rho.unsqueeze(-1)).sum(dim=-1)
+
+
+def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
+    """What k rejected candidates leave; p itself where there were none."""
+    beta_B = _beta(p_BV, q_BV, rho_B)
+    share_B = (1 - (1 - beta_B) ** count_B) / beta_B.clamp(min=1e-300)
+    covered_BV = torch.minimum(q_BV, p_BV / rho_B.unsqueeze(1)) * share_B.unsqueeze(1)
+    return (p_BV - covered_BV).clamp(min=0)
+
+
+def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
+    """q of the candidates of each row [B, R, V], and their number k [B, R]."""
+    q_BNV = draft.distributions(p_BRV)
+    parents_BN, valid_BN = draft.parents(), draft.valid()
+    count_BR = torch.zeros_like(p_BRV[:, :, 0]).scatter_add_(1, parents_BN, valid_BN.to(p_BRV))
+    # Siblings share one q, so it does not matter which of them is written.
+    source_BNV = torch.where(valid_BN.unsqueeze(-1), q_BNV, 0.0)
+    index_BNV = parents_BN.unsqueeze(-1).expand_as(source_BNV)
+    return torch.zeros_like(p_BRV).scatter_reduce_(1, index_BNV, source_BNV, "amax"), count_BR

@@ -78,22 +78,15 @@ def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Samplin
 
 def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     """The same with the defaults of the method and of the verifier where their settings were left out."""
-    drafting, verifying = _settings_kinds(config.method, config.verifier)
-    return replace(
-        config,
-        settings=_settings_of(config.method, drafting, config.settings),
-        verifier_settings=_settings_of(config.verifier, verifying, config.verifier_settings),
-    )
-
-
-def _settings_of(name: str | None, kind: type[Settings], given: Settings) -> Settings:
-    if given == NO_SETTINGS:
-        return kind()
-    if type(given) is not kind:
-        raise ValueError(
-            f"speculative config: '{name}' was given {type(given).__name__}; give {kind.__name__}, or leave them out."
-        )
-    return given
+    made: list[Settings] = []
+    names, given = (config.method, config.verifier), (config.settings, config.verifier_settings)
+    for name, kind, own in zip(names, _settings_kinds(*names), given, strict=True):
+        if own != NO_SETTINGS and type(own) is not kind:
+            raise ValueError(
+                f"speculative config: '{name}' was given {type(own).__name__}; give {kind.__name__}, or leave them out."
+            )
+        made.append(kind() if own == NO_SETTINGS else own)
+    return replace(config, settings=made[0], verifier_settings=made[1])
 
 
 def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], type[Settings]]:

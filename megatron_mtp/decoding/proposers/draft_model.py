@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, override
 
 import torch
-from torch import Tensor
 
 from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
-from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.proposers.base import OneCache, pick
 from megatron_mtp.decoding.proposers.mtp import chain_of, windows
 from megatron_mtp.decoding.types import Draft, Round
@@ -49,7 +47,19 @@ class DraftModel(OneCache):
 
     def __init__(self, runner: "Runner", config: SpeculativeConfig, drafter: "Runner | None" = None) -> None:
         super().__init__(runner, config)
-        self.drafter = _fitting(drafter, runner)
+        if drafter is None:
+            raise ValueError("'draft_model' was asked for without a draft model; load one and pass it as drafter.")
+        if drafter.vocab_size != runner.vocab_size:
+            raise ValueError(
+                f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "
+                f"{runner.vocab_size}; give a draft model with the same tokenizer."
+            )
+        if drafter.positions < runner.positions:
+            raise ValueError(
+                f"the draft model has {drafter.positions} positions and the target {runner.positions}; give a draft "
+                "model with as many."
+            )
+        self.drafter = drafter
 
     @property
     @override
@@ -60,51 +70,24 @@ class DraftModel(OneCache):
         """Drafts also at positions beyond those that the small model was trained for."""
         cache = sequences.memory.drafter
         assert cache is not None
-        logits_BV = self._catch_up(sequences, cache)
+        width = sequences.growth_since(self.own) + 1
+        sequences.mark_seen(self.own)
+        for first_B, rows, _ in windows(sequences, width, end=1):
+            tokens_BR = sequences.tokens_at(first_B, rows)
+            hidden_SBH = self.drafter.trunk(tokens_BR, sequences.chain(first_B, rows, 0), cache)
+        logits_BV = self.drafter.logits(hidden_SBH[-1:])[:, 0]
         picked = [pick(logits_BV, round, 0)]
-        sure_B = torch.ones_like(sequences.live_B)
+        sure_B, bild = torch.ones_like(sequences.live_B), round.config.verifier_settings
         valid = []
         for position in range(count):
-            sure_B = sure_B & _is_sure(logits_BV, round)
+            if isinstance(bild, BildSettings):  # goes on while its best token is likely enough
+                sure_B = sure_B & (logits_BV.softmax(dim=-1).amax(dim=-1) >= bild.fallback)
             valid.append(sure_B)
             if position == count - 1:
                 break
-            rows = sequences.chain(sequences.newest_B + 1 + position, 1, count)
-            hidden_SBH = self.drafter.trunk(picked[-1][0].unsqueeze(1), rows, cache)
+            row = sequences.chain(sequences.newest_B + 1 + position, 1, count)
+            hidden_SBH = self.drafter.trunk(picked[-1][0].unsqueeze(1), row, cache)
             logits_BV = self.drafter.logits(hidden_SBH)[:, 0]
             picked.append(pick(logits_BV, round, position + 1))
         chain = chain_of(picked)
         return Draft(chain.tokens_BN, chain.probs_BNV, valid_BN=torch.stack(valid, dim=1))
-
-    def _catch_up(self, sequences: "Sequences", cache: KVCache) -> Tensor:
-        """Run the rows up to t_m; the small model's logits there, [B, V]."""
-        width = sequences.growth_since(self.own) + 1
-        sequences.mark_seen(self.own)
-        for first_B, count, _ in windows(sequences, width, end=1):
-            rows = sequences.chain(first_B, count, 0)
-            hidden_SBH = self.drafter.trunk(sequences.tokens_at(first_B, count), rows, cache)
-        return self.drafter.logits(hidden_SBH[-1:])[:, 0]
-
-
-def _is_sure(logits_BV: Tensor, round: Round) -> Tensor:
-    """Whether each sequence's drafter goes on: always, but with `bild` while its best token is likely enough."""
-    settings = round.config.verifier_settings
-    if not isinstance(settings, BildSettings):
-        return torch.ones_like(logits_BV[:, 0], dtype=torch.bool)
-    return logits_BV.softmax(dim=-1).amax(dim=-1) >= settings.fallback
-
-
-def _fitting(drafter: "Runner | None", target: "Runner") -> "Runner":
-    if drafter is None:
-        raise ValueError("'draft_model' was asked for without a draft model; load one and pass it as drafter.")
-    if drafter.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "
-            f"{target.vocab_size}; give a draft model with the same tokenizer."
-        )
-    if drafter.positions < target.positions:
-        raise ValueError(
-            f"the draft model has {drafter.positions} positions and the target {target.positions}; give a draft model "
-            "with as many."
-        )
-    return drafter

@@ -113,13 +113,20 @@ class Grower(Eagle):
         least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
         ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
         for depth, width in enumerate(widths[1:]):
-            taken_BF = self._continued(levels[-1], most)
-            run_BF = _padded(taken_BF, least)
-            above_BF = levels[-1].rows_BN.gather(1, run_BF)
-            ancestors_BFA = _with_themselves(_rows_of(ancestors_BFA, above_BF), started)
+            level = levels[-1]
+            count = level.tokens_BN.size(1)
+            if most is None or count <= most:
+                taken_BF = torch.arange(count, device=level.tokens_BN.device).expand_as(level.tokens_BN)
+            else:
+                taken_BF = level.scores_BN.topk(most, dim=1).indices
+            # what copies of the last one give is not used
+            run_BF = torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
+            above_BF, rows = level.rows_BN.gather(1, run_BF), slice(started, started + run_BF.size(1))
+            own_FA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()[rows]
+            ancestors_BFA = _rows_of(ancestors_BFA, above_BF) | own_FA
             where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
             given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
-            states_SBH = self.runner.depth(1, given_SBH, levels[-1].tokens_BN.gather(1, run_BF), where, newest.cache)
+            states_SBH = self.runner.depth(1, given_SBH, level.tokens_BN.gather(1, run_BF), where, newest.cache)
             states_SBH = states_SBH[: taken_BF.size(1)]
             levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
             started += run_BF.size(1)
@@ -129,13 +136,6 @@ class Grower(Eagle):
         """Rows that run beyond the committed ones; at least 1, so that a mask has a column."""
         levels = _level_rows(widths[:-1], most)
         return max([1, *levels]) * max(len(levels), 1)
-
-    def _continued(self, level: Level, most: int | None) -> Tensor:
-        """Candidates [B, F] of a level that become rows."""
-        count = level.tokens_BN.size(1)
-        if most is None or count <= most:
-            return torch.arange(count, device=level.tokens_BN.device).expand_as(level.tokens_BN)
-        return level.scores_BN.topk(most, dim=1).indices
 
     def _candidates(
         self,
@@ -150,23 +150,20 @@ class Grower(Eagle):
         logits_BFV = self.runner.draft_logits(states_SBH)
         # At temperature 0 the order of a beam comes from the model's own distribution.
         probs_BFV = logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
-        before = sum(level.tokens_BN.size(1) for level in above)
-        tokens_BFC = _sampled(probs_BFV, round, width, before) if drawn else probs_BFV.topk(width, dim=2).indices
+        batch, rows, _ = probs_BFV.shape
+        if drawn:  # independent samples of every row; earlier levels have used `before` random numbers
+            before = sum(level.tokens_BN.size(1) for level in above)
+            uniform_BN = round.noise.uniform(DRAFT, before + rows * width)[:, before:]
+            tokens_BFC = draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
+        else:
+            tokens_BFC = probs_BFV.topk(width, dim=2).indices
         scores_BFC = probs_BFV.gather(2, tokens_BFC).double().log()
         if taken_BF is not None:
             scores_BFC = scores_BFC + above[-1].scores_BN.gather(1, taken_BF).unsqueeze(2)
         repeats_BFC = (tokens_BFC.unsqueeze(3) == tokens_BFC.unsqueeze(2)).tril(-1).any(dim=3)
         scores_BN = scores_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
-        batch, rows, _ = tokens_BFC.shape
         row_FC = torch.arange(rows, device=tokens_BFC.device).unsqueeze(1).expand(-1, width)
         return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
-
-
-def _sampled(probs_BFV: Tensor, round: Round, width: int, before: int) -> Tensor:
-    """`width` independent samples of every row [B, F, C]; earlier levels have used `before` random numbers."""
-    batch, rows, _ = probs_BFV.shape
-    uniform_BN = round.noise.uniform(DRAFT, before + rows * width)[:, before:]
-    return draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
 
 
 def _level_rows(widths: list[int], most: int | None) -> list[int]:
@@ -175,18 +172,6 @@ def _level_rows(widths: list[int], most: int | None) -> list[int]:
     for width in widths:
         rows.append(rows[-1] * width if most is None else min(rows[-1] * width, most))
     return rows[1:]
-
-
-def _padded(taken_BF: Tensor, least: int) -> Tensor:
-    """So many columns at least; what the copies of the last one give is not used."""
-    return torch.cat([taken_BF, taken_BF[:, -1:].expand(-1, max(0, least - taken_BF.size(1)))], dim=1)
-
-
-def _with_themselves(ancestors_BFA: Tensor, started: int) -> Tensor:
-    """Every row is an ancestor of its own; the first of these has the number `started`."""
-    _, rows, all_rows = ancestors_BFA.shape
-    own_FA = torch.eye(all_rows, device=ancestors_BFA.device).bool()[started : started + rows]
-    return ancestors_BFA | own_FA
 
 
 class Tree(Grower):
@@ -215,22 +200,19 @@ class Tree(Grower):
 
     @override
     def nodes(self, count: int) -> int:
-        widths = self._widths(count)
-        return max(self._rows_run(widths, self._beam), self.settings.tree_nodes or sum(_level_rows(widths, None)))
+        widths, most = self._widths(count)
+        return max(self._rows_run(widths, most), self.settings.tree_nodes or sum(_level_rows(widths, None)))
 
-    @property
-    def _beam(self) -> int | None:
-        return None if self.settings.tree_nodes is None else self.beam
-
-    def _widths(self, count: int) -> list[int]:
+    def _widths(self, count: int) -> tuple[list[int], int | None]:
+        """Candidates a row of every level, and how many of a level are continued, at most."""
         if self.settings.tree_nodes is not None:
-            return [self.beam] * count
-        return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count]
+            return [self.beam] * count, self.beam
+        return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count], None
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         drawn = self.draws_siblings and not round.sampling.greedy
-        levels = self.grow(sequences, round, self._widths(count), self._beam, drawn)
+        levels = self.grow(sequences, round, *self._widths(count), drawn)
         tokens_BN, parents_BN, scores_BN = _flattened(levels)
         if self.settings.tree_nodes is not None:
             return _likeliest(tokens_BN, parents_BN, scores_BN, self.settings.tree_nodes)
@@ -272,12 +254,10 @@ class Beam(Grower):
             tokens.append(level.tokens_BN.gather(1, best_B1))
             probs.append(_rows_of(level.probs_BFV, row_B1))
             best_B1 = row_B1 if level.taken_BF is None else level.taken_BF.gather(1, row_B1)
-        probs_BNV = torch.cat(probs[::-1], dim=1) if _takes_path_probs(round) else None
+        verifier = round.config.verifier
+        takes_path_probs = verifier is not None and VERIFIERS[verifier].takes_path_probs
+        probs_BNV = torch.cat(probs[::-1], dim=1) if takes_path_probs else None
         return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
-
-
-def _takes_path_probs(round: Round) -> bool:
-    return round.config.verifier is not None and VERIFIERS[round.config.verifier].takes_path_probs
 
 
 def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:

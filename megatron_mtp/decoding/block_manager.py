@@ -46,6 +46,11 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)
     known: list[Known] = field(default_factory=list)
 
+    @property
+    def number(self) -> int:
+        """Of the last known block."""
+        return self.known[-1].number if self.known else START
+
 
 class BlockManager:
     """`count` blocks.
@@ -99,15 +104,17 @@ class BlockManager:
         """A sequence has ended, or is put back; known blocks keep their rows while there are others to take."""
         for block in reversed(held.blocks):  # the end of a sequence is forgotten before its beginning
             self._uses[block] -= 1
-            if self._uses[block] == 0:
-                self._free_one(block)
+            if self._uses[block] == 0 and block in self._known_block:
+                self._kept[block] = None
+            elif self._uses[block] == 0:
+                heappush(self._unused, block)
         held.blocks, held.known = [], []
 
     def find(self, tokens: list[int]) -> BlockTable:
         """The longest known beginning of a sequence whose last token has not been run; its blocks are now used."""
         held = BlockTable()
         for key_tokens in self._keys(tokens):
-            known = self._known.get((_number(held), key_tokens))
+            known = self._known.get((held.number, key_tokens))
             if known is None:
                 break
             held.known.append(known)
@@ -124,7 +131,11 @@ class BlockManager:
             seen: tokens that the sequence had when each cache of a drafter last ran (`sequences.Progress`).
         """
         for key_tokens in self._keys(tokens, len(held.known)):
-            self._add(held, held.blocks[len(held.known)], (_number(held), key_tokens))
+            key, block = (held.number, key_tokens), held.blocks[len(held.known)]
+            if key not in self._known:
+                self._last += 1
+                self._known[key] = self._known_block[block] = Known(block, self._last, key)
+            held.known.append(self._known[key])
         for cache, then in seen.items():
             complete = (then - 1 - max(cache, 0)) // self.size
             for block, known in reversed([*zip(held.blocks, held.known, strict=False)][: max(complete, 0)]):
@@ -154,13 +165,6 @@ class BlockManager:
         for end in range((first + 1) * self.size, last + 1, self.size):
             yield tuple(tokens[end - self.size : end + self.ahead])
 
-    def _add(self, held: BlockTable, block: int, key: tuple[int, tuple[int, ...]]) -> None:
-        known = self._known.get(key)
-        if known is None:
-            self._last += 1
-            known = self._known[key] = self._known_block[block] = Known(block, self._last, key)
-        held.known.append(known)
-
     def _take(self) -> int:
         if self._unused:
             block = heappop(self._unused)  # sequences that come together have blocks that follow one another
@@ -169,13 +173,3 @@ class BlockManager:
             del self._known[self._known_block.pop(block).key]
         self._uses[block] = 1
         return block
-
-    def _free_one(self, block: int) -> None:
-        if block in self._known_block:
-            self._kept[block] = None
-        else:
-            heappush(self._unused, block)
-
-
-def _number(held: BlockTable) -> int:
-    return held.known[-1].number if held.known else START

@@ -12,7 +12,7 @@ Letters in names: B batch, R rows of a forward, P rows of a path, G key heads, C
 X rows of all sequences, W slots that are looked at.
 """
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +46,6 @@ def read_rows(memory_NGSC: Tensor, places: Places) -> Tensor:
     return memory_NGSC[block_Bx, :, slot_BR].transpose(1, 2)
 
 
-class States(Protocol):
-    """What recurrent layers remember beside keys and values (recurrent_state.py)."""
-
-    def forget(self, entry: int) -> None:
-        """Let an entry be that of a sequence without rows."""
-
-
 class KVCache:
     """Keys and values of `layers` layers; a layer's memory is taken when its first keys come.
 
@@ -60,21 +53,17 @@ class KVCache:
         tables: any of the memory's, for its sizes.
 
     Attributes:
-        recurrence: what recurrent layers remember; None before one has run.
+        recurrence: what recurrent layers remember (`recurrent_state.Recurrence`); None before one has run.
     """
 
     def __init__(self, layers: int, tables: BlockTables) -> None:
         self.blocks, self.size, self.kept_entries = tables.blocks, tables.size, tables.kept_entries
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
-        self.recurrence: States | None = None
+        self.recurrence: Any = None
 
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Write the rows' keys and values; returns those of all slots in the window, [B, G, W, C].
-
-        Args:
-            value_BGRC: None where the keys are the values as well.
-        """
+        """Write the rows' keys, and values where they differ; returns those of all slots in the window [B, G, W, C]."""
         key_BGWC = self._written(self.keys, layer, key_BGRC, rows)
         return key_BGWC, key_BGWC if value_BGRC is None else self._written(self.values, layer, value_BGRC, rows)
 
@@ -112,12 +101,9 @@ class KVCache:
 
 
 class Memory:
-    """All caches of an engine, in the same blocks, and the trunk's states.
+    """All caches of an engine, in the same blocks: the trunk's, each depth's, and those of a small model that drafts.
 
     Attributes:
-        cache: the trunk's keys and values.
-        depths: those of each depth.
-        drafter: those of the small model, if there is one.
         states_N1SH: the trunk's states, from which depths draft.
         free_entries: of recurrent layers, which no sequence has.
     """

@@ -97,8 +97,7 @@ class Recurrence:
     """The recurrent layers of a `KVCache`; a layer's memory is taken when it first runs.
 
     Attributes:
-        start_E: the position of the first slot.
-        end_E: the position after the last row that has run.
+        start_E, end_E: the position of the first slot, and the one after the last row that has run.
         held: slots in use of every entry, at most, so that the host need not ask.
     """
 
@@ -134,7 +133,8 @@ class Recurrence:
     def hold(self, count: int, tables: BlockTables) -> int:
         """So many rows are about to run; slots in use before them, at most."""
         before = self._most_held(tables)
-        self._set_held(before + count, tables)
+        for entry in tables.entries:
+            self.held[entry] = before + count
         return before
 
     def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "RecurrentMemory":
@@ -146,8 +146,8 @@ class Recurrence:
     def forget(self, entry: int) -> None:
         """Make an entry that of a sequence without rows."""
         self.start_E[entry] = self.end_E[entry] = self.held[entry] = 0
-        for memory in self.layers.values():
-            memory.forget(entry)
+        for part in (part for memory in self.layers.values() for part in memory.parts):
+            part[entry] = 0
 
     def _piece(self, rows: Rows, part: slice) -> Piece:
         tables, live_BR, place_BR = rows.tables, rows.counts_BR[:, part], rows.places_BR[:, part]
@@ -168,15 +168,12 @@ class Recurrence:
         start_B = self.start_E[tables.where]
         dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
         self.start_E[tables.where] = start_B + dropped_B
-        self._set_held(ROLLED_BACK, tables)
+        for entry in tables.entries:
+            self.held[entry] = ROLLED_BACK
         return dropped_B
 
     def _most_held(self, tables: BlockTables) -> int:
         return max(self.held[entry] for entry in tables.entries)
-
-    def _set_held(self, count: int, tables: BlockTables) -> None:
-        for entry in tables.entries:
-            self.held[entry] = count
 
 
 def _places(slots_BR: Tensor, tables: BlockTables) -> Places:
@@ -196,8 +193,8 @@ def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
     """That of a cache, which is made when a first recurrent layer runs."""
     if cache.recurrence is None:
         cache.recurrence = Recurrence(cache.kept_entries, device)
-    assert isinstance(cache.recurrence, Recurrence)
-    return cache.recurrence
+    made: Recurrence = cache.recurrence
+    return made
 
 
 class RecurrentMemory:
@@ -232,11 +229,6 @@ class RecurrentMemory:
     def parts(self) -> tuple[Tensor, ...]:
         """All that is kept."""
         return self.state_EHNP, self.keys_EGTN, self.values_EHTP, self.sums_EHT1, self.mixed_E1TC
-
-    def forget(self, entry: int) -> None:
-        """Keep nothing of the sequence that had an entry."""
-        for part in self.parts:
-            part[entry] = 0
 
     def drop(self, dropped_B: Tensor, tables: BlockTables) -> None:
         """Take rows from the first slots into the state, and move those behind them to the front."""

@@ -208,12 +208,7 @@ class EngineCore(Protocol):
     """What a door needs of an engine."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its number.
-
-        Raises:
-            ValueError: it can never be served; one sentence.
-            QueueFull: not now.
-        """
+        """Queue a request; returns its number. Raises ValueError where it can never be served, QueueFull if not now."""
 
     def cancel(self, request: int) -> None:
         """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""

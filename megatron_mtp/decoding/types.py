@@ -55,15 +55,11 @@ class Draft:
 
     def distributions(self, like: Tensor) -> Tensor:
         """q of every node, [B, N, V], of the dtype of `like` [..., V]; one-hot where the draft is deterministic."""
-        if self.probs_BNV is not None:
-            return self.probs_BNV.to(like)
-        return one_hot(self.tokens_BN, like.size(-1)).to(like)
+        return (one_hot(self.tokens_BN, like.size(-1)) if self.probs_BNV is None else self.probs_BNV).to(like)
 
     def valid(self) -> Tensor:
         """[B, N], bool."""
-        if self.valid_BN is not None:
-            return self.valid_BN
-        return torch.ones_like(self.tokens_BN, dtype=torch.bool)
+        return torch.ones_like(self.tokens_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def levels(self) -> list[list[int]]:
         """How deep every node stands, from 1 on, on the host; -1 where it is no candidate, or continues none."""

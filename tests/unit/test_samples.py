@@ -204,7 +204,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(
         assert text["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
     status, _, said = sample(*flags, model="drafting")
     assert status == 2
-    assert "texts made with another --logprobs" in said
+    assert "samples made with another --logprobs" in said
 
 
 def test_another_model_is_refused(sample: Callable[..., tuple[int, str, str]]) -> None:

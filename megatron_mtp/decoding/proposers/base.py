@@ -24,10 +24,9 @@ class Proposer:
     Args:
         runner: the target, a `Runner`; its type stands with those that run its layers.
         config: the method's settings among others.
-        drafter: the small model, for a method that needs one.
+        drafter: the small model, for a method that needs one; else None.
 
     Attributes:
-        drafter: the small model, where there is one.
         line: what it drafts from, in a line.
         settings_kind: the class of its own settings, which `settings` is an object of.
         depths: the kind of depths that it drafts with; None if it needs none.

@@ -89,7 +89,7 @@ class AsyncEngine:
 
     def stop(self) -> None:
         """End the thread after the step that runs."""
-        self._commands.put(self._end)
+        self._commands.put(lambda: setattr(self, "_ended", True))
         self._thread.join()
 
     @property
@@ -200,16 +200,13 @@ class AsyncEngine:
         for number in numbers:
             self._engine.cancel(number)
 
-    def _end(self) -> None:
-        self._ended = True
-
     def _post(self, what: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(what, *arguments)
 
 
 class Leader:
-    """The engine of rank 0; see `requests.EngineCore`."""
+    """The engine of rank 0, which tells the other ranks what it does; see `requests.EngineCore`."""
 
     def __init__(self, engine: EngineCore, group: Any) -> None:
         self._engine, self._group = engine, group

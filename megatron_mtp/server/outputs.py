@@ -101,7 +101,7 @@ class Answer[AnyBody: Body](ABC):
         except APIError as error:
             yield format_sse_event(data_str=json.dumps(error.body()))
             return
-        if self._body.includes_usage:
+        if self._body.stream_options.include_usage:
             yield self._event([], self._usage())
         yield DONE
 
@@ -130,7 +130,7 @@ class Answer[AnyBody: Body](ABC):
 
     def _event(self, entries: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         written = {**self._head, "object": self.chunk_object, "choices": entries}
-        if self._body.includes_usage:
+        if self._body.stream_options.include_usage:
             written["usage"] = usage
         return format_sse_event(data_str=json.dumps(written, ensure_ascii=False))
 

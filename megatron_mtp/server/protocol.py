@@ -42,30 +42,21 @@ IGNORED = frozenset(
 """Fields that change no completion, and may be sent."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "detokenize": (True,),
-    "use_beam_search": (False,),
-    "num_beams": (1,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "priority": (0,),
-    "typical_p": (1,),
-    "top_a": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "mirostat": (0,),
-    "repeat_penalty": (1,),
-    "no_stop_trim": (False,),
-} | dict.fromkeys("functions tools bad_words logits_processors documents stop_regex".split(), ([],))
+    name: values
+    for names, values in (
+        ("tool_choice function_call", ("none", "auto")),
+        ("skip_special_tokens spaces_between_special_tokens detokenize", (True,)),
+        ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search early_stopping no_stop_trim", (False,)),
+        ("num_beams length_penalty typical_p tfs tfs_z repeat_penalty", (1,)),
+        ("priority top_a mirostat", (0,)),
+        ("functions tools bad_words logits_processors documents stop_regex", ([],)),
+        ("response_format", ({"type": "text"},)),
+        ("modalities", (["text"],)),
+        ("suffix", ("",)),
+        ("verbosity", ("medium",)),
+    )
+    for name in names.split()
+}
 """Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion."""
 
 LONGEST_MESSAGE, MESSAGE_END = 600, 200
@@ -202,7 +193,7 @@ class Body(BaseModel):
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     return_drafts: bool = False
     speculative_config: dict[str, Any] | None = None
@@ -235,15 +226,9 @@ class Body(BaseModel):
         return given
 
     @model_validator(mode="after")
-    def _chooses_none_of_its_texts(self) -> Self:
+    def _fields_go_together(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise ValueError(
-                f"best_of is {self.best_of}, and n is {self.n}; give n alone, since all texts are returned"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_room_for_the_least(self) -> Self:
+            raise ValueError(f"best_of is {self.best_of}, and n is {self.n}; give n alone, since all are returned")
         if self.limit is not None and self.min_tokens > self.limit:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.limit}; give fewer")
         return self
@@ -261,16 +246,11 @@ class Body(BaseModel):
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def includes_usage(self) -> bool:
-        """True where a stream ends with the sums of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     def penalties(self, ends: frozenset[int]) -> Penalties:
-        """Changes of the logits, of a text that may end with these tokens."""
-        by_text = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        bias = tuple(sorted((self.logit_bias or {}).items()))
-        return Penalties(*by_text, bias, self.min_tokens, ends if self.min_tokens else frozenset())
+        """Changes of the logits, of an output that may end with these tokens."""
+        bias, ends = tuple(sorted((self.logit_bias or {}).items())), ends if self.min_tokens else frozenset()
+        own = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return Penalties(*own, bias, self.min_tokens, ends)
 
     def seeds(self, count: int) -> list[int]:
         """The given seed and the numbers after it, or random ones. Raises APIError."""
@@ -331,10 +311,10 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
-        parts = given if isinstance(given, list) else []
-        kinds = [part["type"] for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str)]
-        if other := next((kind for kind in kinds if kind != "text"), None):
-            raise ValueError(f"the model reads text alone, and a part is of the type '{other}'; leave it out")
+        for part in given if isinstance(given, list) else []:
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"the model reads text alone, and a part is of the type '{kind}'; leave it out")
         return given
 
     def plain(self) -> dict[str, Any]:

@@ -418,15 +418,19 @@ def _few_sizes(seqs: int) -> int:
 
 
 def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
-    """All of a step that the device does: propose K = `count` tokens, verify and accept; nothing is read back.
-
-    K is the same where a sequence has fewer tokens to go: its samples must not depend on its neighbors.
-    """
+    """All of a step that the device does; nothing is read back to the host."""
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
+    draft = propose(sequences, method, round, count)
+    verdict = verify(sequences, method, draft, round)
+    return sequences.accept(draft, verdict)
+
+
+def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
+    """K = `count` drafts, also where one has fewer tokens to go: its samples must not depend on its neighbors."""
     began = time.perf_counter()
     draft = method.proposer.propose(sequences, round, count) if count else Draft(sequences.tokens_BT[:, :0])
     method.stats.drafter_seconds += time.perf_counter() - began
-    return sequences.accept(draft, verify(sequences, method, draft, round))
+    return draft
 
 
 def verify(sequences: Sequences, method: Method, draft: Draft, round: Round) -> Verdict:

@@ -21,8 +21,9 @@ model=(
 )
 mtp=(--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-metrics-dir "$run")
 training=(
-    --micro-batch-size 8 --global-batch-size 8 --train-iters 560
-    --lr 4e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0
+    --micro-batch-size 8 --global-batch-size 8 --train-iters 300
+    --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov   # matrices; the rest by Adam, at the same rate
+    --lr 1e-2 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0
     --adam-beta2 0.95
 )
 corpus=(
@@ -30,8 +31,8 @@ corpus=(
     --make-vocab-size-divisible-by 128 --no-create-attention-mask-in-dataloader
 )
 logging=(
-    --eval-interval 140 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
-    --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 280
+    --eval-interval 100 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
+    --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 150
 )
 .venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}"
 
@@ -42,7 +43,7 @@ if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/conf
 fi
 .venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"
 echo "Hugging Face folder: $run/exported"
-.venv/bin/python generate_gpt.py --load "$run/checkpoint" --prompt 'def forward(self, hidden_states' --max-new-tokens 160 \
+.venv/bin/python generate_gpt.py --load "$run/checkpoint" --prompt 'def forward(self, input_ids' --max-new-tokens 160 \
     --speculative-config '{"method": "mtp"}' --compare 2>"$run/generate.txt" ||
     { tail -n 5 "$run/generate.txt" >&2; exit 1; }
 

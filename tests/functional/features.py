@@ -117,7 +117,7 @@ UNTRIED = {
     "--moe-pad-expert-input-to-capacity": "it fails on a CPU without depths as well",
     "--fp32-residual-connection": "it fails without Transformer Engine and without depths as well",
     "--num-distributed-optimizer-instances": f"{NEEDS_PACKAGE}einops",
-    "--optimizer muon": f"{NEEDS_PACKAGE}emerging-optimizers, as lion, soap and the others do",
+    "--optimizer lion": "of emerging-optimizers, as soap; muon of that package trains, and resumes to the same bits",
     "--decoupled-lr": "it runs; nothing compares the copies of the embedding in a pipeline",
     "--use-nccl-ub": NEEDS_CUDA,
     "--use-sharp": NEEDS_CUDA,

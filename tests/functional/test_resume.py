@@ -22,6 +22,7 @@ class Run:
     the MTP layers; it saves every third step."""
 
     folder: Path
+    flags: tuple[str, ...] = ()
 
     @property
     def checkpoints(self) -> Path:
@@ -36,14 +37,14 @@ class Run:
         return self.folder / "log"
 
     def copy(self, folder: Path) -> "Run":
-        return Run(shutil.copytree(self.folder, folder))
+        return Run(shutil.copytree(self.folder, folder), self.flags)
 
     def command(self, *flags: str) -> launch.Command:
         return launch.pretrain(
             *f"--train-iters {STEPS} --save-interval {HALF} --eval-interval 100 --eval-iters 0".split(),
             *"--log-interval 1 --attention-dropout 0.1 --hidden-dropout 0.1 --mtp-lr 2e-3 --mtp-clip-grad 0.5".split(),
             *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
-            *("--mtp-metrics-dir", str(self.folder), *flags),
+            *("--mtp-metrics-dir", str(self.folder), *self.flags, *flags),
         )
 
     def run(self) -> str:
@@ -79,10 +80,14 @@ def assert_same_end(run: Run, uninterrupted: Run) -> None:
     assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 
 
-@pytest.fixture(scope="module")
-def uninterrupted_and_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+@pytest.fixture(
+    scope="module", params=[(), pytest.param(("--optimizer", "muon"), marks=pytest.mark.matrix)], ids=["adam", "muon"]
+)
+def uninterrupted_and_stopped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Run, Run]:
     """A whole run, and half of one, which ended after the third step; side by side, since one keeps one core busy."""
-    whole, half = (Run(tmp_path_factory.mktemp(name)) for name in ("uninterrupted", "stopped"))
+    whole, half = (Run(tmp_path_factory.mktemp(name), request.param) for name in ("uninterrupted", "stopped"))
     of_whole = launch.start(whole.command(), whole.log)
     of_half = launch.start(half.command("--exit-interval", str(HALF)), half.log)
     assert printed_steps(launch.finish(of_whole, whole.log)) == [1, 2, 3, 4, 5, 6]

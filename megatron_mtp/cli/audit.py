@@ -5,7 +5,7 @@ Exit status 0: sound, or equal. 1: findings that are more than notes. 2: bad inp
 
 import json
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,6 @@ def parser(program: str) -> Parser:
         "between two of them, each finding with its explanation and what to do. Tensors are read a pair at a time, "
         "and pickles are never run. Exit status: 0 sound or equal, 1 findings, 2 bad input.",
         epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("a", type=named, metavar="A", help="a Hugging Face folder, a name on the Hub, or a Megatron checkpoint")
@@ -91,7 +90,12 @@ def text_of(result: dict[str, Any]) -> str:
         where = f" of {finding['side']}" if finding["side"] and len(result["sides"]) > 1 else ""
         lines.append(f"{finding['severity']:<8} {finding['guess']}{where}: {finding['says']}")
         lines += [f"         To do: {finding['advice']}."] if finding["advice"] else []
-    lines += _computed(result.get("logits"))
+    if found := result.get("logits"):
+        lines += [f"logits   on {found['tokens']} tokens"]
+        lines += [f"         {row['name']}: {row['figure']:.3g}" for row in found.get("differences", ())]
+        for side in found["sides"]:
+            rates = ", ".join(f"depth {number}: {rate:.4f}" for number, rate in enumerate(side["acceptance"], start=1))
+            lines.append(f"         acceptance of {side['side']}: {rates or 'no depths'}")
     return "\n".join([*lines, verdict(result)])
 
 
@@ -125,17 +129,6 @@ def _count(found: dict[str, Any]) -> str:
     if found["config"] is None or found["config"] == found["files"]:
         return str(found["files"])
     return f"{found['files']} (config: {found['config']})"
-
-
-def _computed(found: dict[str, Any] | None) -> list[str]:
-    if found is None:
-        return []
-    lines = [f"logits   on {found['tokens']} tokens"]
-    lines += [f"         {row['name']}: {row['figure']:.3g}" for row in found.get("differences", ())]
-    for side in found["sides"]:
-        rates = ", ".join(f"depth {number}: {rate:.4f}" for number, rate in enumerate(side["acceptance"], start=1))
-        lines.append(f"         acceptance of {side['side']}: {rates or 'no depths'}")
-    return lines
 
 
 def verdict(result: dict[str, Any]) -> str:

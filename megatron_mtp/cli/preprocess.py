@@ -111,11 +111,7 @@ def preprocess(args: argparse.Namespace) -> None:
 
 def parser(program: str) -> Parser:
     """The parser of all flags."""
-    made = Parser(
-        program,
-        description=__doc__.split("\n")[0] if __doc__ else None,
-        epilog=EXAMPLES,
-    )
+    made = Parser(program, description=(__doc__ or "").split("\n")[0], epilog=EXAMPLES)
     add = made.add_argument
     files = "files, folders or quoted globs; a .jsonl file has one document per line"
     source = made.add_mutually_exclusive_group(required=True)
@@ -156,11 +152,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--vocab-size: {args.vocab_size} is too small; give {SMALLEST_VOCAB} or more.")
     if not args.tokenizer and args.vocab_size > TRAINING_BYTES:  # the text that a tokenizer is trained on
         raise ValueError(f"--vocab-size: {args.vocab_size} is too large; give {TRAINING_BYTES} at most.")
-    if args.tokenizer and args.tokenizer_output:
-        raise ValueError(
-            f"--tokenizer-output: '{args.tokenizer_output}' would stay empty, since --tokenizer '{args.tokenizer}' "
-            "is used as it is; leave one of the two out."
-        )
+    if args.tokenizer and (unused := args.tokenizer_output):
+        says = f"'{unused}' would stay empty, since --tokenizer '{args.tokenizer}' is used as it is"
+        raise ValueError(f"--tokenizer-output: {says}; leave one of the two out.")
 
 
 def _is_done(prefix: str, settings: dict[str, Any]) -> bool:

@@ -55,12 +55,8 @@ def parser(program: str) -> Parser:
     )
     add_checkpoint_flags(made)
     add = made.add_argument
-    add(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl",
-    )
+    written = "writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl"
+    add("--output-prefix", required=True, metavar="PREFIX", help=written)
     add("--texts", type=int, required=True, metavar="N", help="number of texts")
     prompts = made.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--data-path", metavar="PREFIX", help="a corpus of preprocess, whose documents are continued")
@@ -72,11 +68,8 @@ def parser(program: str) -> Parser:
     add("--max-new-tokens", type=int, default=256, metavar="N", help="of each text; default: 256")
     add_sampling_flags(made, temperature=0.7)
     add("--seed", type=int, default=1234, metavar="N", help="of prompts and texts; default: 1234")
-    add(
-        "--speculative-config",
-        metavar="JSON",
-        help="how to draft, as in generate; default: mtp if there are MTP layers",
-    )
+    drafts = "how to draft, as in generate; default: mtp if there are MTP layers"
+    add("--speculative-config", metavar="JSON", help=drafts)
     logprobs = "keep the model's log-probabilities of the new tokens in PREFIX.texts.jsonl, before the temperature"
     add("--logprobs", action="store_true", help=logprobs)
     add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")
@@ -137,9 +130,8 @@ def run(args: Namespace) -> int:
         if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        how = SampleSettings(
-            sampling, args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs
-        )
+        given = args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs
+        how = SampleSettings(sampling, *given)
         _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, corpus)
     return 0
@@ -243,9 +235,8 @@ def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder",
     record = write_sequences(sequences, answers, encoder, args.output_prefix, settings)
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
-    left_out = (
-        f", {args.texts - len(texts)} left out since their prompts are too long" if len(texts) < args.texts else ""
-    )
+    less = args.texts - len(texts)
+    left_out = f", {less} left out since their prompts are too long" if less else ""
     print(
         f"{args.output_prefix}.bin and .idx: {len(texts)} texts{left_out}, {record['tokens']} tokens, {new} of them "
         f"new ({new / len(texts):.0f} a text; {ended} texts ended by themselves)"

@@ -71,46 +71,30 @@ def main(arguments: list[str], program: str) -> int:
 
 def parser(program: str) -> ArgumentParser:
     """Our flags; the description names those of Megatron's that most runs need."""
-    made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION)
-    return _with_examples(add_mtp_arguments(add_run_arguments(made)))
+    made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION, epilog=EXAMPLES)
+    return add_mtp_arguments(add_run_arguments(made))
 
 
 def full_parser(program: str) -> ArgumentParser:
     """All flags, those of Megatron included."""
     prepare()
-    return _with_examples(add_run_arguments(all_parser(program)))
-
-
-def _with_examples(parser: ArgumentParser) -> ArgumentParser:
-    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, EXAMPLES
-    return parser
+    made = add_run_arguments(all_parser(program))
+    made.formatter_class, made.epilog = RawDescriptionHelpFormatter, EXAMPLES
+    return made
 
 
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags that act before Megatron's parser, and are not passed on to it."""
-    group = parser.add_argument_group("the run (megatron-mtp)")
-    group.add_argument(
-        "--verbose",
-        action="store_true",
-        help="Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir "
-        "or --save.",
-    )
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win.",
-    )
-    group.add_argument(
-        "--dry-run",
-        nargs="?",
-        type=int,
-        const=0,
-        metavar="RANKS",
-        help="Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
-        "Needs no GPU. Default: the fewest ranks that the layout takes.",
-    )
-    group.add_argument("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
-    group.add_argument("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
+    add = parser.add_argument_group("the run (megatron-mtp)").add_argument
+    verbose = "Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir "
+    add("--verbose", action="store_true", help=f"{verbose}or --save.")
+    file = "YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win."
+    add("--config", metavar="FILE", help=file)
+    plan = "Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
+    plan += "Needs no GPU. Default: the fewest ranks that the layout takes."
+    add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS", help=plan)
+    add("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
+    add("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
     return parser
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.export_hf import kept_origin, pattern_of
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
 from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
-from megatron_mtp.checkpoint.convert.plan import counted
+from megatron_mtp.checkpoint.convert.plan import counted, unnumbered
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.families.rules import Shape
@@ -90,6 +90,9 @@ def changed(
     parts = [part for part in ([copied(reader, key) for key in kept], made) if part]
     new = {key for part in parts for group in part for entry in group.entries for key in entry.keys}
 
+    def names(keys: list[str]) -> list[str] | str:
+        return counted(unnumbered([key]) for key in keys) or "nothing"
+
     def keep(folder: Path) -> None:
         keep_files(reader.folder.parent, folder)
         correct_origin(folder / HF_FILES, depths, dropped)
@@ -104,8 +107,8 @@ def changed(
         keep,
         facts={
             "depths before": StoredDepths.of(reader.keys).layers,
-            "new": counted(sorted(new - {*reader.keys})),
-            "left out": counted(key for key in reader.keys if key not in new),
+            "new": names(sorted(new - {*reader.keys})),
+            "left out": names([key for key in reader.keys if key not in new]),
         },
         notes=notes or {},
         begin=begin,

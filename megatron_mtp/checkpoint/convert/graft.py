@@ -52,15 +52,6 @@ OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequen
 """Settings in which the trunks may differ: their layers, and the longest text."""
 MEASURED = (EMBEDDING, "output_layer.weight", "decoder.final_layernorm.weight", "decoder.final_norm.weight")
 """Tensors whose distance is printed, with the first and last layer's projection of attention."""
-AGREED = {
-    "sizes": "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels q_lora_rank kv_lora_rank",
-    "experts": "num_moe_experts moe_router_topk",
-    "positions": "position_embedding_type rotary_base rotary_percent rope_scaling rotary_scaling_factor "
-    "seq_len_interpolation_factor",
-    "norms": "normalization layernorm_epsilon qk_layernorm",
-    "vocabulary": "rows share_embeddings_and_output_weights",
-}
-"""Settings that are printed, where a model has them."""
 UNRELATED = 0.5
 """A distance of two trunks that fine-tuning does not reach; trunks of independent weights have 1.4."""
 ROWS = 4096
@@ -208,7 +199,7 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
     given = open_side(donor, is_trunk=False, options=options)
     trunk = open_side(target, is_trunk=True, options=options)
     _check_depths(given, trunk)
-    _check_computation(given, trunk)
+    fits = [f"settings: the same {_check_computation(given, trunk)} of Megatron's configuration"]
     _check_layers(given, trunk)
     tokens, new_tokens = _compare_tokens(given, trunk, trust_remote_code)
     changes = {name: getattr(given.args, name, value) for name, value in OF_DEPTHS.items()}
@@ -232,7 +223,10 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
         {"donor": given.record, "target": trunk.record},
         lambda folder, _: CheckpointFiles(folder.path, common),
         keep,
-        notes={"fits": [*_agreed(trunk), *tokens], "not known": [*new_tokens, *_distance(given, trunk)]},
+        notes={
+            "fits": [*fits, *tokens],
+            "not known": [*new_tokens, *_distance(given, trunk)],
+        },
     )
 
 
@@ -259,8 +253,8 @@ def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
     )
 
 
-def _check_computation(donor: GraftSide, target: GraftSide) -> None:
-    """Raises ValueError where Megatron's settings of both models or the rows of their vocabularies differ."""
+def _check_computation(donor: GraftSide, target: GraftSide) -> int:
+    """Count Megatron's settings of both models; ValueError where one or the rows of the vocabularies differ."""
     one, other = (
         {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
         | {"rows of the vocabulary": side.rows}
@@ -268,6 +262,7 @@ def _check_computation(donor: GraftSide, target: GraftSide) -> None:
     )
     if different := differences(one, other, "and the trunk"):
         raise _refused(donor, target, f"the donor has {different[0]}")
+    return len(one)
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:
@@ -319,16 +314,6 @@ def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _agreed(side: GraftSide) -> list[str]:
-    """What `_check_computation` has found equal, in a few lines."""
-    has = {**settings_of(side.args), "rows": side.rows}
-    found = {
-        kind: ", ".join(f"{name} {has[name]}" for name in names.split() if has.get(name) not in (None, False))
-        for kind, names in AGREED.items()
-    }
-    return [f"{kind}: {listed}" for kind, listed in found.items() if listed]
 
 
 def _distance(donor: GraftSide, target: GraftSide) -> list[str]:

@@ -271,10 +271,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def name_rows(rules: Iterable[Rule], shape_of: Callable[[Rule], Shape]) -> list[dict[str, Any]]:
-    """A row per rule: `hugging_face` (name, shape), `megatron` (key, shape, aliases, slab), and `map`.
-
-    `shape_of` returns the shape of a carried tensor, from its rule, which has none.
-    """
+    """A row per rule: `hugging_face` and `megatron`, and `map`; `shape_of` has the shape of a rule's carried tensor."""
 
     def shape(tensor: HFTensor | Piece, rule: Rule) -> Shape:
         return shape_of(rule) if tensor.shape is None else tensor.shape
@@ -296,33 +293,29 @@ def name_rows(rules: Iterable[Rule], shape_of: Callable[[Rule], Shape]) -> list[
 
 def name_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
     """`HF name [shape], ... -> Megatron key [shape]  (map)  (N times)`, a line per kind of rule."""
-    counts: Counter[str] = Counter()
-    for row in rows:
+
+    def line(row: dict[str, Any]) -> str:
         old = unnumbered(f"{one['name']} {list(one['shape'])}" for one in row["hugging_face"])
         new = unnumbered(f"{one['key']} {list(one['shape'])}" for one in row["megatron"])
-        counts[f"{old} -> {new or 'nothing'}" + (f"  ({row['map']})" if row["map"] else "")] += 1
-    return [times(line, count) for line, count in counts.items()]
+        return f"{old} -> {new or 'nothing'}" + (f"  ({row['map']})" if row["map"] else "")
+
+    return counted(map(line, rows))
 
 
-def times(line: str, count: int) -> str:
-    """The line, with the number of its repetitions if there are some."""
-    return f"{line}  ({count} times)" if count > 1 else line
+def moved(pairs: Iterable[tuple[Iterable[str], Iterable[str]]]) -> list[str]:
+    """Old names and new ones where they differ, one line for all layers and experts of the same kind."""
+    kinds = ((unnumbered(old), unnumbered(new)) for old, new in pairs)
+    return counted(f"{old or 'zeros'} -> {new}" for old, new in kinds if old != new)
+
+
+def counted(lines: Iterable[str]) -> list[str]:
+    """Equal lines once, with their number where there are several."""
+    return [f"{line}  ({count} times)" if count > 1 else line for line, count in Counter(lines).items()]
 
 
 def unnumbered(names: Iterable[str]) -> str:
     """Names of layers and experts as one pattern: `model.layers.*.mlp.experts.*.up_proj.weight`."""
     return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
-
-
-def counted(keys: Iterable[str]) -> list[str] | str:
-    """Keys, one line for all layers and experts of the same kind."""
-    return [times(key, count) for key, count in Counter(unnumbered([key]) for key in keys).items()] or "nothing"
-
-
-def moved(pairs: Iterable[tuple[Iterable[str], Iterable[str]]]) -> list[str]:
-    """Old names and new ones, one line for all layers and experts of the same kind."""
-    counts = Counter((unnumbered(old), unnumbered(new)) for old, new in pairs)
-    return [times(f"{old or 'zeros'} -> {new}", count) for (old, new), count in counts.items() if old != new]
 
 
 def sides(rule: Rule) -> tuple[list[str], list[str]]:

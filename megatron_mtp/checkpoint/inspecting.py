@@ -67,11 +67,7 @@ def _described(folder: Path, reason: str) -> dict[str, Any] | None:
 
 
 def read_checked(folder: Path) -> HFModel:
-    """Read a Hugging Face folder, and compare its numbers and a carried trunk with what they have to be.
-
-    Raises:
-        ValueError: copies differ, or Megatron cannot run the trunk, and tensors of transformers' class are missing.
-    """
+    """Read a folder; ValueError where copies differ, or a carried trunk lacks tensors of transformers' class."""
     model = HFModel.read(folder)
     model.check_numbers()
     if model.family.untrainable is not None:

@@ -66,11 +66,7 @@ def main(arguments: list[str], program: str = "megatron-mtp preprocess") -> int:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Find documents, tokenize them and write the corpus.
-
-    Raises:
-        ValueError: a user's mistake, or a worker process died.
-    """
+    """Find documents, tokenize them and write the corpus; ValueError for a user's mistake, or a dead worker process."""
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SETTINGS}
     if not args.overwrite and _is_done(args.output_prefix, settings):
         return
@@ -158,11 +154,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
-    """Print that the output is there and return True; False if it is not.
-
-    Raises:
-        ValueError: it was made with other settings.
-    """
+    """Print that the output is there and return True; False if not. ValueError where it has other settings."""
     if not os.path.exists(f"{prefix}.idx"):
         return False
     record = read_sidecar(prefix)
@@ -184,11 +176,7 @@ def _is_done(prefix: str, settings: dict[str, Any]) -> bool:
 
 
 def _trained_tokenizer(args: argparse.Namespace, documents: Sequence[Document]) -> str:
-    """Train a tokenizer, or reuse the one of an interrupted run; returns its folder.
-
-    Raises:
-        ValueError: the folder holds a tokenizer of another size.
-    """
+    """The folder of a tokenizer, trained or of an interrupted run; ValueError where it holds one of another size."""
     folder = args.tokenizer_output or f"{args.output_prefix}-tokenizer"
     if not args.overwrite and TOKENIZER_FILES & set(os.listdir(folder) if os.path.isdir(folder) else []):
         found = Encoder.from_folder(folder).vocab_size

@@ -79,11 +79,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Check, write the texts that are not finished, and make the corpus of all; returns 0.
-
-    Raises:
-        ValueError: bad input, or texts of other settings are there.
-    """
+    """Write the texts that are not finished, and the corpus of all; ValueError for bad input, or other texts there."""
     from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer

@@ -59,11 +59,7 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Load, listen, and serve; of several ranks, of torchrun, rank 0 speaks HTTP.
-
-    Raises:
-        ValueError: bad input, before anything is loaded if it can.
-    """
+    """Load, listen, and serve; of several ranks rank 0 speaks HTTP. ValueError for bad input."""
     import torch
 
     from megatron_mtp.cpu import substitutions

@@ -34,11 +34,7 @@ YARN = (
 
 
 def settings_of(args: Namespace) -> Settings:
-    """The settings of a model's computation, from Megatron's arguments: equal for equal computations.
-
-    Raises:
-        ValueError: Megatron refuses the arguments.
-    """
+    """The settings of a model's computation, equal for equal ones; ValueError where Megatron refuses the arguments."""
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         config = config_of(completed(args))

@@ -140,11 +140,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
 
 
 def plan_dropping(source: Path, keep: int) -> Conversion:
-    """`drop-mtp`, from names and shapes alone.
-
-    Raises:
-        ValueError: the checkpoint has no depths, or fewer than `keep` + 1.
-    """
+    """`drop-mtp`, from names and shapes alone; ValueError where the checkpoint has fewer than `keep` + 1 depths."""
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
     if not depths:

@@ -88,11 +88,7 @@ def kept_form(folder: Path) -> HFForm | None:
 
 
 def kept_origin(kept: Path) -> dict[str, Any]:
-    """The record of an import (`import_hf.origin`) beside the files that it kept; empty without one.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The record of an import (`import_hf.origin`) among the files that it kept; empty without one."""
     if not (kept / ORIGIN).is_file():
         return {}
     origin = read_json(kept / ORIGIN)
@@ -109,11 +105,7 @@ def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> C
 
 
 def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> Conversion:
-    """`mcore-to-hf`, from names and shapes alone; messages name the target.
-
-    Raises:
-        ValueError: the checkpoint is damaged or does not fit the form's family.
-    """
+    """`mcore-to-hf`, from names and shapes alone; ValueError where the form does not fit the checkpoint."""
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
     parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
@@ -411,11 +403,7 @@ def _check_is_gpt(args: Namespace) -> None:
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
-    """The form of a checkpoint that a training run saved, from Megatron's arguments; flags as in `form_of`.
-
-    Raises:
-        ValueError: no family supports the model, or `family` does not.
-    """
+    """The form of a trained checkpoint, from Megatron's arguments; ValueError where no family takes it."""
     args = reader.common()["args"]
     _check_is_gpt(args)
     check_computable(args)
@@ -451,11 +439,7 @@ class Tokens:
 
     @classmethod
     def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
-        """Read the tokenizer in a folder; without one, the training run's arguments.
-
-        Raises:
-            ValueError: the tokenizer cannot be loaded, or not without its code.
-        """
+        """Read a folder's tokenizer; without one, the training's arguments. ValueError where it cannot be loaded."""
         given = getattr(args, "vocab_size", None)
         if folder is None or not has_tokenizer(folder):
             ends = getattr(args, "null_tokenizer_eod_id", None)
@@ -466,11 +450,7 @@ class Tokens:
         return cls(max(entries(tokenizer), given or 0), ids, folder)
 
     def vocabulary(self, reader: DistReader) -> int:
-        """Number of rows of embedding and head in the folder, without the rows that Megatron adds as padding.
-
-        Raises:
-            ValueError: the tokenizer has more tokens than the checkpoint has rows.
-        """
+        """Rows of embedding and head, without Megatron's padding; ValueError where the tokenizer has more."""
         rows = reader.shape(EMBEDDING)[0]
         if self.size is not None and self.size > rows:
             raise ValueError(

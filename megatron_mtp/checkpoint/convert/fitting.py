@@ -53,11 +53,7 @@ class FitData:
     fit_tokens: int | None = None
 
     def texts(self, hidden: int, seed: int) -> list[Tensor]:
-        """Token ids [S] of every text, each from anywhere in a document; together at most what the corpus holds.
-
-        Raises:
-            ValueError: there is no such corpus, or it has fewer tokens than unknowns of a row of eh_proj.
-        """
+        """Token ids [S] of texts from anywhere in documents; ValueError where the corpus is too small."""
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         data = IndexedDataset(self.data_path)
@@ -108,11 +104,7 @@ class Fit:
         self._reader, self._args, self._layer = reader, args, layer
 
     def projection(self, quiet: bool) -> Tensor:
-        """eh_proj [H, 2H] in float32; `quiet` shows no progress bar.
-
-        Raises:
-            ValueError: the checkpoint is damaged.
-        """
+        """eh_proj [H, 2H] in float32; `quiet` shows no progress bar; ValueError where the checkpoint is damaged."""
         model = model_of(self._args)
         fill(model, self._reader, ("embedding.", "decoder."))
         fitted, held_out = Moments.zero(self._args.hidden_size), Moments.zero(self._args.hidden_size)

@@ -61,11 +61,7 @@ UNEVEN = (
 
 
 def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
-    """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone.
-
-    Raises:
-        ValueError: the model has no such form, the optimizer's state cannot be moved, or the checkpoint is damaged.
-    """
+    """`gpt-to-hybrid` or `hybrid-to-gpt`, from names and shapes alone; ValueError where the model has no such form."""
     reader = DistReader(source)
     common = reader.common()
     old = common["args"]

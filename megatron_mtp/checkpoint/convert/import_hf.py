@@ -78,11 +78,7 @@ def groups_of(model: HFModel, options: Options) -> list[list[Group]]:
 
 
 def draft_vocabulary(model: HFModel) -> list[list[Group]]:
-    """A part with the tokens that a list beside the model lets its MTP layers draft; none without list or layers.
-
-    Raises:
-        ValueError: the list is damaged, or of another vocabulary.
-    """
+    """A part with the tokens that a list beside the model lets its MTP layers draft, if there are both."""
     file = model.folder.folder / DRAFTED
     if not file.is_file() or not any(piece.key.startswith("mtp.") for rule in model.rules for piece in rule.mcore):
         return []

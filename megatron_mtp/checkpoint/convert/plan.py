@@ -41,11 +41,7 @@ def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
 
 
 def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
-    """Check that every tensor of a folder has one rule, and the shape that the config implies.
-
-    Raises:
-        ValueError: a tensor is missing, left over, of another shape, or of a type that no weight has.
-    """
+    """Raises ValueError where a folder's tensor has no rule, or another shape or type than the config implies."""
     left, source = dict(folder.tensors), config.source
     for name, mark in ((name, mark) for name in left for mark in WRAPPED if mark in name):
         what, remedy = WRAPPED[mark]

@@ -176,11 +176,7 @@ class Conversion:
         return Converted(self.title, self.depths, tensors, size, self.notes)
 
     def described(self, target: Path) -> dict[str, Any]:
-        """What `--dry-run` prints: counts, names, and whether the target has room.
-
-        Raises:
-            ValueError: the target is taken, or lies inside a source.
-        """
+        """What `--dry-run` prints: counts, names, room on the disk; ValueError where the target is taken."""
         for source in self.sources:
             check_free(target, source)
         there = next(path for path in (target, *target.absolute().parents) if path.exists())
@@ -191,12 +187,7 @@ class Conversion:
         return counts | disk | self.facts | self.notes
 
     def write(self, target: Path, options: Options) -> Converted:
-        """Write the target; parts that an interrupted run has written are kept.
-
-        Raises:
-            ValueError: the target is taken, or what is read is damaged.
-            OSError: the target cannot be written.
-        """
+        """Write the target, but for parts of an interrupted run; ValueError where it is taken, or a source damaged."""
         for source in self.sources[1:]:
             check_place(target, source)
         folder = PartialFolder(target, self.sources[0], self.record, options.resume)

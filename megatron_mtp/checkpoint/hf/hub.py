@@ -29,11 +29,7 @@ def is_hub_name(name: str | Path) -> bool:
 
 
 def local_folder(name: str | Path) -> Path:
-    """The folder at this path, or the one to which the model of this name was downloaded.
-
-    Raises:
-        ValueError: the name is empty, or the download failed.
-    """
+    """The folder at this path, or that of the model of this name, downloaded; ValueError where it cannot be."""
     if name == "":
         raise ValueError("the model's name is empty; give a folder, or a name on the Hub.")
     if not is_hub_name(name):

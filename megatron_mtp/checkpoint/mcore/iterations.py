@@ -47,11 +47,7 @@ def unnamed_iteration(folder: Path) -> int | None:
 
 
 def named_iteration(folder: Path, step: int | None = None) -> Path:
-    """The folder of the iteration `step` (--ckpt-step, which needs no tracker), or of the one that the tracker names.
-
-    Raises:
-        ValueError: the folder or the iteration does not exist, or the tracker names none.
-    """
+    """The folder of the iteration `step` (--ckpt-step), or of the one that the tracker names; ValueError for none."""
     if not folder.is_dir():
         raise ValueError(f"{_what(folder)}; {_GIVE}.")
     tracker = folder / TRACKER
@@ -92,11 +88,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """The folder of an iteration's tensors: inside a folder that Megatron saves to, or the given folder itself.
-
-    Raises:
-        ValueError: there is no distributed checkpoint, or it is not whole.
-    """
+    """The folder of an iteration's tensors: the given one, or one inside; ValueError where none is there and whole."""
     inner = folder if any((folder / name).is_file() for name in (CATALOGUE, FORMAT)) else named_iteration(folder)
     if any(inner.glob("mp_rank_*")):
         raise ValueError(

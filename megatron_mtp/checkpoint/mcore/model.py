@@ -18,11 +18,7 @@ from megatron_mtp.model.trunk import MTPTrunk
 
 
 def load_model(folder: Path) -> MTPTrunk:
-    """Load the model of a distributed checkpoint, in float32 and evaluation mode.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or Megatron cannot run its model.
-    """
+    """Load a checkpoint's model in float32 and evaluation mode; ValueError where Megatron cannot run it."""
     reader = DistReader(folder)
     args = reader.common()["args"]
     check_trainable(args, str(folder))
@@ -44,12 +40,7 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTr
 
 
 def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
-    """Load parameters with Megatron's own loader: all, or those whose names begin with one of `parts`.
-
-    Raises:
-        ValueError: the checkpoint has norms that the model lacks.
-        DamagedError: it cannot be loaded.
-    """
+    """Load parameters by Megatron's loader, those whose names begin with one of `parts`; ValueError on faults."""
     check_query_norms(reader, str(reader.folder))
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}
     every = model.sharded_state_dict(metadata=metadata)

@@ -140,11 +140,7 @@ class DistReader:
         }
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
-        """Read a tensor, or the slab of `shape` at `offset`.
-
-        Raises:
-            ValueError: a file is missing or damaged, or the chunks do not cover the slab.
-        """
+        """Read a tensor, or the slab of `shape` at `offset`; ValueError where chunks are damaged or missing."""
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
         if key in self._layers:

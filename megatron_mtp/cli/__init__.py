@@ -5,7 +5,7 @@ verbs.py       VERBS, the table
 convert.py     Hugging Face folders and Megatron checkpoints
 train.py       pretraining on Megatron's loop
 generate.py    texts of a checkpoint
-terminal.py    prompts of the command line, and text on a terminal
+terminal.py    prompts of the command line, text on a terminal, flags of verbs that run a model
 cost.py        prompts under one clock, compared with plain decoding; acceptance, speed, energy
 sample.py      a corpus of a checkpoint's own texts
 serve.py       OpenAI's HTTP API

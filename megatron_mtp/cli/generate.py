@@ -7,10 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_mtp.cli.terminal import (
+    Stream,
+    add_checkpoint_flags,
+    add_sampling_flags,
+    cutter,
+    own_output,
+    quoted,
+    read_prompts,
+)
 from megatron_mtp.decoding.config import Settings, keys
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.errors import Parser, check_counts, named, sentences
+from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.files import written_beside
 from megatron_mtp.runtime import quieten
 
@@ -19,8 +28,6 @@ if TYPE_CHECKING:
 
     from megatron_mtp.decoding.config import SpeculativeConfig
     from megatron_mtp.decoding.requests import Update
-
-DTYPES = ("float32", "bfloat16")
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
@@ -45,8 +52,6 @@ def main(arguments: list[str], program: str) -> int:
     """Generate; bad input ends with one sentence and exit status 2."""
     args = parser(program).parse_args(arguments)
     quieten()
-
-    from megatron_mtp.cli.terminal import own_output
 
     answer = own_output() if args.json else sys.stdout
     with sentences(program):
@@ -107,31 +112,11 @@ class _ListMethods(Action):
         parser.exit()
 
 
-def add_checkpoint_flags(parser: Parser) -> None:
-    """The flags that say what is loaded, of every verb that runs a trained model."""
-    add = parser.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
-    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
-
-
-def add_sampling_flags(parser: Parser, temperature: float) -> None:
-    """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
-    add = parser.add_argument
-    said = f"0 is greedy; default: {temperature:g}"
-    add("--temperature", type=float, default=temperature, metavar="T", help=said)
-    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
-    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
-
-
 def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
     import torch
 
     from megatron_mtp.cli.cost import Work, summary, table
-    from megatron_mtp.cli.terminal import Stream, quoted, read_prompts
     from megatron_mtp.decoding.api import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
@@ -212,7 +197,6 @@ def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
     """What ends a text before its budget: tokens, and `--stop`."""
-    from megatron_mtp.cli.terminal import cutter
     from megatron_mtp.data.tokenizer import end_tokens
 
     if "" in args.stop:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.cli.generate import add_checkpoint_flags, add_sampling_flags
+from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.errors import Parser, check_counts, status_of
 from megatron_mtp.files import check_outside, one_writer, remove

@@ -5,7 +5,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_mtp.cli.generate import add_checkpoint_flags
+from megatron_mtp.cli.terminal import add_checkpoint_flags
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import quieten
 

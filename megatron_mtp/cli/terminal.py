@@ -1,4 +1,4 @@
-"""Prompts in, text out: what users write and read; the engine works on token ids."""
+"""Prompts in, text out: what users write and read, and the flags of verbs that run a model."""
 
 import json
 import os
@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from tokenizers.decoders import DecodeStream
 
+from megatron_mtp.errors import Parser, named
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DTYPES = ("float32", "bfloat16")
 COLOUR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
@@ -110,3 +113,22 @@ def own_output() -> TextIO:
     kept = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(kept, "w")
+
+
+def add_checkpoint_flags(parser: Parser) -> None:
+    """The flags that say what is loaded, of every verb that runs a trained model."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
+    add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+
+
+def add_sampling_flags(parser: Parser, temperature: float) -> None:
+    """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
+    add = parser.add_argument
+    said = f"0 is greedy; default: {temperature:g}"
+    add("--temperature", type=float, default=temperature, metavar="T", help=said)
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
+    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")

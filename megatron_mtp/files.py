@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-NOT_KEPT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Endings of a model's files that hold weights; all others are copied with its config or tokenizer."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Endings of a model's files that hold weights."""
 
 
 @contextmanager
@@ -127,6 +127,11 @@ def check_outside(output: Path, *sources: Path) -> None:
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether a path lies in a folder, or in one below it; links are followed, and nothing has to be there."""
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def without_weights(folder: Path) -> list[Path]:
+    """The files of a model's folder, but for its weights: config, tokenizer and others, which stay with it."""
+    return [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.endswith(WEIGHTS)]
 
 
 def default_workers() -> int:

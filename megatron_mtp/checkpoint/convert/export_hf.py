@@ -50,7 +50,7 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, has_tokenizer, run_tokenizer
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
-from megatron_mtp.files import NOT_KEPT
+from megatron_mtp.files import without_weights
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
@@ -330,11 +330,9 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 
 
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
-    if form.files is not None:
-        for file in sorted(form.files.iterdir()):
-            known = file.name in (ORIGIN, CONFIG, RECORD) or file.name.endswith(NOT_KEPT)
-            if file.is_file() and not known:
-                shutil.copyfile(file, folder / file.name)
+    for file in () if form.files is None else without_weights(form.files):
+        if file.name not in (ORIGIN, CONFIG, RECORD):
+            shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)
 

@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.config import trained_depths
-from megatron_mtp.files import NOT_KEPT
+from megatron_mtp.files import without_weights
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, tokens_of_file
 
@@ -151,8 +151,8 @@ def layout_record(layout: Layout) -> dict[str, Any]:
 def keep_hf_files(source: Path, folder: Path, origin: dict[str, Any]) -> None:
     """Copy every file of a Hugging Face folder except weights and their quantization; write the origin beside them."""
     folder.mkdir(exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_KEPT) and file.name not in (ORIGIN, RECORD, *SIDE_FILES):
+    for file in without_weights(source):
+        if file.name not in (ORIGIN, RECORD, *SIDE_FILES):
             shutil.copyfile(file, folder / file.name)
     assert (folder / CONFIG).is_file()
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.files import NOT_KEPT, written_beside
+from megatron_mtp.files import without_weights, written_beside
 
 KEPT_TOKENIZER = "tokenizer"
 """Folder beside a trained checkpoint's iterations, with the files of the run's tokenizer."""
@@ -41,7 +41,7 @@ def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
         return
     args.tokenizer_model = str(source.resolve())
     target = checkpoint / KEPT_TOKENIZER
-    names = [file.name for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(NOT_KEPT)]
+    names = [file.name for file in without_weights(source)]
     if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
         return
     with written_beside(target) as partial:

@@ -139,11 +139,9 @@ def init(args: Namespace) -> "Init":
     from megatron_mtp.checkpoint.convert.edit import Init
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
-    if args.mtp_num_layers < 1:
-        raise ValueError(f"--mtp-num-layers is {args.mtp_num_layers}; give 1 or more.")
+    check_counts(args, "mtp_num_layers", "fit_tokens")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
-    check_counts(args, "fit_tokens")
     given = {name: value for name in ("data_path", "split", "fit_tokens") if (value := getattr(args, name)) is not None}
     if args.mtp_init != "fitted" and given:
         flag = f"--{next(iter(given)).replace('_', '-')}"

@@ -106,8 +106,8 @@ def full_parser(program: str) -> ArgumentParser:
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
+    from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
     from megatron_mtp.checkpoint.mcore.reader import DistReader
-    from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
 
     reader = DistReader(Path(args.load))
     stored = reader.common()["args"]

@@ -80,8 +80,8 @@ def parser(program: str) -> Parser:
 
 def run(args: Namespace) -> int:
     """Write the texts that are not finished, and the corpus of all; ValueError for bad input, or other texts there."""
+    from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
     from megatron_mtp.checkpoint.mcore.reader import DistReader
-    from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.samples import SampleSettings, appended, read_samples

@@ -15,10 +15,10 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp.acceptance import read_record
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker, run_tokenizer
+from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
-from megatron_mtp.checkpoint.mcore.tokenizer import EMBEDDING, run_tokenizer
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer

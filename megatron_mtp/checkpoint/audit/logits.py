@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.audit import WARNING, Finding
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import HFSide
-from megatron_mtp.checkpoint.mcore.tokenizer import run_tokenizer
+from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
 from megatron_mtp.checkpoint.verify.forms import prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.checkpoint.verify.verify import (

@@ -28,8 +28,7 @@ from tqdm import tqdm
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.hf.forms import Shape
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
-from megatron_mtp.checkpoint.mcore.tokenizer import KEPT_TOKENIZER
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 from megatron_mtp.files import default_workers, synced
 

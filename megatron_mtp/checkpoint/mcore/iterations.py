@@ -1,11 +1,14 @@
-"""The iterations in a folder that Megatron saves to: the one that its tracker names, and the newest whole one."""
+"""A folder that Megatron saves to: its iterations, and what is kept beside them: tokenizer, Hugging Face files."""
 
+import filecmp
 import json
 import os
 import re
+import shutil
+from argparse import Namespace
 from pathlib import Path
 
-from megatron_mtp.files import written_beside
+from megatron_mtp.files import without_weights, written_beside
 from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -14,6 +17,8 @@ RELEASE = "release"
 HF_FILES = "hf"
 """Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
 ORIGIN = "origin.json"
+KEPT_TOKENIZER = "tokenizer"
+"""Folder of a trained checkpoint with the files of the run's tokenizer."""
 _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
@@ -107,3 +112,39 @@ def iteration_folder(folder: Path) -> Path:
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
         raise ValueError(f"{inner / FORMAT} does not name the format torch_dist; give another checkpoint.")
     return inner
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has files of a tokenizer."""
+    return any(folder.glob("tokenizer*"))
+
+
+def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
+    """The folder of the tokenizer of the model in `checkpoint`, which holds all iterations; None if there is none.
+
+    It is the checkpoint's copy, else the folder that the run was given, else the files that a conversion kept.
+    """
+    given = Path(getattr(args, "tokenizer_model", None) or os.devnull)
+    copy, converted = checkpoint / KEPT_TOKENIZER, checkpoint / HF_FILES
+    if copy.is_dir() or given.is_dir():
+        return copy if copy.is_dir() else given
+    return converted if has_tokenizer(converted) else None
+
+
+def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
+    """Copy a run's tokenizer beside the iterations of its checkpoint, unless an equal copy is there.
+
+    A relative path in the arguments is replaced by the absolute one.
+    """
+    source = Path(getattr(args, "tokenizer_model", None) or os.devnull)
+    if not source.is_dir():
+        return
+    args.tokenizer_model = str(source.resolve())
+    target = checkpoint / KEPT_TOKENIZER
+    names = [file.name for file in without_weights(source)]
+    if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
+        return
+    with written_beside(target) as partial:
+        partial.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(source / name, partial / name)

@@ -1,9 +1,10 @@
-"""Two names of one norm: Megatron's own modules and Transformer Engine's put some norms into other modules.
+"""Keys of tensors. A norm has two: Megatron's own modules and Transformer Engine's put some norms into other modules.
 
 Both are checkpoints of the same model. Which name is whose depends on the layer: a dense GQA layer has the fused norm
 under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer under Transformer Engine's alone.
 """
 
+EMBEDDING = "embedding.word_embeddings.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 _PAIRS = (

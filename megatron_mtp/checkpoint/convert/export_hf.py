@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.computation import check_config
-from megatron_mtp.checkpoint.convert.hybrid import gpt_arguments
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
 from megatron_mtp.checkpoint.convert.plan import (
@@ -384,26 +383,16 @@ def hf_folder_form(folder: Path) -> HFForm:
     return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
 
 
-def _check_is_gpt(args: Namespace) -> None:
-    """Raises ValueError for a hybrid, with what there is to do about it."""
-    if (pattern := getattr(args, "hybrid_layer_pattern", None)) is None:
-        return
-    remedy = "apply hybrid-to-gpt to it, and export what that makes."
-    try:
-        gpt_arguments(args, "")
-    except ValueError:
-        remedy = "give a folder of such a model (--like)."
-    raise ValueError(
-        f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; {remedy}"
-    )
-
-
 def trained_form(
     reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
 ) -> HFForm:
     """The form of a trained checkpoint, from Megatron's arguments; ValueError where no family takes it."""
     args = reader.common()["args"]
-    _check_is_gpt(args)
+    if (pattern := pattern_of(reader)) is not None:
+        raise ValueError(
+            f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; apply "
+            "hybrid-to-gpt if these are a GPT's layers, else give a folder of such a model (--like)."
+        )
     check_computable(args)
     depths = StoredDepths.of(reader.keys).layers
     forms = trained_forms()

@@ -206,6 +206,11 @@ def _drafter(config: MTPModelConfig) -> Drafter | None:
     settings, kind, layers = config.mtp, config.mtp.drafter, config.transformer.num_layers
     if kind is None:
         return None
+    if config.transformer.mtp_standalone:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it stands beside the "
+            "head; put m before L in the last stage."
+        )
     chosen = tuple(settings.drafter_layers or default_layers(layers, kind, settings.drafter_num_layers))
     check_layers(chosen, layers, kind)
     if not settings.fills_blocks:

@@ -117,18 +117,24 @@ class MTPTrunk(LanguageModule):
         self.drafter = drafter
         if drafter is not None:
             self._read_layers(drafter.layers)
+            self.config.variable_seq_lengths = self.pg_collection.pp.size() > 1  # stages send tensors of any width
         if train_only_mtp:
             freeze_trunk(self)
 
     def _read_layers(self, numbers: tuple[int, ...]) -> None:
-        """Keep what these layers return in a forward pass, which a drafter reads; number n is the n-th layer."""
+        """Keep what these layers return in a forward pass, which a drafter reads; number n is the n-th layer.
+
+        A pipeline stage has some of them. It gets the states after layers before its own beside its input, and sends
+        them on with those of its own layers.
+        """
         self._states_after: dict[int, Tensor] = {}
-        for number in numbers:
 
-            def keep(_: Any, __: Any, made: Any, number: int = number) -> None:
-                self._states_after[number] = (made[0] if isinstance(made, tuple) else made).detach()
+        def keep(layer: Any, _: Any, made: Any) -> None:
+            self._states_after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
 
-            self.decoder.layers[number - 1].register_forward_hook(keep)
+        for layer in self.decoder.layers:
+            if layer.layer_number in numbers:
+                layer.register_forward_hook(keep)
 
     def train(self, mode: bool = True) -> "MTPTrunk":
         """A frozen trunk stays in evaluation: no dropout, no statistics of routers."""
@@ -144,6 +150,9 @@ class MTPTrunk(LanguageModule):
         if self._trunk_is_frozen and not is_after_mtp:
             given = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
             self._stage_input, input_tensor = given, None if given is None else given.detach()
+        if self.drafter is not None and input_tensor is not None:
+            input_tensor, *before = input_tensor.split(self.config.hidden_size, dim=-1)
+            self._states_after.update(zip(self.drafter.layers, before, strict=False))
         super().set_input_tensor(input_tensor)
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -213,7 +222,11 @@ class MTPTrunk(LanguageModule):
                 depth_hidden, confidence_DSB = self.mtp.blocks(*of_blocks)
             else:
                 depth_hidden = self.depth_states(hidden_states, batch, trunk_outputs["position_ids"], attention)
+            if self.drafter is not None and self._stage_input is not None:
+                depth_hidden[0] = answer_with_zeros(depth_hidden[0], self._stage_input)
         if not self.post_process:
+            if self.drafter is not None:
+                return torch.cat([hidden_states, self._read_states()], dim=-1) if self._states_after else hidden_states
             return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
         if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
             # The depths have a pipeline stage of their own, which has sent all hidden states as one.
@@ -267,7 +280,7 @@ class MTPTrunk(LanguageModule):
                 "it by megatron-mtp train --drafter."
             )
         assert self.drafter is not None
-        return torch.cat([self._states_after.pop(number) for number in self.drafter.layers], dim=-1)
+        return torch.cat([self._states_after.pop(number) for number in sorted(self._states_after)], dim=-1)
 
     def _later_angles(self, attention: AttentionInputs) -> Angles | None:
         """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
@@ -371,7 +384,7 @@ def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
-    """The hidden state [S, B, H]; its backward pass gives the stage's input a gradient of zeros.
+    """The hidden state [S, B, H]; its backward pass gives the stage's input [S, B, ..] a gradient of zeros.
 
     The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
     """
@@ -386,6 +399,6 @@ class _ZeroGradient(torch.autograd.Function):
         return hidden_SBH.clone()  # a view could not be freed by the schedule
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient_SBH: Tensor) -> tuple[Tensor, Tensor]:
         shape, dtype, device = ctx.like
-        return None, torch.zeros(shape, dtype=dtype, device=device)
+        return gradient_SBH, torch.zeros(shape, dtype=dtype, device=device)

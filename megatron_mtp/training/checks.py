@@ -353,7 +353,6 @@ def check_alone(args: Namespace) -> None:
         (args.mtp_init, "--mtp-init", "a new drafter is drawn"),
         (args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
         (args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
-        (args.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size", "it reads layers of all stages"),
         (args.hybrid_layer_pattern, PATTERN, "it reads layers of a GPT"),
         (args.multi_latent_attention, "--multi-latent-attention", "its heads are turned as the trunk's"),
     ):

@@ -176,12 +176,14 @@ LAYOUTS: dict[str, Layout] = {
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
-        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1",
+        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-spark drafter-flash-documents drafter-moe",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2": Layout(
-        pp=2, flags="--num-virtual-stages-per-pipeline-rank 2", models="untied-d3 tied-d3 tied-d1 frozen-d3"
+        pp=2,
+        flags="--num-virtual-stages-per-pipeline-rank 2",
+        models="untied-d3 tied-d3 tied-d1 frozen-d3 drafter drafter-spark",
     ),
     "dp2": Layout(
         dp=2,
@@ -190,9 +192,9 @@ LAYOUTS: dict[str, Layout] = {
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),
-    "tp2-pp2": Layout(tp=2, pp=2, models="tied-d3 untied-d1"),
+    "tp2-pp2": Layout(tp=2, pp=2, models="tied-d3 untied-d1 drafter drafter-flash"),
     "tp2-cp2": Layout(tp=2, cp=2, flags="--sequence-parallel", models="moe-d3 mixed-padded-d3"),
-    "cp2-pp2": Layout(cp=2, pp=2, models="padded-d3 documents-d3"),
+    "cp2-pp2": Layout(cp=2, pp=2, models="padded-d3 documents-d3 drafter-spark-padded"),
     "cp2-dp2": Layout(cp=2, dp=2, models="tied-d3 per-token-d3", distributed_optimizer=True),
     "pp2-dp2": Layout(pp=2, dp=2, models="tied-d3 untied-d3", distributed_optimizer=True),
     "pp2-ep2": Layout(pp=2, dp=2, flags=_EXPERT_PARALLEL, models="moe-alltoall-d3 moe-d1"),
@@ -279,7 +281,7 @@ FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 drafter",
     "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3 drafter-spark",
     "cp2": "documents-d3 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
-    "pp2": "tied-d1 repeated-d3",
+    "pp2": "tied-d1 repeated-d3 drafter",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "packed-d3 grouped-d3",
@@ -296,12 +298,13 @@ def sources(model: str) -> list[str]:
 
 
 LOADS = [
+    ("drafter", "pp2"),
     *(("tied-d3", name) for name in (SINGLE, "tp2", "cp2", "dp2", "pp4-vpp2", "pp4-mtp-stage")),
     *(("moe-d3", name) for name in (SINGLE, "tp2-cp2")),
 ]
 """Model, and the layout that loads the checkpoints of all layouts."""
 
-MOVES = [
+MOVES = [("drafter", "pp2", "tp2")] + [
     ("tied-d3", source, target)
     for source, target in (
         (SINGLE, "pp2"),

@@ -197,6 +197,11 @@ def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: i
         check_layers(chosen, layers)
 
 
+def test_a_pipeline_stage_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="gives --drafter eagle3 a stage of its own, but it stands beside the head"):
+        drafter_model(mtp_standalone=True)
+
+
 def test_the_default_layers_are_those_of_engines() -> None:
     assert default_layers(32) == (2, 16, 29)
 

@@ -1,6 +1,6 @@
 """Conversions that are killed, resumed, killed again and so on, until one gets through: as often as it takes.
 
-    python killed_conversions.py FOLDER KILLS SEED < JSON    [[COMMAND, SOURCE, FLAG, ...], ...]
+    python killed_conversions.py FOLDER KILLS SEED < JSON    [[COMMAND, [SOURCE, ...], FLAG, ...], ...]
 
 Each command is killed KILLS times in FOLDER. Prints JSON: of each command how many conversions got through after kills,
 and what was wrong.
@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from killing import Killer, files
 from tqdm import tqdm
@@ -22,14 +23,14 @@ from megatron_mtp.cli import convert
 from megatron_mtp.runtime import quieten
 
 
-def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict[str, dict[str, object]]:
+def main(folder: Path, kills: int, seed: int, commands: list[Any]) -> dict[str, dict[str, object]]:
     quieten()
     tqdm.monitor_interval = 0  # a thread, which a fork would lack
     tqdm.set_lock(threading.RLock())  # the default is shared by all processes, and a killed one may hold it
     folder.mkdir()
     told: dict[str, dict[str, object]] = {}
-    for verb, source, *flags in commands:
-        words = partial(words_of, verb, source, flags)
+    for verb, sources, *flags in commands:
+        words = partial(words_of, verb, sources, flags)
         # Once in this process, so that forks find imported what is imported late; its thread is gone when it is done.
         assert convert.main([*words(folder / "first"), "--json"]) == 0
         killer = Killer(kills, Random(seed), folder / "log")
@@ -39,8 +40,8 @@ def main(folder: Path, kills: int, seed: int, commands: list[list[str]]) -> dict
     return told
 
 
-def words_of(verb: str, source: str, flags: list[str], target: Path) -> list[str]:
-    return [verb, source, str(target), "--workers", "1", "--resume", *flags]
+def words_of(verb: str, sources: list[str], flags: list[str], target: Path) -> list[str]:
+    return [verb, *sources, str(target), "--workers", "1", "--resume", *flags]
 
 
 def kill(killer: Killer, words: "partial[list[str]]", folder: Path) -> dict[str, object]:

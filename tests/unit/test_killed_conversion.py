@@ -26,8 +26,9 @@ COMMANDS = {
     "mcore-to-hf": ["mcore"],
     "attach-mtp": ["trunk", "--mtp-num-layers", "2"],
     "drop-mtp": ["mcore", "--keep", "1"],
+    "graft": ["mcore trunk"],
 }
-"""What each command is given."""
+"""What each command is given: its sources, then its flags."""
 
 MIGRATIONS = {"gpt-to-hybrid": ["mcore"], "hybrid-to-gpt": ["hybrid"]}
 
@@ -49,7 +50,10 @@ def imported(folder: Path, family: str, name: str, depths: int) -> None:
 
 
 def killed(folder: Path, commands: dict[str, list[str]]) -> Told:
-    given = [[command, str(folder / source), *flags] for command, (source, *flags) in commands.items()]
+    given = [
+        [command, [str(folder / source) for source in sources.split()], *flags]
+        for command, (sources, *flags) in commands.items()
+    ]
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     words = [sys.executable, str(WORKER), str(folder / "killed"), str(KILLS), str(seed)]

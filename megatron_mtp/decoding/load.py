@@ -27,7 +27,6 @@ from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import transformer_engine_works
 
 if TYPE_CHECKING:
@@ -126,7 +125,11 @@ def load_checkpoint(
     Raises:
         ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
     """
-    iteration = _iteration(Path(folder), flag)
+    repair_tracker(Path(folder))
+    try:
+        iteration = iteration_folder(Path(folder))
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
     join_world()
     reader = DistReader(iteration)
     args = reader.common().get("args")
@@ -135,13 +138,21 @@ def load_checkpoint(
             f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
         )
     check_trainable(args, f"{flag} is {iteration.parent}, which")
-    _check_pattern(args, f"{flag} {folder}")
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None and Symbols.DS_ATTENTION in pattern:
+        raise ValueError(
+            f"{flag} {folder} is a hybrid model of layers {pattern}, and drafting does not support sparse attention "
+            f"({Symbols.DS_ATTENTION}); draft with another model."
+        )
     stored_dtype = reader.dtype(EMBEDDING)
     config = _config(args, stored_dtype, f"{flag} {folder}")
     config.draft_vocabulary = stored_draft_vocabulary(iteration, config.mtp.drafter is not None)
     model = build(config)
     fill(model, reader)
-    _keep_weights_in(model.cuda(), dtype or stored_dtype)
+    model.cuda()
+    model.config.params_dtype = dtype or stored_dtype  # from which Mamba layers read the type of their input
+    for weight in model.parameters():  # buffers, such as the biases of experts, stay as they are
+        weight.data = weight.data.to(dtype or stored_dtype)
     tokenizer = run_tokenizer(args, iteration.parent)
     if vocab_size is None and tokenizer is not None:
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
@@ -149,24 +160,6 @@ def load_checkpoint(
     runner.source = iteration.parent
     runner.alarm.expected = read_record(iteration.parent)
     return Loaded(runner, tokenizer)
-
-
-def _check_pattern(args: Namespace, name: str) -> None:
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is not None and Symbols.DS_ATTENTION in pattern:
-        raise ValueError(
-            f"{name} is a hybrid model of layers {pattern}, and drafting does not support sparse attention "
-            f"({Symbols.DS_ATTENTION}); draft with another model."
-        )
-
-
-def _iteration(folder: Path, flag: str) -> Path:
-    """The folder of the newest iteration, or of the one that a conversion has made."""
-    repair_tracker(folder)
-    try:
-        return iteration_folder(folder)
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from error
 
 
 def _config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
@@ -194,13 +187,3 @@ def _config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
     if ranks > 1 and getattr(stored, "transformer_impl", "local") != "local" and transformer_engine_works():
         args.transformer_impl, args.moe_grouped_gemm = "transformer_engine", stored.moe_grouped_gemm
     return config_of(args)
-
-
-def _keep_weights_in(model: MTPTrunk, dtype: torch.dtype) -> None:
-    """All weights, as in training; buffers, such as the biases of experts, stay as they are.
-
-    Mamba layers read the type of their input from the configuration.
-    """
-    model.config.params_dtype = dtype
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)

@@ -106,23 +106,18 @@ def _name(key: str, value: object, table: Registry[Any]) -> str:
 
 def _check_keys(given: dict[str, Any], drafting: type[Settings], verifying: type[Settings]) -> None:
     known = [*COMMON_KEYS, *(one.name for kind in (drafting, verifying) for one in keys(kind))]
-    chosen = f"the method '{given['method']}'"
-    if given.get("verifier") is not None:
-        chosen += f" with the verifier '{given['verifier']}'"
-    for key in given:
-        if key not in known:
-            raise ValueError(
-                f"speculative config: {_not_here(key)}; known are {', '.join(known)}, the keys of {chosen}."
-            )
-
-
-def _not_here(key: str) -> str:
-    """Where else a key is one."""
-    for kind, table in (("method", PROPOSERS), ("verifier", VERIFIERS)):
-        for name, part in table.items():
-            if any(one.name == key for one in keys(part.settings_kind)):
-                return f"'{key}' is a key of the {kind} '{name}', which was not chosen"
-    return f"there is no key '{key}'"
+    key = next((key for key in given if key not in known), None)
+    if key is None:
+        return
+    elsewhere = (
+        f"'{key}' is a key of the {kind} '{name}', which was not chosen"
+        for kind, parts in (("method", PROPOSERS.items()), ("verifier", VERIFIERS.items()))
+        for name, part in parts
+        if any(one.name == key for one in keys(part.settings_kind))
+    )
+    said, verifier = next(elsewhere, f"there is no key '{key}'"), given.get("verifier")
+    chosen = f"the method '{given['method']}'" + ("" if verifier is None else f" with the verifier '{verifier}'")
+    raise ValueError(f"speculative config: {said}; known are {', '.join(known)}, the keys of {chosen}.")
 
 
 def _check_depths(runner: Any, method: str) -> None:

@@ -37,11 +37,9 @@ class Sample:
 
     Attributes:
         number: its place among all.
-        prompt: token ids that it began with.
-        tokens: token ids that the model added.
+        tokens: that the model added.
         finish: why it ended, as `requests.Finish`.
-        logprobs: of the added tokens by the model's own distribution, before temperature and truncation; None if they
-            were not asked for.
+        logprobs: of these tokens, before temperature and truncation; None if they were not asked for.
     """
 
     number: int
@@ -90,16 +88,11 @@ def default_method(runner: Runner) -> SpeculativeConfig | None:
 def write_samples(
     runner: Runner, prompts: Iterable[Numbered], how: SampleSettings, keep: Callable[[Sample], object]
 ) -> AcceptanceStats:
-    """Continue every prompt.
+    """Continue every prompt; returns what it cost.
 
     Args:
-        runner: the model.
-        prompts: numbers and prompts, taken as places become free.
-        how: the settings.
+        prompts: taken as places become free.
         keep: called with every sample when it has ended.
-
-    Returns:
-        What it cost.
     """
     settings = EngineSettings(how.together, 2 * how.together, blocks_for(how.together, runner))
     engine = Engine(runner, settings, how.speculative)

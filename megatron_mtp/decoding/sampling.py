@@ -7,7 +7,7 @@ Letters in names: B batch, V vocabulary; ... any leading dimensions.
 """
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ class Sampling:
     @classmethod
     def of(cls, given: object) -> Self:
         """From the attributes of these names, of parsed flags for example; those that are not there are at rest."""
-        return cls(**{field.name: getattr(given, field.name, field.default) for field in fields(cls)})
+        values: dict[str, Any] = {field.name: getattr(given, field.name, field.default) for field in fields(cls)}
+        return cls(**values)
 
     @property
     def greedy(self) -> bool:

@@ -229,7 +229,7 @@ class Scheduler:
         self._wait_again(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """The same for one that is in no group and no forward."""
+        """The same for one that is in no batch."""
         self.free(seq)
         seq.progress = seq.progress.anew()
         seq.run = 0

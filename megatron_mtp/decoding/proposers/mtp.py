@@ -53,7 +53,8 @@ class Vanilla(Proposer):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        draft, run = None, self._depths_run(count)
+        # Depths with states all run: one that falls behind would need rows that the others cannot run anew.
+        draft, run = None, self.runner.depths if self.runner.recurrent_depths else count
         caches = sequences.memory.depths
         for first_B, width, is_last in self._windows(sequences, run):
             rows = sequences.chain(first_B, width, 0)
@@ -72,10 +73,6 @@ class Vanilla(Proposer):
             draft = in_turn(self.runner, passes, tokens_BT[:, width:], round, count if is_last else 0)
         assert draft is not None
         return draft
-
-    def _depths_run(self, count: int) -> int:
-        """All depths where they have states: one that falls behind would need rows that the others cannot run anew."""
-        return self.runner.depths if self.runner.recurrent_depths else count
 
     def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
         """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""

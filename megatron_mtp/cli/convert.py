@@ -95,14 +95,13 @@ def write(args: Namespace) -> dict[str, Any]:
     plan = plan_of(args, how)
     if args.dry_run:
         return plan.described(args.target)
-    done = asdict(plan.write(args.target, how))
+    done = plan.write(args.target, how)
     if text is not None and args.command == "graft":
         models = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
-        done["notes"] |= {"acceptance": acceptances(models, args.target, args)}
+        done["acceptance"] = acceptances(models, args.target, args)
     elif text is not None:
-        models = {"before": args.source, "after": args.target}
-        done["notes"] |= {"acceptance": acceptances(models, args.source, args)}
-    return done | done.pop("notes")
+        done["acceptance"] = acceptances({"before": args.source, "after": args.target}, args.source, args)
+    return done
 
 
 def plan_of(args: Namespace, how: "Options") -> "Conversion":

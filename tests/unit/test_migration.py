@@ -96,7 +96,7 @@ def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)
     done = plan_migration(source, True).write(tmp_path / "hybrid", QUIET)
-    assert done.family == f"hybrid of layers {pattern}"
+    assert done["family"] == f"hybrid of layers {pattern}"
     assert failed(verify_forms(source, tmp_path / "hybrid")) == []
     plan_migration(tmp_path / "hybrid", False).write(tmp_path / "back", QUIET)
     assert failed(verify_forms(tmp_path / "hybrid", tmp_path / "back")) == []

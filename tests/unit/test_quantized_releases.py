@@ -30,4 +30,4 @@ def test_a_folder_of_llm_compressor_has_no_finding_and_converts(scheme: str, tmp
     found = audit(tmp_path / "coded")["findings"]
     assert [one["says"] for one in found if one["severity"] != "note"] == []
     assert any("21 weights (trunk: 21 in" in one["says"] for one in found)
-    assert hf_to_mcore(tmp_path / "coded", tmp_path / "mcore", QUIET).tensors == 30
+    assert hf_to_mcore(tmp_path / "coded", tmp_path / "mcore", QUIET)["tensors"] == 30

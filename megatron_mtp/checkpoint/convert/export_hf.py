@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.convert.plan import (
 )
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
-from megatron_mtp.checkpoint.convert.stream import Conversion, Converted, Entry, Group, Made, Options
+from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
@@ -98,7 +98,7 @@ def kept_origin(kept: Path) -> dict[str, Any]:
     return origin
 
 
-def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> Converted:
+def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
     """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
     return plan_export(source, target, options, form).write(target, options)
 

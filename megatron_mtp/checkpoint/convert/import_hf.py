@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_of, sides
-from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Converted, Entry, Group, Options
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
@@ -26,7 +26,7 @@ from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, tokens_of_file
 
 
-def hf_to_mcore(source: Path, target: Path, options: Options) -> Converted:
+def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
     """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads."""
     model = HFModel.read(source)
     model.check_numbers()

@@ -122,17 +122,6 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What a conversion did; `notes` are further facts for people, by name."""
-
-    family: str
-    depths: int
-    tensors: int
-    bytes: int
-    notes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Conversion:
     """A conversion before any of it is written.
 
@@ -168,11 +157,11 @@ class Conversion:
         return [entry for part in self.parts for group in part for entry in group.entries]
 
     @property
-    def done(self) -> Converted:
-        """The result, once it is written."""
+    def counts(self) -> dict[str, Any]:
+        """Family, MTP layers, tensors, and bytes that are read."""
         tensors = len({key for entry in self.entries for key in entry.keys}) if self.tensors is None else self.tensors
         size = sum(group.size for part in self.parts for group in part)
-        return Converted(self.title, self.depths, tensors, size, self.notes)
+        return {"family": self.title, "depths": self.depths, "tensors": tensors, "bytes": size}
 
     def described(self, target: Path) -> dict[str, Any]:
         """What `--dry-run` prints: counts, names, room on the disk; ValueError where the target is taken."""
@@ -180,12 +169,11 @@ class Conversion:
             check_free(target, source)
         there = next(path for path in (target, *target.absolute().parents) if path.exists())
         size, free = sum(entry.bytes for entry in self.entries), shutil.disk_usage(there).free
-        done = asdict(self.done)
-        counts = {"bytes read" if name == "bytes" else name: done[name] for name in done if name != "notes"}
+        counts = {"bytes read" if name == "bytes" else name: count for name, count in self.counts.items()}
         disk = {"target": str(target), "bytes written": size, "bytes free": free, "fits": size < free}
         return counts | disk | self.facts | self.notes
 
-    def write(self, target: Path, options: Options) -> Converted:
+    def write(self, target: Path, options: Options) -> dict[str, Any]:
         """Write the target, but for parts of an interrupted run; ValueError where it is taken, or a source damaged."""
         for source in self.sources[1:]:
             check_place(target, source)
@@ -200,7 +188,7 @@ class Conversion:
         files.finish(run_parts(folder, work, options.workers, options.quiet, files.holds))
         self.keep(folder.path)
         folder.finish()
-        return self.done
+        return self.counts | self.notes
 
 
 def _write_part(files: Files, number: int, groups: list[Group], budget: "Budget", report: "Report") -> Any:

@@ -1,6 +1,5 @@
 """What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes; copies alone are read."""
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from megatron_mtp.checkpoint.audit import NOTE
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
-from megatron_mtp.checkpoint.convert.drafters import described
+from megatron_mtp.checkpoint.convert.drafters import VOCABULARY, described
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
@@ -22,7 +21,6 @@ from megatron_mtp.checkpoint.mcore.reader import (
     DistReader,
     StoredDepths,
     check_entries,
-    stored_draft_vocabulary,
 )
 from megatron_mtp.checkpoint.verify.reference import check_carried
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
@@ -112,12 +110,17 @@ def _megatron(folder: Path) -> dict[str, Any]:
     common = reader.common()
     reason = getattr(common["args"], "megatron_mtp_untrainable", None)
     sizes = {key: torch.Size(reader.shape(key)).numel() for key in reader.keys}
+    drafter: dict[str, Any] = {}
+    if reader.has_drafter:
+        read = " ".join(map(str, common["args"].drafter_layers))
+        drafted = f"{sizes[VOCABULARY]} tokens" if VOCABULARY in sizes else "all tokens"
+        drafter["drafter"] = f"{common['args'].drafter}, reads the trunk after {read} layers, drafts {drafted}"
     return {
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
         **({} if (pattern := pattern_of(reader)) is None else {"hybrid layer pattern": pattern}),
         "depths": StoredDepths.of(reader.keys).layers,
-        **_drafter(reader, common["args"]),
+        **drafter,
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
         "parameters": sum(sizes.values()),
@@ -127,16 +130,6 @@ def _megatron(folder: Path) -> dict[str, Any]:
         **({"why not": reason} if isinstance(reason, str) else {}),
         **{name: value for name, value in common.get("megatron_mtp", {}).items() if name != "layout"},
     }
-
-
-def _drafter(reader: DistReader, args: Namespace) -> dict[str, Any]:
-    """The drafter beside the trunk, if there is one."""
-    if not reader.has_drafter:
-        return {}
-    vocabulary = stored_draft_vocabulary(reader.folder, of_drafter=True)
-    drafted = "all tokens" if vocabulary is None else f"{vocabulary.numel()} tokens"
-    read = " ".join(map(str, args.drafter_layers))
-    return {"drafter": f"{args.drafter}, reads the trunk after {read} layers, drafts {drafted}"}
 
 
 def _names(dtypes: set[torch.dtype]) -> list[str]:

@@ -22,6 +22,7 @@ from megatron_mtp.data.chat import is_chat
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
+from megatron_mtp.runtime import quieten
 from megatron_mtp.training.run_files import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -171,23 +172,15 @@ def _set_donor(args: Namespace) -> None:
     if args.mtp_init not in (None, "donor"):
         raise ValueError(f"--donor was given with --mtp-init {args.mtp_init}; leave one of them out.")
     args.donor = local_folder(args.donor)
-    depths = _layers_of(args.donor)
-    if args.mtp_layers not in (None, depths):
-        raise ValueError(f"--mtp-layers is {args.mtp_layers}, and {args.donor} has {depths} MTP layers; leave it out.")
-    args.mtp_layers = depths if depths > 1 else args.mtp_layers
-
-
-def _layers_of(donor: Path) -> int:
-    """The number of MTP layers in a folder or checkpoint. Raises ValueError if it has none, or is damaged."""
-    from megatron_mtp.runtime import quieten
-
     quieten()
 
     from megatron_mtp.checkpoint.convert.graft import open_side
 
-    if not (depths := open_side(donor, is_trunk=False).depths):
-        raise ValueError(f"--donor is {donor}, which has no MTP layers; give a model that has some.")
-    return depths
+    if not (depths := open_side(args.donor, is_trunk=False).depths):
+        raise ValueError(f"--donor is {args.donor}, which has no MTP layers; give a model that has some.")
+    if args.mtp_layers not in (None, depths):
+        raise ValueError(f"--mtp-layers is {args.mtp_layers}, and {args.donor} has {depths} MTP layers; leave it out.")
+    args.mtp_layers = depths if depths > 1 else args.mtp_layers
 
 
 def _check(args: Namespace) -> None:
@@ -248,8 +241,6 @@ def _warned(args: Namespace) -> bool:
     start = args.run / "start"
     if not start.is_dir():
         return False
-
-    from megatron_mtp.runtime import quieten
 
     quieten()
 

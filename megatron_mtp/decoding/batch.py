@@ -112,14 +112,10 @@ class Sequence:
 
 
 class PrefillBatch:
-    """Sequences whose prompts are run, a part of each, in one forward.
+    """Sequences whose prompts are run, so many rows (`counts`) of each, in one forward.
 
     Their parts end together, so a shorter one begins with padding. While only a part of a prompt has run, it is a
     sequence of so many tokens and one more: so drafters catch up part by part, by what they do for any sequence.
-
-    Args:
-        counts: rows of each sequence to run.
-        sequences: a row for each sequence.
     """
 
     def __init__(self, seqs: list[Sequence], counts: list[int], sequences: Sequences) -> None:
@@ -237,13 +233,9 @@ class DecodeBatch:
     Where steps are recorded as CUDA graphs, the batch has a power of two of rows, so that few sizes are recorded; rows
     beyond the sequences are those of ended ones.
 
-    With overlap a step is started before the tokens of the last one are read. So the host learns one step late that a
-    sequence has ended; what the step in between gave it is dropped. Lengths that the host does not know are bounded by
-    `Sequences.ahead`.
-
-    Args:
-        kept: tensors that recorded steps read, where steps are recorded.
-        overlap: whether to do so where a step reads nothing back.
+    With overlap a step that reads nothing back is started before the tokens of the last one are read. So the host
+    learns one step late that a sequence has ended; what the step in between gave it is dropped. Lengths that the host
+    does not know are bounded by `Sequences.ahead`.
 
     Attributes:
         method: how they draft; its `stats` are the last step's.

@@ -104,10 +104,6 @@ class KeptTensors:
 class GraphedStep:
     """The steps of a batch, recorded and replayed.
 
-    Args:
-        step: a step in Python.
-        graphs: of batches like this one.
-
     Attributes:
         is_steady: whether the last step took as long as further ones of its kind will.
         failed: whether a step could not be recorded; then further ones are taken in Python.

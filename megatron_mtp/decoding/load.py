@@ -23,7 +23,6 @@ from megatron_mtp.config import DRAFTERS
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.proposers.draft_model import DraftModelSettings
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
@@ -96,9 +95,10 @@ class Loaded:
 
 def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = None) -> Runner | None:
     """The small model of the method `draft_model`; None of other methods."""
-    if config is None or not isinstance(config.settings, DraftModelSettings):
+    folder = config.flat().get("model") if config is not None and config.method == "draft_model" else None
+    if folder is None:
         return None
-    return load_checkpoint(str(config.settings.model), dtype=dtype, flag="speculative config: model").runner
+    return load_checkpoint(folder, dtype=dtype, flag="speculative config: model").runner
 
 
 def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None) -> Runner:

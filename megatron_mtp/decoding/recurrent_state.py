@@ -60,10 +60,8 @@ class Piece:
 
     Attributes:
         rows: which of the forward's.
-        tables: whose `entries` are the sequences'.
         dropped_B: rows that the state takes in before these run; None if none.
-        first_B: the slot of the first row; that of padding may be anywhere.
-        lead_B: the slot of the first row that counts.
+        first_B, lead_B: the slot of the first row, for padding anywhere, and of the first row that counts.
         live_BR: whether a row counts; False for padding.
         before: slots before `lead_B`, at most.
     """

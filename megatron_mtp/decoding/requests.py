@@ -55,9 +55,6 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: at most so many, and no more than the model's positions allow.
-        sampling: how a token is chosen.
-        seed: of its random numbers.
-        penalties: on tokens that the sequence has.
         stop_ids: the sequence ends after any of these tokens, which counts as emitted.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
         logprobs: for each emitted token so many of the most probable tokens with their log-probabilities; None for no
@@ -113,12 +110,9 @@ def check_request(request: Request, positions: int, vocabulary: int) -> None:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token, of the model's own distribution before temperature and penalties.
+    """The natural logarithm of a token's probability, by the model's own distribution before temperature and penalties.
 
-    Attributes:
-        token: that was emitted, or stands in the prompt.
-        logprob: natural logarithm.
-        top: the most probable tokens at this place with theirs, in falling order.
+    `top` are the most probable tokens at this place with theirs, in falling order.
     """
 
     token: int

@@ -40,10 +40,8 @@ class EngineSettings:
     """Sizes of an engine.
 
     Attributes:
-        running: sequences in its steps, at most.
-        waiting: requests that wait for a place, at most.
-        blocks: of its memory; see `memory.blocks_in`.
-        block_size: slots of a block.
+        running, waiting: sequences in its steps, and requests that wait for a place, at most.
+        blocks, block_size: of its memory, and slots of each; see `memory.blocks_in`.
         slots: of a sequence, at most; None for those of all positions, and of drafts behind the last one.
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that sequences share run once; those of a model with recurrent layers never do.

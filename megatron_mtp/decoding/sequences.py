@@ -52,18 +52,11 @@ class Progress:
 class Sequences:
     """A batch of sequences.
 
-    Args:
-        prompts: token ids of each, at least one.
-        seeds: of each.
-        memory: of the engine.
-        tables: where the sequences' slots are in it.
-
     Attributes:
+        memory, tables: of the engine, and where the sequences' slots are in it.
         capacity: slots of a sequence.
-        token_ids: of each, on the host.
-        prompt_lengths: how many of these are the prompt's.
-        live: on the host, whether each goes on.
-        progress: of each, what proposers remember.
+        token_ids, prompt_lengths, live, progress: on the host, of each: its tokens, how many of these are the prompt's,
+            whether it goes on, and what proposers remember.
         few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
         growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
             tokens that a step may add, so that shapes do not follow what was accepted.

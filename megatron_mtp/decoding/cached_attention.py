@@ -142,12 +142,10 @@ def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerC
                 "draft with another model."
             )
         sink_N = getattr(attention.core_attention, "softmax_offset", None)
-        attention.core_attention = CachedAttention(scope, index, _scale_of(attention, config), sink_N)
-        if isinstance(attention, MultiLatentAttention):
+        # from the configuration: TE's core attention does not keep the factor of its scores
+        is_latent = isinstance(attention, MultiLatentAttention)
+        scale = attention.softmax_scale if is_latent else config.softmax_scale
+        scale = config.kv_channels**-0.5 if scale is None else scale
+        attention.core_attention = CachedAttention(scope, index, scale, sink_N)
+        if is_latent:
             attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
-
-
-def _scale_of(attention: Attention, config: TransformerConfig) -> float:
-    """The factor of attention scores, from the configuration: TE's core attention does not keep it."""
-    own: float | None = attention.softmax_scale if isinstance(attention, MultiLatentAttention) else config.softmax_scale
-    return config.kv_channels**-0.5 if own is None else own

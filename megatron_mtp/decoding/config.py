@@ -65,7 +65,9 @@ class Key:
 
     def check(self, value: object) -> None:
         """Raises ValueError for a value that is not allowed."""
-        if not any(_is_of(value, kind) for kind in self.kinds):
+        # JSON has no float 1 and no tuples, and Python counts booleans as integers.
+        found: Any = tuple[int, ...] if isinstance(value, tuple) and {int} >= {*map(type, value)} else type(value)
+        if found not in self.kinds and not (found is int and float in self.kinds):
             words = " or ".join(_KINDS[kind] for kind in self.kinds)
             raise ValueError(f"speculative config: {self.name} is {value!r}; give {words}.")
         if self.range is not None and isinstance(value, int | float) and not self.range[0] <= value <= self.range[1]:
@@ -98,13 +100,6 @@ def keys(kind: type[Settings]) -> list[Key]:
     ]
 
 
-def _is_of(value: object, kind: Any) -> bool:
-    """JSON has no float 1, and Python counts booleans as integers."""
-    if kind == tuple[int, ...]:
-        return isinstance(value, tuple) and all(type(one) is int for one in value)
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
 NO_SETTINGS = Settings()
 
 
@@ -132,7 +127,12 @@ class SpeculativeConfig:
     verifier_settings: Settings = NO_SETTINGS
 
     def __post_init__(self) -> None:
-        _check_count(self.num_speculative_tokens)
+        count, said = self.num_speculative_tokens, "speculative config: num_speculative_tokens is"
+        if count not in (None, "auto"):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"{said} {count!r}; give a number from 0 to {MOST_DRAFTED}, or 'auto'.")
+            if count > MOST_DRAFTED:
+                raise ValueError(f"{said} {count}, above the limit of {MOST_DRAFTED}; give fewer.")
         Key("use_draft_probs", (bool,), True, "").check(self.use_draft_probs)
 
     def flat(self) -> dict[str, Any]:
@@ -142,17 +142,3 @@ class SpeculativeConfig:
 
 COMMON_KEYS = [field.name for field in fields(SpeculativeConfig) if field.type is not Settings]
 """The keys of every method."""
-
-
-def _check_count(count: int | str | None) -> None:
-    if count is None or count == "auto":
-        return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(
-            f"speculative config: num_speculative_tokens is {count!r}; give a number from 0 to {MOST_DRAFTED}, or "
-            "'auto'."
-        )
-    if count > MOST_DRAFTED:
-        raise ValueError(
-            f"speculative config: num_speculative_tokens is {count}, above the limit of {MOST_DRAFTED}; give fewer."
-        )

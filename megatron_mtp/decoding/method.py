@@ -72,7 +72,9 @@ def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Samplin
     proposer = PROPOSERS[config.method](runner, config, drafter)
     verifier = VERIFIERS[str(config.verifier)]
     count = _count(runner, config, proposer)
-    _check_verifier(proposer, verifier, config, sampling)
+    if (why := _misfit(proposer, verifier, sampling)) is not None:
+        fitting = [name for name, one in VERIFIERS.items() if one.lossless and _misfit(proposer, one, sampling) is None]
+        raise ValueError(f"speculative config: the verifier '{config.verifier}' {why}; choose {_any_of(fitting)}.")
     return Method(proposer, verifier, config, sampling, count, config.num_speculative_tokens == "auto" and count > 0)
 
 
@@ -180,14 +182,6 @@ def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
             f"speculative config: '{config.method}' does not say how many tokens to draft; give num_speculative_tokens."
         )
     return min(most, MOST_DRAFTED)
-
-
-def _check_verifier(proposer: Proposer, verifier: Verifier, config: SpeculativeConfig, sampling: Sampling) -> None:
-    """Raises ValueError, with the lossless verifiers that fit, where this one does not."""
-    why = _misfit(proposer, verifier, sampling)
-    if why is not None:
-        fitting = [name for name, one in VERIFIERS.items() if one.lossless and _misfit(proposer, one, sampling) is None]
-        raise ValueError(f"speculative config: the verifier '{config.verifier}' {why}; choose {_any_of(fitting)}.")
 
 
 def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str | None:

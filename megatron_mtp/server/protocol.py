@@ -216,7 +216,11 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         own = cls.model_fields
-        return {name: value for name, value in given.items() if not _changes_nothing(name, value, name in own)}
+        return {
+            name: value
+            for name, value in given.items()
+            if not (value is None or name in IGNORED or (name not in own and value in NEUTRAL.get(name, ())))
+        }
 
     @field_validator("temperature")
     @classmethod
@@ -369,7 +373,3 @@ class ChatBody(Body):
     @override
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-def _changes_nothing(name: str, value: Any, served: bool) -> bool:
-    return value is None or name in IGNORED or (not served and value in NEUTRAL.get(name, ()))

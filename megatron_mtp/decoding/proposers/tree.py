@@ -52,19 +52,15 @@ class TreeSettings(BeamSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree is not None:
-            _check_tree(self.tree)
-
-
-def _check_tree(tree: tuple[int, ...]) -> None:
-    if not tree or min(tree) < 1:
-        raise ValueError(f"speculative config: tree is {list(tree)}; give candidates per level, like [4, 2].")
-    nodes = sum(prod(tree[:level]) for level in range(1, len(tree) + 1))
-    if len(tree) > MOST_DRAFTED or nodes > MOST_NODES:
-        raise ValueError(
-            f"speculative config: tree is {list(tree)}, of {len(tree)} levels and {nodes} nodes; give at most "
-            f"{MOST_DRAFTED} levels and {MOST_NODES} nodes."
-        )
+        tree = DEFAULT_TREE if self.tree is None else self.tree
+        if not tree or min(tree) < 1:
+            raise ValueError(f"speculative config: tree is {list(tree)}; give candidates per level, like [4, 2].")
+        nodes = sum(prod(tree[:level]) for level in range(1, len(tree) + 1))
+        if len(tree) > MOST_DRAFTED or nodes > MOST_NODES:
+            raise ValueError(
+                f"speculative config: tree is {list(tree)}, of {len(tree)} levels and {nodes} nodes; give at most "
+                f"{MOST_DRAFTED} levels and {MOST_NODES} nodes."
+            )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron_mtp.decoding.cached_attention import StandIn, attach
-from megatron_mtp.decoding.recurrent_state import Piece, RecurrentMemory, RecurrentScope, Sizes
+from megatron_mtp.decoding.recurrent_state import RecurrentMemory, RecurrentScope, RowPiece, Sizes
 from megatron_mtp.model.recurrent import of_length_one
 
 
@@ -63,7 +63,7 @@ class CachedRecurrence(StandIn):
         output: tuple[Tensor, Tensor | None] = self.own.out_proj(self.between(projected_SBC))
         return output
 
-    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: RowPiece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         """A piece of the rows: [B, R, H * P] of what is convolved, and of what decays and step sizes come from."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class CachedMamba(CachedRecurrence):
         return own.norm(y_SBC, z_SBC) if own.rmsnorm else y_SBC * silu(z_SBC)
 
     @override
-    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: RowPiece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         wide = memory.state_EHNP.dtype
         mixed_BRC = own.act(memory.convolved(mixed_BRC, piece, own.conv1d_weight.squeeze(1), own.conv1d_bias))
@@ -139,7 +139,7 @@ class CachedDelta(CachedRecurrence):
         return gated.view_as(gate_SBC)
 
     @override
-    def run(self, memory: RecurrentMemory, piece: Piece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
+    def run(self, memory: RecurrentMemory, piece: RowPiece, mixed_BRC: Tensor, steps_BRC: Tensor) -> Tensor:
         own, sizes = self.own, self.sizes
         wide, dtype = memory.state_EHNP.dtype, mixed_BRC.dtype
         mixed_BRC = own.act_fn(memory.convolved(mixed_BRC, piece, own.conv1d.weight.squeeze(1), own.conv1d.bias))

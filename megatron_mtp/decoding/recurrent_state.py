@@ -55,7 +55,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Where some rows of a forward stand, for every layer of a stack.
 
     Attributes:
@@ -105,7 +105,7 @@ class Recurrence:
         self.held = [0] * entries
         self.layers: dict[int, RecurrentMemory] = {}
 
-    def pieces(self, rows: Rows) -> list[Piece]:
+    def pieces(self, rows: Rows) -> list[RowPiece]:
         """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
 
         Raises:
@@ -147,14 +147,14 @@ class Recurrence:
         for part in (part for memory in self.layers.values() for part in memory.parts):
             part[entry] = 0
 
-    def _piece(self, rows: Rows, part: slice) -> Piece:
+    def _piece(self, rows: Rows, part: slice) -> RowPiece:
         tables, live_BR, place_BR = rows.tables, rows.counts_BR[:, part], rows.places_BR[:, part]
         lead_B = self._lead(live_BR, place_BR, tables)
         self.end_E[tables.where] = lead_B + live_BR.sum(dim=1)
         count = part.stop - part.start
         dropped_B = self._dropped(lead_B, tables) if self._most_held(tables) + count > KEPT else None
         before, start_B = self.hold(count, tables), self.start_E[tables.where]
-        return Piece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
+        return RowPiece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
 
     def _lead(self, live_BR: Tensor, place_BR: Tensor, tables: BlockTables) -> Tensor:
         """The position of every sequence's first row that counts; where none does, of the one that would come next."""
@@ -246,7 +246,7 @@ class RecurrentMemory:
         added_BHNP = key_BHTN.mT @ (value_BHTP * left_BHT1.exp())
         return self.state_EHNP[tables.where] * total_BH11.exp() + added_BHNP
 
-    def convolved(self, mixed_BRC: Tensor, piece: Piece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+    def convolved(self, mixed_BRC: Tensor, piece: RowPiece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
         before = self.sizes.width - 1
         slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
@@ -259,12 +259,12 @@ class RecurrentMemory:
             made_BRC = made_BRC + read_BQC[:, before - back : before - back + rows] * weight_CW[:, -1 - back]
         return made_BRC if bias_C is None else made_BRC + bias_C
 
-    def sums(self, decay_BHR: Tensor, piece: Piece) -> Tensor:
+    def sums(self, decay_BHR: Tensor, piece: RowPiece) -> Tensor:
         """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
         own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
         return self._sum_before(piece.lead_B, piece.tables) + own_BHR.unsqueeze(3)
 
-    def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: Piece) -> Tensor:
+    def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> Tensor:
         """What queries see of the state and of earlier rows, [B, H, R, P]."""
         seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.tables.where] * sums_BHR1.exp()
         if piece.before == 0:
@@ -280,7 +280,7 @@ class RecurrentMemory:
         left_BHRR = (sums_BHR1 - sums_BHR1.mT).tril().exp().tril()
         return self._for_heads(query_BGRN @ key_BGRN.mT) * left_BHRR
 
-    def put(self, key_BGRN: Tensor, value_BHRP: Tensor, sums_BHR1: Tensor, piece: Piece) -> None:
+    def put(self, key_BGRN: Tensor, value_BHRP: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> None:
         """Keep the rows' inputs."""
         kept = (self.keys_EGTN, key_BGRN), (self.values_EHTP, value_BHRP), (self.sums_EHT1, sums_BHR1)
         for slots, new in kept:
@@ -315,9 +315,9 @@ class RecurrentScope(Scope):
     @override
     def enter(self, cache: KVCache, rows: Rows) -> None:
         super().enter(cache, rows)
-        self._pieces: list[Piece] | None = None
+        self._pieces: list[RowPiece] | None = None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[RowPiece]:
         """Of the forward that runs; the same for all layers."""
         if self._pieces is None:
             self._pieces = self.recurrence.pieces(self.rows)

@@ -32,7 +32,7 @@ from megatron_mtp.decoding.requests import EngineCore, Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
-from megatron_mtp.server.metrics import Metrics
+from megatron_mtp.server.metrics import ServerMetrics
 from megatron_mtp.server.outputs import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.protocol import (
     LONGEST_BODY,
@@ -103,7 +103,7 @@ def serve(
     engine: EngineCore, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
 ) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
-    metrics = Metrics()
+    metrics = ServerMetrics()
     running = AsyncEngine(engine, metrics)
 
     def ready() -> None:
@@ -173,7 +173,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 def make_app(
-    engine: AsyncEngine, served: Served, metrics: Metrics, key: str | None = None, origins: Sequence[str] = ()
+    engine: AsyncEngine, served: Served, metrics: ServerMetrics, key: str | None = None, origins: Sequence[str] = ()
 ) -> ASGIApp:
     """The application; it starts and ends the engine's thread.
 

@@ -31,7 +31,7 @@ import torch
 
 from megatron_mtp.decoding.requests import EngineCore, Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
-from megatron_mtp.server.metrics import CANCELLED, Metrics
+from megatron_mtp.server.metrics import CANCELLED, ServerMetrics
 from megatron_mtp.server.protocol import APIError, failed
 
 IDLE = timedelta(days=365)
@@ -72,7 +72,7 @@ class AsyncEngine:
         broken: the engine cannot go on after a bug; a bug in a single request ends that request alone.
     """
 
-    def __init__(self, engine: EngineCore, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineCore, metrics: ServerMetrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._owners: dict[int, tuple[Outputs, int]] = {}

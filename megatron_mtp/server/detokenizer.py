@@ -91,7 +91,7 @@ class StopStrings:
         return held
 
 
-class Piece(NamedTuple):
+class TokenText(NamedTuple):
     """A token's part of an output: the characters that it completes, and those that may go out with it."""
 
     whole: str
@@ -111,7 +111,7 @@ class OutputText:
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], least: int = 0) -> None:
         self.stops, self.least, self._detokenizer, self._strings = stops, least, detokenizer, StopStrings(stops)
-        self._pieces = list[Piece]()
+        self._pieces = list[TokenText]()
         self._end: int | None = None
 
     def __call__(self, ids: list[int]) -> int | None:
@@ -120,11 +120,11 @@ class OutputText:
             self.piece(place, ids[place])
         return self._end
 
-    def piece(self, place: int, token: int) -> Piece:
+    def piece(self, place: int, token: int) -> TokenText:
         """The part of the token at a place; places are read in their order."""
         if place == len(self._pieces):
             whole = self._detokenizer.add(token)
-            self._pieces.append(Piece(whole, self._released(whole)))
+            self._pieces.append(TokenText(whole, self._released(whole)))
         return self._pieces[place]
 
     def rest(self) -> str:

@@ -76,7 +76,7 @@ class EngineCollector(Collector):
         yield expected
 
 
-class Metrics:
+class ServerMetrics:
     """All metrics of a server; times are those of `time.perf_counter`."""
 
     def __init__(self) -> None:

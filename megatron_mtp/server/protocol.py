@@ -295,7 +295,7 @@ class CompletionBody(Body):
         return USUAL_LIMIT if self.max_tokens is None else self.max_tokens
 
 
-class Part(BaseModel):
+class MessagePart(BaseModel):
     """A piece of a message; `cache_control` changes nothing, since all prompts are cached."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -309,7 +309,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
     @field_validator("content", mode="before")

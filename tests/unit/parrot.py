@@ -20,7 +20,7 @@ from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Tok
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
 from megatron_mtp.server.detokenizer import Codec, TextCodec
-from megatron_mtp.server.metrics import Metrics
+from megatron_mtp.server.metrics import ServerMetrics
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (
@@ -173,7 +173,7 @@ class Running:
 @contextmanager
 def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server in a thread, on a port of its own."""
-    metrics = Metrics()
+    metrics = ServerMetrics()
     service, ready = AsyncEngine(engine, metrics), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)

@@ -21,7 +21,7 @@ from megatron_mtp.decoding.batch import verify
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import base, mtp
 from megatron_mtp.decoding.proposers.base import Method
-from megatron_mtp.decoding.proposers.lookahead import Window, _trie, _window_parents
+from megatron_mtp.decoding.proposers.lookahead import JacobiWindow, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
 from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
@@ -242,7 +242,7 @@ def test_sampled_trees_carry_the_q_of_their_siblings() -> None:
 
 def test_a_window_makes_ngrams() -> None:
     #   levels a: 5 6, b: 7 8, and the target's words 9 and 4: n-grams (5, 7, 9) and (6, 8, 4)
-    window = Window([[5, 6], [7, 8]])
+    window = JacobiWindow([[5, 6], [7, 8]])
     window.learn([9, 4], guesses=2)
     assert window.levels == [[7, 8], [9, 4]]
     assert {first: list(grams) for first, grams in window.pool.items()} == {5: [(7, 9)], 6: [(8, 4)]}

@@ -33,7 +33,7 @@ class LookaheadSettings(Settings):
 
 
 @dataclass
-class Window:
+class JacobiWindow:
     """One sequence's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
 
     levels: list[list[int]]
@@ -95,17 +95,17 @@ class Lookahead(Proposer):
         for window, found in zip(self._windows(sequences), after, strict=True):
             window.learn(found, self.settings.guesses)
 
-    def _windows(self, sequences: "Sequences") -> list[Window]:
+    def _windows(self, sequences: "Sequences") -> list[JacobiWindow]:
         """Of every sequence."""
         for ids, one in zip(sequences.token_ids, sequences.progress, strict=True):
             one.guesses = one.guesses or self._first(ids)
         return [one.guesses for one in sequences.progress]
 
-    def _first(self, ids: list[int]) -> Window:
+    def _first(self, ids: list[int]) -> JacobiWindow:
         """The first window repeats the sequence's last tokens."""
         levels, columns = self.most, self.settings.window
         tail = (ids * (levels + columns))[-(levels + columns) :]
-        return Window([tail[level : level + columns] for level in range(levels)])
+        return JacobiWindow([tail[level : level + columns] for level in range(levels)])
 
 
 def _window_parents(columns: int, levels: int) -> list[int]:

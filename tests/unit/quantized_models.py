@@ -1,6 +1,7 @@
 """Small folders in every quantized form: right names, shapes and types, random numbers, scales of 1."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,10 @@ from typing import Any
 import torch
 from hf_models import Tensors, make, read, write
 from torch import Tensor
+
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.data.tokenizer import train_bpe
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 DEPTH = ("model.layers.3.",)
@@ -122,6 +127,30 @@ def quantized(folder: Path, form: str) -> Path:
     write(folder, coded(read(folder), FORMS[form][0]))
     with_keys(folder, quantization_config=FORMS[form][1])
     return folder
+
+
+RUN = ("fp8", "awq", "modelopt nvfp4")
+"""Forms on which commands are run."""
+
+
+def readable_pair(folder: Path, form: str) -> tuple[Path, Path]:
+    """A folder in a form, `coded`, with a tokenizer and a depth that drafts; the same numbers in 16 bits, `plain`."""
+    changes = {**SIZES, "vocab_size": 260, "max_position_embeddings": 64}
+    target, plain = make(folder / "coded", "glm4_moe", 1, torch.bfloat16, changes=changes), folder / "plain"
+    tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, folder / "tokenizer")
+    shutil.copytree(tokenizer, target, dirs_exist_ok=True)
+    shutil.copytree(target, plain)
+    write(target, {name: smaller(name, one) for name, one in coded(read(target), FORMS[form][0]).items()})
+    with_keys(target, quantization_config=FORMS[form][1])
+    reader = HFFolder(target, Settings.of(target, json.loads((target / "config.json").read_text())).numbers)
+    write(plain, {name: reader.read(name) for name in reader.tensors})
+    return target, plain
+
+
+def smaller(name: str, tensor: Tensor) -> Tensor:
+    """Scales with which random codes of 4 bits are weights as large as those of a model."""
+    is_scale = name.endswith((".scales", ".weight_scale_2"))
+    return tensor / 64 if is_scale else tensor
 
 
 def with_keys(folder: Path, **changes: Any) -> None:

@@ -91,6 +91,28 @@ def test_the_list_names_whole_modules_and_the_experts_of_a_layer_once(tmp_path: 
     ]  # fmt: skip
 
 
+def test_modules_of_which_vllm_has_another_name_are_listed_by_both(tmp_path: Path) -> None:
+    """vLLM 0.32 builds MiMo's depth as `model.layers.3`: with the folder's names alone it accepted 1 of 158 drafts."""
+    _, coded = exported(tmp_path, "mimo", Quantize("fp8-channel", "bfloat16"))
+    keys = config_of(coded)
+    ignore = keys["quantization_config"]["ignore"]
+    inside = [name.removeprefix("model.mtp_layers.0.") for name in ignore if name.startswith("model.mtp_layers.0.")]
+    assert "self_attn.q_proj" in inside
+    assert ignore == ["lm_head", *(f"model.{layer}.{one}" for layer in ("mtp_layers.0", "layers.3") for one in inside)]
+    keys["quantization_config"]["ignore"] = [name for name in ignore if "layers.3" not in name]
+    (coded / "config.json").write_text(json.dumps(keys))
+    (said,) = alarms(coded)
+    assert "7 weights of the MTP layers are not quantized, and listed so, but vLLM calls their modules by other" in said
+    assert "'model.layers.3.mlp.down_proj'" in said
+
+
+def test_two_groups_target_a_depth_by_both_of_its_names(tmp_path: Path) -> None:
+    _, coded = exported(tmp_path, "mimo", Quantize("fp8-channel", "nvfp4"))
+    groups = config_of(coded)["quantization_config"]["config_groups"].values()
+    targets = [one["targets"] for one in groups]
+    assert targets == [["Linear"], [r"re:model\.mtp_layers\.0\..*", r"re:model\.layers\.3\..*"]]
+
+
 def test_trunk_and_head_in_two_forms_are_two_groups(tmp_path: Path) -> None:
     _, coded = exported(tmp_path, "glm4_moe", Quantize("fp8-channel", "nvfp4"))
     keys = config_of(coded)["quantization_config"]

@@ -143,6 +143,7 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
     if coded and settings.keys:
         yield _described(side, settings, coded)
         yield from _check_promises(side, settings, coded)
+        yield from _check_names_in_vllm(side, settings, {_leaf(name) for name in coded})
     elif coded:
         says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
         says += f"engines load them without their scales: {listed(coded)}."
@@ -190,7 +191,8 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
             (against if settings.listing(module_of(name)) else untargeted).append(name)
         elif name in side.quantized and not set(side.quantized[name].forms) & set(promised):
             others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
-    unmatched = settings.idle([*side.tensors, *{name.rpartition(".")[0] for name in side.tensors}])
+    modules = {name.rpartition(".")[0] for name in side.tensors}
+    unmatched = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
     idle, unscaled = (
         [one for one in unmatched if not (side.tied and one == "lm_head")],
         "load them without their scales",
@@ -230,6 +232,27 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
     if idle and not (against or plain):
         says = f"In the lists of unquantized modules, {len(idle)} match no module: {listed(idle)}."
         yield Finding(GUESS, says, severity=NOTE, names=tuple(idle))
+
+
+def _check_names_in_vllm(side: HFSide, settings: Settings, leaves: set[str]) -> Iterator[Finding]:
+    """Look for whole weights of depths whose modules the lists name, but not as vLLM calls them."""
+    whole = (name for name in side.tensors if name not in side.quantized and _leaf(name) in leaves)
+    own = {name: in_vllm(side, module_of(name)) for name in whole if name.endswith(".weight")}
+    listed_here = (name for name in own if settings.promised(module_of(name)) == [])
+    if lost := [name for name in listed_here if settings.promised(own[name])]:
+        says = f"{_weights(side, lost)} are not quantized, and listed so, but vLLM calls their modules by other names, "
+        says += f"which the list lacks: {listed(own[name] for name in lost)}. "
+        says += "It builds quantized layers for them, and rejects what they draft."
+        advice = f"add these names to '{next(iter(settings.lists))}' in {settings.source} too"
+        yield Finding(GUESS, says, advice, names=tuple(lost))
+
+
+def in_vllm(side: HFSide, module: str) -> str:
+    """The name of a module in vLLM."""
+    stored = None if side.family is None else side.family.depths
+    if stored is None or side.config is None:
+        return module
+    return stored.in_vllm(side.config, side.held_depths, module)
 
 
 def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -248,7 +248,9 @@ class Export:
         }
         matrices = [entry.keys[0] for entry in whole if len(entry.shape) > 1]
         plain = [name for name in matrices if name not in coded and name not in embedding]
-        return {**keys, "quantization_config": quantization_config(coded, plain, self.depth_names)}
+        stored = self.family.depths
+        in_vllm = str if stored is None else partial(stored.in_vllm, self.settings, self.depths)
+        return {**keys, "quantization_config": quantization_config(coded, plain, self.depth_names, in_vllm)}
 
 
 class FolderFiles:

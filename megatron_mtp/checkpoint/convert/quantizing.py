@@ -10,7 +10,7 @@ their common name.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,19 +66,23 @@ class Quantize:
         return form if linear and form.encoding.parts(shape) else None
 
 
-def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str]) -> dict[str, Any]:
+def config(
+    coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str], in_vllm: Callable[[str], str]
+) -> dict[str, Any]:
     """The `quantization_config` of a folder.
 
     Args:
         coded: the form of every quantized weight, by name.
         plain: the matrices that are not quantized, without the embedding's.
         depths: names of the depths' tensors.
+        in_vllm: gives vLLM's name of a module, which is listed beside the folder's.
     """
     forms = list(dict.fromkeys(coded.values()))
     (first, *_) = says = [form.encoding.says for form in forms if form.encoding is not None]
     mixed = {_experts_of(name) for name in coded}
     named = ((module_of(name), _experts_of(name)) for name in plain)
-    modules = list(dict.fromkeys(module if experts in mixed else experts for module, experts in named))
+    listed = [module if experts in mixed else experts for module, experts in named]
+    modules = list(dict.fromkeys([*listed, *map(in_vllm, listed)]))
     if "quant_method" in first:
         return {**first, "modules_to_not_convert": modules}
     of_depths = set(depths)
@@ -86,7 +90,8 @@ def config(coded: Mapping[str, Form], plain: Iterable[str], depths: Iterable[str
     for number, form in enumerate(forms):
         own = [name for name, one in coded.items() if one == form]
         alone = len(forms) > 1 and of_depths.issuperset(own)
-        targets = [*map(inside, dict.fromkeys(map(layer_of, own)))] if alone else ["Linear"]
+        layers = dict.fromkeys(map(layer_of, [*own, *map(in_vllm, own)]))
+        targets = [*map(inside, layers)] if alone else ["Linear"]
         groups[f"group_{number}"] = {"targets": targets, **says[number]}
     return {
         "quant_method": COMPRESSED,

@@ -72,6 +72,7 @@ class Depths:
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
         flags: Megatron's flags for a model of such depths, for families whose trunk Megatron cannot run.
         scales: factors that the model applies to weights of a depth's layer, by the weights' names in Megatron.
+        served: vLLM's prefix of a depth, where it is another one; its lists of unquantized modules have that.
     """
 
     pattern: str
@@ -87,10 +88,21 @@ class Depths:
     before_norm: bool = False
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
+    served: str | None = None
 
     def configured(self, config: HFConfig) -> int | None:
         """The number of depths in the config; None if no key holds one."""
         return config.integer(*self.keys, least=0) if any(config.has(key) for key in self.keys) else None
+
+    def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
+        """The name of a module in vLLM, given the number of depths: mostly the folder's own."""
+        if self.served is not None:
+            first = config.integer("num_hidden_layers")
+            for k in range(depths):
+                own = self.prefix.format(k=k, n=first + k, model="model.")
+                if module.startswith(own):
+                    return self.served.format(n=first + k) + module.removeprefix(own)
+        return module
 
     def stored(self, names: Iterable[str]) -> int:
         """The number of depths among these tensor names."""

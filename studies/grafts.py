@@ -2,13 +2,14 @@
 
     python studies/grafts.py                      a trunk trained on the documents after the tests' source
     python studies/grafts.py --tuned-lr 4e-2      the same, moved much further
+    python studies/grafts.py --muon --tuned-on megatron_mtp --tuned-lr 2e-2 --lr 1e-2   other Python, layers by Muon
     python studies/grafts.py --quick              does it run? (the figures mean nothing)
 
 A trunk of 2 layers and its MTP layer learn Python source (the donor). The trunk alone then learns Markdown. The donor's
 layer is grafted on it and trained by kd on the frozen trunk, beside a layer of random weights. Acceptance is that of the
 first draft on held-out Markdown. What is finished is kept in --out and not repeated.
 
-Run at 107659a.
+Run at 107659a, by Muon at e0c6525.
 """
 
 import argparse
@@ -26,6 +27,7 @@ MODEL = (
     "--lr-warmup-iters 2 --tokenizer-type HuggingFaceTokenizer"
 )
 HEAD = "--mtp-num-layers 1 --mtp-train-only --mtp-loss kd --mtp-loss-scaling-factor 1 --finetune"
+MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov --lr-decay-style linear --min-lr 0"
 SPLIT = ("--split", "90,10,0")
 
 
@@ -36,13 +38,16 @@ def main() -> None:
     add("--out", type=Path, default=Path("runs/grafts"), help="default: runs/grafts")
     add("--tuned-lr", default="3e-3", help="of the trunk's further training; default: 3e-3")
     add("--lr", default="1e-3", help="of the MTP layers; default: 1e-3")
+    add("--tuned-on", default="docs", help="folder of the trunk's further training; default: docs, Markdown")
+    add("--muon", action="store_true", help="train the MTP layers by Muon")
     add("--quick", action="store_true", help="a few steps: whether it runs")
     wanted = parser.parse_args()
-    out = (wanted.out / ("quick" if wanted.quick else f"{wanted.tuned_lr}-{wanted.lr}")).resolve()
+    out = (wanted.out / ("quick" if wanted.quick else f"{wanted.tuned_on}-{wanted.tuned_lr}-{wanted.lr}{'-muon' * wanted.muon}")).resolve()
+    head = [*HEAD.split(), *(MUON.split() if wanted.muon else [])]
     pretrain, tune, few, many = (4, 4, 4, 8) if wanted.quick else (1500, 400, 200, 1000)
     tokens = ["--vocab-size", "512", "--tokenizer-output", out / "tokenizer"]
     make(out / "source.idx", "preprocess", "--input", ROOT / "tests/unit", *tokens, "--output-prefix", out / "source")
-    pages = ["--input", ROOT / "docs", "--tokenizer", out / "tokenizer", "--output-prefix", out / "pages"]
+    pages = ["--input", ROOT / wanted.tuned_on, "--tokenizer", out / "tokenizer", "--output-prefix", out / "pages"]
     make(out / "pages.idx", "preprocess", *pages)
     train(out, "donor", "source", pretrain, "3e-3", "--mtp-num-layers", 1)
     make(out / "trunk", "convert", "drop-mtp", out / "donor", out / "trunk")
@@ -54,7 +59,7 @@ def main() -> None:
     for name in ("graft", "random"):
         found = {0: acceptance(out, name)}
         for steps in (few, many):
-            train(out, f"{name}-{steps}", "pages", steps, wanted.lr, "--load", out / name, *HEAD.split())
+            train(out, f"{name}-{steps}", "pages", steps, wanted.lr, "--load", out / name, *head)
             found[steps] = acceptance(out, f"{name}-{steps}")
         print(f"{name}: " + ", ".join(f"{rate:.1%} after {steps} steps" for steps, rate in found.items()))
 

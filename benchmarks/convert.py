@@ -1,11 +1,12 @@
 """Conversion in both directions: few large tensors against a copy of the same files, and 4,000 small ones.
 
-    python benchmarks/convert.py [--part size|count] [--gigabytes 8] [--folder DIR]
+    python benchmarks/convert.py [--part fp8|size|count] [--gigabytes 8] [--folder DIR]
     python benchmarks/convert.py --quick     does it run? (a few experts; the figures mean nothing)
 
-`size` converts a synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its
-own: `copy` reads and writes every tensor through safetensors, `import` and `export` are the two conversions. `count`
-converts 3,966 small tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
+`fp8` reads 2 GB of FP8 in blocks of 128, decoded weight by weight, beside a copy of the same files. `size` converts a
+synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its own: `copy` reads
+and writes every tensor through safetensors, `import` and `export` are the two conversions. `count` converts 3,966 small
+tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import torch
 from benchmarks.harness import MIB, Goal, hardware, report
 
 HIDDEN, WIDTH, VOCABULARY = 4096, 14336, 32000
-SIDES = ("copy", "import", "export")
+SIDES = ("copy", "import", "export", "read")
+ROUNDS = 3
 LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 """Bytes of a layer in bfloat16, the largest part of the model."""
 
@@ -37,7 +39,7 @@ def main() -> None:
         return
     results: dict[str, Any] = {}
     goals: list[Goal] = []
-    for part in ("count",) if args.quick else PARTS if args.part is None else (args.part,):
+    for part in ("fp8", "count") if args.quick else PARTS if args.part is None else (args.part,):
         args.folder.mkdir(parents=True, exist_ok=True)
         found, promised = PARTS[part](args)
         results[part], goals = found, goals + promised
@@ -49,7 +51,7 @@ def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]
     """Throughput and peaks of a large model."""
     size = write_model(args.folder / "source", args.gigabytes)
     seconds, peaks = {}, {}
-    for side in SIDES:
+    for side in SIDES[:3]:
         found = in_own_process(side, args.folder)
         seconds[side], peaks[side] = found["seconds"], found["peak"]
     results = {
@@ -62,9 +64,12 @@ def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]
     goals = [
         *(
             Goal(f"{side}: throughput over that of a copy", seconds["copy"] / seconds[side], 0.5, ">=")
-            for side in SIDES[1:]
+            for side in SIDES[1:3]
         ),
-        *(Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0) for side in SIDES[1:]),
+        *(
+            Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0)
+            for side in SIDES[1:3]
+        ),
     ]
     return results, goals
 
@@ -83,7 +88,44 @@ def compare_counts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]
     return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
 
 
+def compare_fp8(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+    """Reading quantized weights against a copy of their files, in turns; the best round of each counts."""
+    size = write_fp8(args.folder / "source", part=16 if args.quick else 1, layers=1 if args.quick else 10)
+    rounds = [
+        {side: (run_side if args.quick else in_own_process)(side, args.folder) for side in ("copy", "read")}
+        for _ in range(1 if args.quick else ROUNDS)
+    ]
+    seconds = {side: [one[side]["seconds"] for one in rounds] for side in ("copy", "read")}
+    peak = max(one["read"]["peak"] for one in rounds)
+    ratio = min(seconds["copy"]) / min(seconds["read"])
+    goals = [
+        Goal("read of FP8: throughput over that of a copy", ratio, 0.5, ">="),
+        Goal("read of FP8: peak over two layers, MiB", (peak - 2 * LAYER) / MIB, 1024.0),
+    ]
+    return {"bytes": size, "seconds": seconds, "peak_bytes": peak}, goals
+
+
+def write_fp8(folder: Path, part: int, layers: int) -> int:
+    """Layers of a Llama in FP8 with a scale for each block, of sizes divided by `part`; returns their bytes."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    size = 0
+    for layer in range(layers):
+        held = {}
+        for name, shape in LAYER_SHAPES.items():
+            rows, *columns = (one // part for one in shape)
+            if columns:
+                stem = f"model.layers.{layer}.{name}.weight"
+                held[stem] = torch.randint(0, 120, (rows, *columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+                held[f"{stem}_scale_inv"] = torch.rand(-(-rows // 128), -(-columns[0] // 128))
+        save_file(held, folder / f"model-{layer}.safetensors")
+        size += sum(tensor.nbytes for tensor in held.values())
+    return size
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Goal]]]] = {
+    "fp8": compare_fp8,
     "size": compare_sizes,
     "count": compare_counts,
 }
@@ -239,7 +281,15 @@ def _export(folder: Path) -> None:
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))
 
 
-_WORK = {"copy": _copy, "import": _import, "export": _export}
+def _read(folder: Path) -> None:
+    from megatron_mtp.checkpoint.hf.folder import HFFolder
+
+    source = HFFolder(folder / "source")
+    for name in source.tensors:
+        source.read(name)
+
+
+_WORK = {"read": _read, "copy": _copy, "import": _import, "export": _export}
 
 
 def _peak() -> int:

@@ -121,6 +121,16 @@ def test_trunk_and_head_in_two_forms_are_two_groups(tmp_path: Path) -> None:
     assert targets == {"float-quantized": ["Linear"], "nvfp4-pack-quantized": [r"re:model\.layers\.3\..*"]}
 
 
+def test_an_export_like_a_quantized_folder_has_none_of_its_side_files(tmp_path: Path) -> None:
+    """hf_quant_config.json beside whole weights makes engines build quantized layers."""
+    source = make(tmp_path / "hf", "mimo", 1, torch.bfloat16)
+    hf_to_mcore(source, tmp_path / "mcore", QUIET)
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    line = ["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back"), "--like", str(source)]
+    assert main(line) == 0
+    assert not (tmp_path / "back/hf_quant_config.json").exists()
+
+
 def test_the_flag_offers_the_forms_of_the_table() -> None:
     assert tuple(WRITTEN) == QUANTIZED
 

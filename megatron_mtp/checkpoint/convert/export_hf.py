@@ -43,7 +43,7 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
-from megatron_mtp.checkpoint.hf.quantized import without_quantization
+from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, has_tokenizer, run_tokenizer
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
@@ -332,7 +332,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
 
 def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
     for file in () if form.files is None else without_weights(form.files):
-        if file.name not in (ORIGIN, CONFIG, RECORD):
+        if file.name not in (ORIGIN, CONFIG, RECORD, *SIDE_FILES):
             shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)

@@ -260,13 +260,12 @@ class ChatEncoder:
             **chat.variables,
         )
         ids: list[int] = out["input_ids"]
-        edges = np.flatnonzero(np.diff(out["assistant_masks"], prepend=0, append=0)).tolist()
         supplied = []
         for history, openings in (self._prompt(chat, place) for place in reversed(turns)):
             known = openings[:1] if self._counts_empty_thinking else openings
             supplied += [len(history) + len(opening) for opening in known if _starts(ids, history + opening)]
         spans = []
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        for start, stop in spans_of(np.array(out["assistant_masks"]) > 0):
             start = max([start, *(end for end in supplied if start < end <= stop)])
             if start < (end := self._end(ids, start, stop)):
                 spans.append((start, end))
@@ -347,6 +346,12 @@ def _common(one: list[int], other: list[int]) -> int:
 
 def _starts(ids: list[int], with_ids: list[int]) -> bool:
     return ids[: len(with_ids)] == with_ids
+
+
+def spans_of(counts: np.ndarray) -> list[tuple[int, int]]:
+    """First position, and the one behind the last, of every run of positions that count."""
+    edges = np.flatnonzero(np.diff(counts, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", document: Counted) -> str:

@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training import print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.data.chat import COUNTS, Counted, best_fit, marked, prefix_in_cache, write_chats
+from megatron_mtp.data.chat import COUNTS, Counted, best_fit, marked, prefix_in_cache, spans_of, write_chats
 from megatron_mtp.data.checks import read_index, read_sidecar
 from megatron_mtp.data.documents import choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
@@ -216,6 +216,5 @@ def counted_part(prefix: str, positions: int) -> list[str]:
 def example(prefix: str, tokenizer: str, trust_remote_code: bool = False) -> str:
     """The text of the first chat of a dataset, with what counts in white brackets; `tokenizer` is a folder."""
     ids, counts = tokens_and_counts(IndexedDataset(prefix, multimodal=True), 0)
-    edges = np.flatnonzero(np.diff(counts, prepend=False, append=False)).tolist()
-    spans = list(zip(edges[::2], edges[1::2], strict=True))
-    return marked(read_tokenizer(Path(tokenizer), trust_remote_code), Counted(ids.tolist(), spans))
+    document = Counted(ids.tolist(), spans_of(counts))
+    return marked(read_tokenizer(Path(tokenizer), trust_remote_code), document)

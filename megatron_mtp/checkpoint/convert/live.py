@@ -142,21 +142,18 @@ class LiveReader(DistReader):
         self.folder, self._args = _HERE, args
         entries: dict[str, Any] = {str(i): unwrap_model(chunk).sharded_state_dict() for i, chunk in enumerate(chunks)}
         apply_factories(entries)
-        own = [entry for entry in nested_values(entries) if isinstance(entry, ShardedTensor)]
         self._held: dict[tuple[str, Shape], Tensor] = {}
-        for entry in own:
-            assert entry.data is not None
-            self._held[entry.key, tuple(entry.global_offset)] = entry.data.detach()[(None,) * entry.prepend_axis_num]
+        described: list[tuple[str, Shape, Shape, Shape, torch.dtype]] = []
+        for entry in nested_values(entries):
+            if isinstance(entry, ShardedTensor):
+                assert entry.data is not None
+                held, offset = entry.data.detach()[(None,) * entry.prepend_axis_num], tuple(entry.global_offset)
+                self._held[entry.key, offset] = held
+                described.append((entry.key, tuple(entry.global_shape), offset, tuple(held.shape), held.dtype))
         self.device = next(iter(self._held.values())).device
-        ranks = [
-            [
-                (entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(held.shape), held.dtype)
-                for entry in own
-                for held in (self._held[entry.key, tuple(entry.global_offset)],)
-            ]
-        ]
+        ranks = [described]
         if torch.distributed.is_initialized():
-            described, ranks = ranks[0], [[]] * torch.distributed.get_world_size()
+            ranks = [[]] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(ranks, described)
         self._owner: dict[tuple[str, Shape], int] = {}
         catalogue: dict[str, TensorStorageMetadata] = {}  # as a checkpoint's; of equal chunks the first rank's
@@ -178,7 +175,7 @@ class LiveReader(DistReader):
             place = key, tuple(item.storage_index.offset)
             target = narrow_tensor_by_index(out, item.dest_offsets, item.lengths)
             part = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            if self._owner[place] == _rank():
+            if place in self._held:
                 part.copy_(narrow_tensor_by_index(self._held[place], item.storage_offsets, item.lengths))
             if torch.distributed.is_initialized():
                 torch.distributed.broadcast(part, self._owner[place])
@@ -208,7 +205,3 @@ class LiveReader(DistReader):
     def state(self) -> dict[str, Any]:
         """What stands beside tensors: the arguments."""
         return {"args": self._args or Namespace()}
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -29,7 +29,7 @@ from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.model.block_drafter import BlockDrafterLayer, context_keys
 from megatron_mtp.model.eagle3 import Eagle3Layer
 from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.mtp import AttentionInputs, whole_states
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.registry import Registry
 
@@ -232,7 +232,12 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
     if not hasattr(mtp, "eh_proj"):
         return None
     multiply, enorm, hnorm = product(mtp.eh_proj.weight), short_norm(mtp.enorm), short_norm(mtp.hnorm)
-    return lambda embedded_SBH, given_SBH: multiply(torch.cat((enorm(embedded_SBH), hnorm(given_SBH)), dim=-1))
+
+    def merge(embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
+        part = multiply(torch.cat((enorm(embedded_SBH), hnorm(given_SBH)), dim=-1))
+        return whole_states(part, mtp.config, mtp.tp_group)
+
+    return merge
 
 
 def _looks_up(model: MTPTrunk) -> bool:

@@ -2,8 +2,8 @@
 
 A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
 product; on a large one the product takes as long as reading its weight. `lean` returns a forward for a transformer
-layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: one tensor-parallel rank, no biases,
-rotary halves, no quantisation. All others run as Megatron's modules.
+layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: no biases, rotary halves, no quantisation,
+no sequence parallelism. All others run as Megatron's modules, and so do experts within their layer.
 
 The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
 Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
@@ -24,9 +24,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.distributed import all_reduce
 from torch.linalg import vector_norm
 
 from megatron_mtp.decoding.cached_attention import CachedAttention, attend
@@ -44,7 +46,7 @@ Angles = tuple[Tensor, Tensor]
 READ = frozenset(
     "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels softmax_scale "
     "gated_linear_unit activation_func normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm "
-    "add_bias_linear add_qkv_bias window_size window_attn_skip_freq".split()
+    "add_bias_linear add_qkv_bias window_size window_attn_skip_freq tensor_model_parallel_size".split()
 )
 """Settings whose values are in the modules that `lean` reads: sizes, norms, activation, scale; it refuses biases."""
 
@@ -68,11 +70,11 @@ WITHOUT_EFFECT = frozenset(
     "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute qk_clip qk_clip_alpha qk_clip_threshold "
     "log_max_attention_logit variable_seq_lengths deallocate_pipeline_outputs barrier_with_L1_time "
     "distribute_saved_activations config_logger_dir num_microbatches_with_partial_activation_checkpoints "
-    # ranks: all of the layer is on this one, which its modules' sizes show
+    # ranks
     "tensor_parallel_num_weight_shards batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p "
     "microbatch_group_size_per_vp_stage hetereogenous_dist_checkpoint".split()
 )
-"""Settings that change nothing in the forward of a dense layer on one rank without gradients."""
+"""Settings that change nothing in the forward of a dense layer without gradients."""
 
 OTHER_PARTS = (
     "yarn_",  # the rotary angles, and their factor
@@ -87,8 +89,8 @@ _logger = logging.getLogger(__name__)
 
 
 def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms as they are."""
-    if type(norm) is not PortableNorm or norm.bias is not None:
+    """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms, and on CUDA, as they are."""
+    if type(norm) is not PortableNorm or norm.bias is not None or norm.weight.is_cuda:
         return norm
     weight = norm.weight.detach() + (1 if norm.centred else 0)
     # x w / sqrt(|x|^2 / H + eps) = x (w sqrt(H)) / hypot(|x|, sqrt(eps H)), in float32 or better
@@ -120,37 +122,37 @@ def lean(layer: Any, product: Product) -> Forward | None:
     """The layer's forward with these products, hidden [S, B, H] to the same; None for a layer of another kind."""
     if not _is_plain(layer) or not _is_known(layer.config):
         return None
+    parts: list[tuple[Callable[[Tensor], Tensor], Forward]] = []
     if (mixer := mixer_of(layer)) is not None:
-        return _alone(norm_before(layer), _mixed(mixer, product))
-    if mlp_of(layer) is None:
-        return _alone(layer.input_layernorm, _attention(layer.self_attention, product))
-    if attention_of(layer) is None:
-        return _alone(layer.pre_mlp_layernorm, _mlp(layer.mlp, product))
-    attention, mlp = _attention(layer.self_attention, product), _mlp(layer.mlp, product)
-    before_attention, before_mlp = short_norm(layer.input_layernorm), short_norm(layer.pre_mlp_layernorm)
+        parts.append((short_norm(norm_before(layer)), _mixed(mixer, product)))
+    elif attention_of(layer) is not None:
+        parts.append((short_norm(layer.input_layernorm), _attention(layer.self_attention, product)))
+    if not isinstance(getattr(layer, "mlp", None), IdentityOp | None):
+        make = _mlp if mlp_of(layer) is not None else _experts
+        parts.append((short_norm(layer.pre_mlp_layernorm), make(layer.mlp, product)))
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
-        hidden_SBH = hidden_SBH + attention(before_attention(hidden_SBH), angles)
-        return hidden_SBH + mlp(before_mlp(hidden_SBH), angles)
+        for normalise, part in parts:
+            hidden_SBH = hidden_SBH + part(normalise(hidden_SBH), angles)
+        return hidden_SBH
 
     return forward
 
 
-def _alone(norm: Any, part: Forward) -> Forward:
-    """A layer of one part, as a hybrid's are: its output is added to the states."""
-    normalise = short_norm(norm)
-    return lambda hidden_SBH, angles: hidden_SBH + part(normalise(hidden_SBH), angles)
+def is_dense(layer: Any) -> bool:
+    """Whether `lean` knows all of the layer, which is whole on this rank and has no experts."""
+    whole = layer.config.tensor_model_parallel_size == 1
+    return whole and _is_plain(layer) and not _are_experts(getattr(layer, "mlp", None)) and _is_known(layer.config)
 
 
 def _is_plain(layer: Any) -> bool:
     """Whether the layer has the modules that `lean` knows, and nothing beside them."""
-    if layer.config.tensor_model_parallel_size > 1 or type(layer) not in (TransformerLayer, MLPLayer, MambaLayer):
-        return False
     if type(layer) is MambaLayer:
         return _is_plain_mixer(layer.mixer)
     return bool(
-        isinstance(layer.cross_attention, IdentityOp)
-        and (type(layer.mlp) is IdentityOp or _is_plain_mlp(layer.mlp))
+        type(layer) in (TransformerLayer, MLPLayer)
+        and isinstance(layer.cross_attention, IdentityOp)
+        and (type(layer.mlp) is IdentityOp or _is_plain_mlp(layer.mlp) or _are_experts(layer.mlp))
         and (_is_plain_attention(layer.self_attention) or _is_plain_mixer(layer.self_attention))
     )
 
@@ -169,6 +171,12 @@ def _is_plain_mixer(mixer: Any) -> bool:
 
 def _is_plain_mlp(mlp: Any) -> bool:
     return type(mlp) is MLP and _are_plain(mlp.linear_fc1, mlp.linear_fc2)
+
+
+def _are_experts(mlp: Any) -> bool:
+    """Whether it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
+    own = getattr(mlp, "own", mlp)
+    return isinstance(own, MoELayer) and not own.config.add_bias_linear
 
 
 def _are_plain(*products: Any) -> bool:
@@ -210,9 +218,23 @@ def _warn(unknown: tuple[str, ...]) -> None:
     )
 
 
+def _summed(linear: RowParallelLinear, product: Product) -> Multiply:
+    """A product whose terms are divided over tensor-parallel ranks."""
+    multiply, group = product(linear.weight), linear.tp_group
+    if group.size() == 1:
+        return multiply
+
+    def multiply_and_sum(hidden: Tensor) -> Tensor:
+        made = multiply(hidden)
+        all_reduce(made, group=group)
+        return made
+
+    return multiply_and_sum
+
+
 def _attention(attention: SelfAttention, product: Product) -> Forward:
     core, norms = attention.core_attention, (attention.q_layernorm, attention.k_layernorm)
-    to_qkv, to_hidden = product(attention.linear_qkv.weight), product(attention.linear_proj.weight)
+    to_qkv, to_hidden = product(attention.linear_qkv.weight), _summed(attention.linear_proj, product)
     groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     heads = attention.num_attention_heads_per_partition
 
@@ -242,14 +264,24 @@ def rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
 
 
 def _mixed(mixer: CachedRecurrence, product: Product) -> Forward:
-    widen, narrow = product(mixer.own.in_proj.weight), product(mixer.own.out_proj.weight)
+    widen, narrow = product(mixer.own.in_proj.weight), _summed(mixer.own.out_proj, product)
     return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
 
 
 def _mlp(mlp: MLP, product: Product) -> Forward:
-    widen, narrow = product(mlp.linear_fc1.weight), product(mlp.linear_fc2.weight)
+    widen, narrow = product(mlp.linear_fc1.weight), _summed(mlp.linear_fc2, product)
     activate = activation(mlp.config)
     return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
+
+
+def _experts(experts: Any, _: Product) -> Forward:
+    """Megatron's module, or what stands in its place."""
+
+    def forward(hidden_SBH: Tensor, _: Angles | None) -> Tensor:
+        made_SBH: Tensor = experts(hidden_SBH)[0]
+        return made_SBH
+
+    return forward
 
 
 def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:

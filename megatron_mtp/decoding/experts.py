@@ -2,7 +2,7 @@
 
 Megatron's layer sorts rows by expert and reads the counts back to the host, which a CUDA graph cannot do, and runs one
 expert after another. Here few rows gather the weights of their experts, and more rows run all experts at once; the
-probability of an expert that was not chosen is 0. The router and the shared experts are Megatron's modules.
+probability of an expert that was not chosen is 0. The router's functions and the shared experts are Megatron's.
 
 Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden of an expert.
 """
@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,7 +33,7 @@ COPIES = 3
 """Times that a gathered weight moves through memory: read, written and read again."""
 
 KNOWN = frozenset(
-    # of the router, which is Megatron's module
+    # of the router, whose functions are Megatron's
     "moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
     "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_router_topk_limited_devices moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
@@ -67,15 +68,28 @@ class StaticExperts(StandIn):
         hidden_TH = hidden_SBH.flatten(0, 1)
         if hidden_TH.size(0) > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
             return self.own(hidden_SBH)
-        probs_TE, chosen_TE = self.own.router(hidden_SBH)
-        chosen = self.own.config.moe_router_topk
-        is_few = COPIES * hidden_TH.size(0) * chosen < probs_TE.size(1)
-        if is_few:
-            made_TH = self._by_gathering(hidden_TH, *probs_TE.masked_fill(~chosen_TE, -1).topk(chosen))
-        else:
-            made_TH = self._by_all(hidden_TH, probs_TE, chosen_TE)
-        made_SBH, shared_SBH = made_TH.view_as(hidden_SBH), self.own.shared_experts_compute(hidden_SBH)
+        probs_TK, index_TK = self._routed(hidden_SBH)
+        experts = self.own.config.num_moe_experts
+        run = self._by_gathering if COPIES * index_TK.numel() < experts else self._by_all
+        made_SBH = run(hidden_TH, probs_TK, index_TK).view_as(hidden_SBH)
+        shared_SBH = self.own.shared_experts_compute(hidden_SBH)
         return made_SBH if shared_SBH is None else made_SBH + shared_SBH, None
+
+    def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router chooses for every row, as probabilities and numbers of experts [T, K]."""
+        router, config = self.own.router, self.own.config
+        router._maintain_float32_expert_bias()
+        return topk_routing_with_score_function(
+            router.gating(hidden_SBH).flatten(0, 1),
+            config.moe_router_topk,
+            config.moe_router_pre_softmax,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+            config.moe_router_topk_scaling_factor,
+            config.moe_router_score_function,
+            router.expert_bias,
+            dense_output=True,
+        )
 
     def _by_gathering(self, hidden_TH: Tensor, probs_TK: Tensor, index_TK: Tensor) -> Tensor:
         rows, chosen = index_TK.shape
@@ -86,10 +100,11 @@ class StaticExperts(StandIn):
         made_UH = torch.bmm(self.second_EHF[index_U], inner_UF.unsqueeze(2)).squeeze(2)
         return made_UH.view(rows, chosen, -1).sum(dim=1)
 
-    def _by_all(self, hidden_TH: Tensor, probs_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-        wide_ETF = hidden_TH @ self.first_EFH.mT
-        inner_ETF = (self._activated(wide_ETF) * probs_TE.T.unsqueeze(2)).to(hidden_TH.dtype)
-        inner_ETF = inner_ETF.masked_fill(~chosen_TE.T.unsqueeze(2), 0)  # 0 times what overflows were NaN
+    def _by_all(self, hidden_TH: Tensor, probs_TK: Tensor, index_TK: Tensor) -> Tensor:
+        probs_TE = probs_TK.new_zeros(hidden_TH.size(0), self.first_EFH.size(0)).scatter_(1, index_TK, probs_TK)
+        probs_ET1 = probs_TE.T.unsqueeze(2)
+        inner_ETF = self._activated(hidden_TH @ self.first_EFH.mT) * probs_ET1
+        inner_ETF = inner_ETF.to(hidden_TH.dtype).masked_fill(probs_ET1 == 0, 0)  # 0 times what overflows were NaN
         return torch.bmm(inner_ETF, self.second_EHF.mT).sum(dim=0)
 
 

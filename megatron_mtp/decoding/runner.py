@@ -14,6 +14,7 @@ from megatron_mtp.acceptance import Alarm
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.dense_layer import is_dense
 from megatron_mtp.decoding.experts import place_static_experts, reads_nothing_back
 from megatron_mtp.decoding.kv_cache import BEYOND, KVCache, Memory
 from megatron_mtp.decoding.latent_attention import cache_latents
@@ -83,7 +84,7 @@ class Runner:
         self._place_experts()
         self.read_weights()
         self.recordable = not (self.recurrent_trunk or self.recurrent_depths) and (
-            self.backend.all_short or all(map(reads_nothing_back, self._transformer_layers()))
+            all(is_dense(layer) or reads_nothing_back(layer) for layer in self._transformer_layers())
         )
 
     def read_weights(self) -> None:

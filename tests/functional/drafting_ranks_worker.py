@@ -40,6 +40,7 @@ if __name__ == "__main__":
         else:
             model.load_state_dict(dist_checkpointing.load(sharded, str(folder))["model"])
         runner = Runner(model)
+        assert kind not in ("gqa", "moe") or runner.backend.all_short
         return [generate(runner, prompts_of(2), 10, speculative=method).token_ids for method in methods]
 
     torch.distributed.init_process_group("gloo")

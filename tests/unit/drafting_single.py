@@ -10,11 +10,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.decoding import api, batch, sequences
+from megatron_mtp.decoding import api, batch, dense_layer, sequences
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
@@ -217,6 +219,56 @@ def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             place_static_experts(layer)
 
     monkeypatch.setattr(Runner, "_place_experts", place_experts)
+
+
+NO_KERNEL = ("empty", "new_empty", "set_")
+ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
+"""On CUDA; on the CPU they are made of others."""
+
+
+def _memory_of(values: Any) -> set[int]:
+    """Where tensors are; those in the form of a CPU's library have no place."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return {one.untyped_storage().data_ptr() for one in tensors}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that compute: those that write, or make what was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        name, named = operation.overloadpacket.__name__, named or {}
+        if name not in ONE_KERNEL:
+            with self:
+                made = operation.decompose(*given, **named)
+            if made is not NotImplemented:
+                return made
+        made = operation(*given, **named)
+        new = _memory_of(made) - _memory_of((given, named))
+        if (new or operation._schema.is_mutable) and not name.startswith(NO_KERNEL):
+            self.names[name] += 1
+        return made
+
+
+@torch.inference_mode()
+def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool, **changes: Any) -> float:
+    """Of the trunk's forward of a few rows with the norms of CUDA: what two more layers add, halved."""
+    monkeypatch.setattr(dense_layer, "short_norm", lambda norm: norm)
+    place_static_experts_everywhere(monkeypatch)
+    counts = []
+    tables = BlockTables(torch.tensor([[5, 2, 0, 3], [1, 4, 6, 7]]), 8) if paged else runs(2, 127)
+    for layers in (2, 4):
+        target = Runner(model_of(kind, depths=1, dtype=torch.bfloat16, num_layers=layers, **changes))
+        cache = KVCache(layers, tables)
+        for _ in range(2):  # memory is taken in the first forward
+            rows = Rows(torch.tensor([20, 40]), 4, 64, tables, inside=True)
+            with Launches() as launches:
+                target.trunk(torch.ones(2, 4, dtype=torch.long), rows, cache)
+        counts.append(launches.names.total())
+    return (counts[1] - counts[0]) / 2
 
 
 def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import model_of, prompts_of, trained_forward
+from drafting_single import launches_of_a_layer, model_of, prompts_of, trained_forward
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_mtp.cli.generate import main
@@ -43,6 +44,34 @@ def test_the_settings_of_a_usual_model_are_known() -> None:
     runner = Runner(model_of("gqa"))
     assert runner.backend.all_short
     assert dense_layer.unknown_settings(runner.model.config) == []
+
+
+class TwoRanks:
+    """A tensor-parallel group whose other rank adds nothing."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("changes", "allowed"), [({}, 18), ({"qk_layernorm": True}, 21)])
+def test_launches_of_a_layer(changes: dict[str, Any], allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are pages add four copies, and tensor parallelism two sums."""
+    assert launches_of_a_layer(monkeypatch, "gqa", paged=False, **changes) <= allowed
+    assert launches_of_a_layer(monkeypatch, "gqa", paged=True, **changes) <= allowed + 4
+    model, summed = model_of("gqa", depths=1, **changes), list[TwoRanks]()
+    monkeypatch.setattr(dense_layer, "all_reduce", lambda _, group: summed.append(group))
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.tp_group = TwoRanks()
+    generate(Runner(model), [[1]], 1)
+    assert len(summed) == 2 * model.config.num_layers
+
+
+def test_a_norm_on_cuda_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = model_of("gqa").decoder.final_layernorm
+    assert dense_layer.short_norm(norm) is not norm
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert dense_layer.short_norm(norm) is norm
 
 
 @pytest.mark.parametrize("name", SWITCHES)

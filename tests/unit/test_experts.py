@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, model_of, place_static_experts_everywhere, prompts_of, two_steps
+from drafting_single import KINDS, launches_of_a_layer, model_of, place_static_experts_everywhere, prompts_of, two_steps
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.decoding import experts
@@ -83,6 +83,26 @@ def static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_of_every_kind_of_model_reads_nothing_back(kind: str) -> None:
     assert Runner(model_of(kind)).recordable
     two_steps(kind)
+
+
+ROUTED_AS_DEEPSEEK: dict[str, Any] = {
+    **ROUTERS["sigmoid with a bias"],
+    **ROUTERS["shared"],
+    "moe_router_dtype": "fp32",
+}
+
+
+@pytest.mark.parametrize("copies", [0, 100])
+@pytest.mark.parametrize(
+    ("changes", "allowed"), [({}, 30), (ROUTED_AS_DEEPSEEK, 42), ({**ROUTED_AS_DEEPSEEK, "qk_layernorm": True}, 45)]
+)
+def test_launches_of_a_layer(
+    changes: dict[str, Any], allowed: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all experts and of a few; blocks that are pages add those of copies."""
+    monkeypatch.setattr(experts, "COPIES", copies)
+    assert launches_of_a_layer(monkeypatch, "moe", paged=False, **changes) <= allowed
+    assert launches_of_a_layer(monkeypatch, "moe", paged=True, **changes) <= allowed + 4
 
 
 @pytest.mark.parametrize("kind", ["moe", "mla-moe"])

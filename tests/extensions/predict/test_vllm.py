@@ -9,6 +9,7 @@ Megatron's modules on the tokens that vLLM emitted, and on those that our greedy
 """
 
 import json
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import Any
 
 import launch
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import Options
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
+from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
@@ -96,6 +99,36 @@ def agree(model: MTPTrunk, served: list[dict[str, Any]], family: str, name: str)
         assert each["proposed"] == ours.target_forwards * drafts
         assert each["accepted_per_position"] == ours.accepted_at
         assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
+
+
+def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path: Path) -> None:
+    """FP8 by rows, which vLLM's CPU build runs without AMX; the MTP layer is whole, and listed by vLLM's name of it.
+
+    Without that name vLLM takes the layer for a quantized one, and accepts hardly a draft; the audit says so before.
+    """
+    saved, exported, spoiled = (tmp_path / name for name in ("checkpoint", "exported", "spoiled"))
+    flags = [*RUN.split(), *CASES["mimo"].flags.split(), "--save", str(saved)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    options = Options(quiet=True, dtype=torch.bfloat16, quantize=Quantize("fp8-channel", "bfloat16"))
+    mcore_to_hf(saved, exported, options, form_of(saved, family="mimo"))
+    shutil.copytree(exported, spoiled)
+    keys = json.loads((spoiled / "config.json").read_text())
+    says = keys["quantization_config"]
+    says["ignore"] = [name for name in says["ignore"] if "model.layers." not in name]
+    (spoiled / "config.json").write_text(json.dumps(keys))
+    rates = []
+    for folder, sound in ((exported, True), (spoiled, False)):
+        assert audit(folder)["ok"] == sound
+        command = [str(PYTHON), str(CLIENT), str(folder), json.dumps(PROMPT), str(NEW), "[1]"]
+        printed = launch.run(command, tmp_path / "vllm.log").splitlines()
+        (served,) = (json.loads(line) for line in printed if line[:1] == "{")
+        rates.append(served["accepted_per_position"][0] / served["proposed"])
+    hf_to_mcore(exported, tmp_path / "read", Options(quiet=True))
+    model, tokens = load_model(tmp_path / "read"), greedy(load_model(tmp_path / "read"), PROMPT, NEW + 2)
+    sample = Sample(tokens, len(PROMPT), len(PROMPT) + NEW)
+    ours = accepted(model, read_text(model, tokens), sample, 1, ENGINES["vllm"].feeding("mimo", 1))
+    assert rates[0] == pytest.approx(ours.accepted_per_forward, abs=0.15)  # vLLM rounds the rows of activations as well
+    assert rates[1] < 0.1
 
 
 def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli import train
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import number_of
+from megatron_mtp.config import DRAFTERS, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
@@ -99,7 +99,8 @@ def main(arguments: list[str], program: str) -> int:
             return INTERRUPTED
         if status:
             return status
-    print(f"> before: {args.run}/before/metrics.jsonl; after: {args.run}/metrics.jsonl and metrics.png")
+    before = "" if args.drafter else f"before: {args.run}/before/metrics.jsonl; "
+    print(f"> {before}after: {args.run}/metrics.jsonl and metrics.png")
     print(
         f"> Megatron checkpoint: {args.run}/checkpoint" if formless else f"> Hugging Face folder: {args.run}/exported"
     )
@@ -129,12 +130,14 @@ def parser(program: str) -> Parser:
     add("--mtp-init", choices=("fitted", "last-layer", "random", "donor"), help=inits)
     donor = "graft the MTP layers of this folder or checkpoint (convert graft), and train them on"
     add("--donor", type=named, metavar="FOLDER", help=donor)
+    drafter = "train a drafter in the place of MTP layers (train --drafter); steps of MTP layers are left out"
+    add("--drafter", choices=DRAFTERS, help=drafter)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     add("--learning-rate", default="5e-4", metavar="LR", help="learning rate after the warm-up; default: 5e-4")
     losses = [name for name in LOSSES.names() if name != "mix"]  # which has weights, and so two flags of train
-    add("--loss", choices=losses, default="kd", help="the layers' --mtp-loss of train; default: kd")
+    add("--loss", choices=losses, help="the layers' --mtp-loss of train; default: kd, a drafter's own of --drafter")
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the layers' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
@@ -190,6 +193,11 @@ def _check(args: Namespace) -> None:
         raise ValueError(
             f"--mtp-layers is {args.mtp_layers} with --unroll, which trains one layer; leave one of them out."
         )
+    for flag in ("--mtp-layers", "--unroll", "--mtp-init", "--donor"):
+        if args.drafter and getattr(args, flag[2:].replace("-", "_")) is not None:
+            raise ValueError(
+                f"--drafter {args.drafter} was given with {flag}, which is of MTP layers; drop one of them."
+            )
     check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
@@ -270,6 +278,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
             return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
+        case "start" | "before" | "verify" if args.drafter:
+            return None
         case "start" if not start.is_dir() and args.donor is not None:
             return ["convert", "graft", str(args.donor), str(args.model), str(start), "--resume"]
         case "start" if not start.is_dir():
@@ -292,7 +302,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags = ["--skip-train", "--eval-interval", "1", "--load", str(start), "--finetune"]
             return ["train", *_training(args), *flags, "--mtp-metrics-dir", f"{run}/before"]
         case "train":
-            load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", str(start), "--finetune"]
+            begin = f"{run}/trunk" if args.drafter else str(start)
+            load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", begin, "--finetune"]
             intervals = f"--save-interval {args.save_every or args.steps} --eval-interval {args.steps}".split()
             return ["train", *_training(args), *load, *intervals, "--save", str(saved), "--mtp-metrics-dir", str(run)]
         case "export":
@@ -301,6 +312,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
                 return None
             if target.is_dir() and not args.dry_run:
                 shutil.rmtree(target)
+            if args.drafter:
+                return ["convert", "drafter-to-hf", str(saved), str(target)]
             family = [] if _family(args) is None else ["--family", str(_family(args))]
             flags = [*family, "--tokenizer", str(args.model), "--resume"]
             return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
@@ -309,7 +322,7 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
         case "draft":
             passes = _passes(args)
             repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes}
-            config = json.dumps(repeated if passes else {"method": "mtp"})
+            config = json.dumps(repeated if passes else {"method": args.drafter or "mtp"})
             flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None
@@ -335,9 +348,13 @@ def _training(args: Namespace) -> list[str]:
     """The flags of every training and evaluation; flags of the command line come later and override them."""
     passes = _passes(args)
     repeated = "" if passes is None else f"--mtp-use-repeated-layer --mtp-unroll {passes} "
+    trained = f"--mtp-num-layers {args.mtp_layers or 1} {repeated}--mtp-train-only --mtp-loss-scaling-factor 1"
+    if args.drafter:
+        trained = f"--drafter {args.drafter}"
+    loss = args.loss or (None if args.drafter else "kd")
     flags = (
-        f"--use-checkpoint-args --mtp-num-layers {args.mtp_layers or 1} {repeated}--mtp-train-only "
-        f"--mtp-loss {args.loss} --mtp-loss-scaling-factor 1 --mtp-token-fraction {args.token_fraction} "
+        f"--use-checkpoint-args {trained} {f'--mtp-loss {loss} ' if loss else ''}"
+        f"--mtp-token-fraction {args.token_fraction} "
         f"--seq-length {args.sequence} --micro-batch-size {args.batch} --global-batch-size {args.batch} "
         f"--train-iters {args.steps} --lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine "
         f"--lr-warmup-iters {args.steps // 20 + 1} "
@@ -350,8 +367,8 @@ def _training(args: Namespace) -> list[str]:
 
 
 def _passes(args: Namespace) -> int | None:
-    """Passes of one MTP layer; None for layers that have one pass each."""
-    return args.unroll or (PASSES if args.mtp_layers is None else None)
+    """Passes of one MTP layer; None for layers that have one pass each, and for a drafter."""
+    return args.unroll or (PASSES if args.mtp_layers is None and args.drafter is None else None)
 
 
 def _family(args: Namespace) -> str | None:

@@ -18,6 +18,7 @@ from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
+from megatron_mtp.config import DRAFTERS
 
 ORDER = "preprocess convert convert train train convert convert generate".split()
 
@@ -62,6 +63,28 @@ def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model:
         assert commands[name][commands[name].index("--mtp-num-layers") + 1] == "1"
     assert " ".join(commands["train"]).count(f"--mtp-use-repeated-layer --mtp-unroll {passes}") == 1
     assert f'{{"method": "mtp_eagle", "num_speculative_tokens": {passes}}}' in commands["draft"]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_drafter_is_trained_on_the_trunk_exported_and_drafts(kind: str, model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run", "--drafter", kind, "--drafter-steps", "4")
+    commands = {name: attach.command_of(name, args) for name in attach.STEPS}
+    left_out = [name for name, words in commands.items() if words is None]
+    assert left_out == ["start", "sample", "before", "verify"]
+    for words in filter(None, commands.values()):
+        parse("megatron-mtp", *words)
+    training = " ".join(commands["train"] or [])
+    assert f"--drafter {kind} " in training
+    assert f"--load {tmp_path}/run/trunk --finetune" in training
+    assert "--mtp-loss " not in training
+    assert (commands["export"] or [])[1] == "drafter-to-hf"
+    assert f'{{"method": "{kind}"}}' in (commands["draft"] or [])
+
+
+def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--mtp-layers", "2"], ["--unroll", "2"], ["--mtp-init", "random"]):
+        assert attach.main([str(model), "texts", str(tmp_path / "run"), "--drafter", "dspark", *flags], "attach") == 2
+        assert f"--drafter dspark was given with {flags[0]}, which is of MTP layers; drop" in capsys.readouterr().err
 
 
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_a_drafter_is_trained_on_the_trunk_exported_and_drafts(kind: str, model:
 
 def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--mtp-layers", "2"], ["--unroll", "2"], ["--mtp-init", "random"]):
-        assert attach.main([str(model), "texts", str(tmp_path / "run"), "--drafter", "dspark", *flags], "attach") == 2
+        with pytest.raises(SystemExit):
+            attach.main([str(model), "texts", str(tmp_path / "run"), "--drafter", "dspark", *flags], "attach")
         assert f"--drafter dspark was given with {flags[0]}, which is of MTP layers; drop" in capsys.readouterr().err
 
 

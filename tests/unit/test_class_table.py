@@ -1,5 +1,6 @@
 """What becomes of the causal classes of the installed transformers: the table of docs/conversion.md, counted anew."""
 
+import runpy
 from collections import Counter
 from importlib.metadata import version
 
@@ -7,7 +8,7 @@ import pytest
 from documents import ROOT
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatron_mtp.checkpoint.families.table import classes_table, standing
+TABLES = runpy.run_path(str(ROOT / "tools/docs/family_tables.py"))
 
 
 def classes() -> dict[str, list[str]]:
@@ -25,12 +26,13 @@ def classes() -> dict[str, list[str]]:
     reason="the page counts the classes of the transformers in constraints.txt; install that one",
 )
 def test_the_table_of_the_page_counts_the_installed_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    table = classes_table(classes())
+    table = TABLES["classes_table"](classes())
     with capsys.disabled():
         print(f"\n{table}")
     assert f"\n{table}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
 
 
 def test_most_classes_with_rotary_positions_are_accepted() -> None:
+    standing = TABLES["standing"]
     counts = Counter("refused" if all(standing(t) == "refused" for t in types) else "" for types in classes().values())
     assert counts[""] >= 73

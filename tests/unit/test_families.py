@@ -1,6 +1,7 @@
 """Every family: Hugging Face to Megatron and back is equal bit by bit, in tensors and in config keys."""
 
 import json
+import runpy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES, OWN
 from megatron_mtp.checkpoint.families.family import Family
-from megatron_mtp.checkpoint.families.table import families_table, forms_table, trained_table
 
 QUIET = Options(quiet=True, workers=1)
 
@@ -49,9 +49,14 @@ def test_a_round_trip_gives_back_every_bit_and_key(tmp_path: Path, name: str, de
     assert (back / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("table", [families_table, trained_table, lambda families: forms_table()])
+TABLES = runpy.run_path(str(ROOT / "tools/docs/family_tables.py"))
+
+
+@pytest.mark.parametrize(
+    "table", [TABLES["families_table"], TABLES["trained_table"], lambda families: TABLES["forms_table"]()]
+)
 def test_the_tables_of_the_page_are_those_of_the_families(table: Callable[[Iterable[Family]], str]) -> None:
-    """`python -m megatron_mtp.checkpoint.families.table` prints what belongs there."""
+    """`python tools/docs/family_tables.py` prints what belongs there."""
     assert f"\n{table(OWN)}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
 
 

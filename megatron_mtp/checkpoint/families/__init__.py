@@ -17,7 +17,6 @@ moe.py           decoders of experts: GLM-4.5, Ling, Qwen3-MoE, ...
 hybrid.py        recurrent layers beside attention: Qwen3-Next, Qwen3.5, Nemotron-H
 depths_only.py   trunks that Megatron cannot run, and the depths of some: ERNIE-4.5, EXAONE, Gemma, OLMo, ...
 wrapped.py       models around a text model of a known family
-table.py         the families as tables, for docs/conversion.md
 """
 
 from megatron_mtp.checkpoint.families.dense import DENSE

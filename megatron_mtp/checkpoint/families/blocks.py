@@ -135,9 +135,7 @@ def gqa_rules(place: Place, a: GQA) -> list[Rule]:
         rules += [zeros(f"{hf}{name}.bias", (size,)) for name, size in zip(QKV, rows, strict=True)]
     elif a.bias:
         rules.append(_qkv(hf, mcore, a, rows, merge, "bias", ()))
-    rules.append(
-        rename(f"{hf}{a.output}.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.widths[2])),
-    )
+    rules.append(rename(f"{hf}{a.output}.weight", f"{mcore}linear_proj.weight", (a.hidden, a.heads * a.widths[2])))
     if a.out_bias:
         rules.append(rename(f"{hf}{a.output}.bias", f"{mcore}linear_proj.bias", (a.hidden,)))
     if a.norms:

@@ -219,6 +219,11 @@ class Decoder:
         return ["--use-mup", *pairs(sizes)]
 
 
+def sliding_refused(config: HFConfig) -> str | None:
+    """Refuse windows where the family's rule for them is not known here."""
+    return "sliding windows" if config.flag("use_sliding_window") else None
+
+
 def _where(flag: str, chosen: list[bool]) -> list[str]:
     """`by_layer`, if a layer is chosen."""
     return by_layer(flag, chosen) if any(chosen) else []

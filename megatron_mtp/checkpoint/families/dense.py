@@ -13,6 +13,7 @@ from megatron_mtp.checkpoint.families.decoder import (
     Decoder,
     Multipliers,
     family_of_decoder,
+    sliding_refused,
 )
 from megatron_mtp.checkpoint.families.family import Depths, Family
 from megatron_mtp.checkpoint.families.flags import dense_flags, squared_relu_flags
@@ -57,8 +58,7 @@ class MiMoConfig(Qwen2Config):
 
 
 def _ministral_windows(config: HFConfig) -> list[bool]:
-    windows = windows_by_type(config, all_windows(config))
-    return windows if config.has("sliding_window") else [False] * len(windows)
+    return windows_by_type(config, all_windows(config))
 
 
 def _three_windows(config: HFConfig) -> list[bool]:
@@ -79,10 +79,6 @@ def _unplaced(config: HFConfig) -> list[bool]:
     if not isinstance(placed, list) or len(placed) < count or any(one not in (0, 1) for one in placed):
         raise ConfigError(f"{config.source}: 'no_rope_layers' must be a list of {count} times 1 or 0, one a layer.")
     return [not one for one in placed[:count]]
-
-
-def _smollm3_refused(config: HFConfig) -> str | None:
-    return "sliding windows" if config.flag("use_sliding_window") else None
 
 
 def _stablelm_refused(config: HFConfig) -> str | None:
@@ -189,9 +185,7 @@ DENSE: tuple[Family, ...] = (
     ),
     family_of_decoder("Mistral", "Mistral 7B, Nemo, Small", ("mistral",), replace(_PLAIN, windows=all_windows)),
     family_of_decoder("Ministral", "Ministral 8B", ("ministral",), replace(_PLAIN, windows=_ministral_windows)),
-    family_of_decoder(
-        "SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced, refused=_smollm3_refused)
-    ),
+    family_of_decoder("SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced, refused=sliding_refused)),
     family_of_decoder("Seed-OSS", "Seed-OSS", ("seed_oss",), Decoder(partial(biased, out="attention_out_bias"))),
     family_of_decoder(
         "Jais 2",
@@ -233,7 +227,7 @@ DENSE: tuple[Family, ...] = (
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
-            },
+            }
         },
     ),
     family_of_decoder(

@@ -229,7 +229,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         Depths(
             r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
             "model.mtp.layers.{k}.",
-            ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+            names=("enorm", "hnorm", "eh_proj", "final_layernorm"),
             default=None,
             published=3,
             depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
@@ -247,7 +247,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         Depths(
             r"^model\.mtp\.layers\.(\d+)\.eh_proj\.weight$",
             "model.mtp.layers.0.",
-            ("enorm.m", "hnorm.m", "eh_proj", ".model.mtp.norm"),
+            names=("enorm.m", "hnorm.m", "eh_proj", ".model.mtp.norm"),
             default=None,
             published=1,
             limit=1,
@@ -279,11 +279,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "EXAONE 4.0, 4.5",
         ("exaone4",),
         AFTER,
-        replace(
-            ONE_DEPTH,
-            depth_of=lambda config, name: 0 if name.startswith("mtp.") else None,
-            flags=framed_depths,
-        ),
+        replace(ONE_DEPTH, depth_of=lambda config, name: 0 if name.startswith("mtp.") else None, flags=framed_depths),
         [r"(model|lm_head)\.", r"mtp\.layers\.0\."],
     ),
     _with_depths(
@@ -291,11 +287,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "GLM-OCR, text",
         ("glm_ocr_text",),
         AFTER,
-        Depths(
-            r"\.layers\.(\d+)\.eh_proj\.weight$",
-            depth_of=_depth_after(r"model\.(?:language_model\.)?layers\.(\d+)\."),
-            flags=framed_depths,
-        ),
+        Depths(depth_of=_depth_after(r"model\.(?:language_model\.)?layers\.(\d+)\."), flags=framed_depths),
         [r"(model|lm_head)\."],
         features={**STORED_HEAD, **COPIES},
     ),

@@ -75,7 +75,7 @@ class Depths:
         served: vLLM's prefix of a depth, where it is another one; its lists of unquantized modules have that.
     """
 
-    pattern: str
+    pattern: str = r"\.layers\.(\d+)\.eh_proj\.weight$"
     prefix: str = "{model}layers.{n}."
     names: tuple[str, str, str, str | None] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     keys: tuple[str, ...] = ("num_nextn_predict_layers",)

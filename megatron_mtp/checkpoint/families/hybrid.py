@@ -39,6 +39,7 @@ from megatron_mtp.checkpoint.families.trunk import (
     layers,
     llama_attention,
     moe,
+    stepped_layers,
 )
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
@@ -243,11 +244,7 @@ def _qwen_depth(config: HFConfig) -> str:
 def _qwen_channels(config: HFConfig, index: int) -> str:
     if config.model_type in DENSE_TYPES or not config.integer("num_experts", least=0):
         return "-"
-    dense = config.keys.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
-    sparse = (index + 1) % config.integer("decoder_sparse_step", default=1) == 0
-    return "E" if sparse and index not in dense else "-"
+    return "E" if stepped_layers(config)[index] else "-"
 
 
 def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
@@ -271,10 +268,7 @@ def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
     ]  # fmt: skip
 
 
-KINDS = {
-    **{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"},
-    **{"mlp": "-", "moe": "E"},
-}
+KINDS = {**{"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}, **{"mlp": "-", "moe": "E"}}
 """Megatron's symbols of a layer's kinds, which older folders and the published patterns use as well."""
 NORMS = {
     "M": "mixer.in_proj.layer_norm_weight",

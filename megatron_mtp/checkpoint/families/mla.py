@@ -75,7 +75,7 @@ def _group_flags(config: HFConfig) -> list[str]:
 
 _DENSE = Decoder(latent_attention, mlp_bias=None)
 _V2 = replace(_DENSE, experts=partial(moe, bias=None), sparse=sparse_layers)
-_V3 = replace(_V2, experts=moe, depths=Depths(r"\.layers\.(\d+)\.eh_proj\.weight$"))
+_V3 = replace(_V2, experts=moe, depths=Depths())
 
 LATENT: tuple[Family, ...] = (
     family_of_decoder(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
-from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder
+from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder, sliding_refused
 from megatron_mtp.checkpoint.families.dense import FACTORED, GRANITE
 from megatron_mtp.checkpoint.families.family import COPIES, PACKED, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
@@ -32,9 +32,10 @@ from megatron_mtp.checkpoint.families.trunk import (
     moe,
     qwen3_attention,
     sparse_layers,
+    stepped_layers,
     windows_by_type,
 )
-from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _glm_attention(config: HFConfig) -> GQA:
@@ -73,30 +74,14 @@ def _mixtral_experts(config: HFConfig, layout: Layout) -> MoE:
     return moe(keys, layout, shared=0, bias=None, module="block_sparse_moe", parts=("w1", "w3", "w2"))
 
 
-def _qwen_sparse(config: HFConfig) -> list[bool]:
-    """Experts in every `decoder_sparse_step`th layer that `mlp_only_layers` does not name.
-
-    Raises:
-        ValueError: `mlp_only_layers` is no list.
-    """
-    step, dense = config.integer("decoder_sparse_step", default=1), config.keys.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
-    return [(index + 1) % step == 0 and index not in dense for index in range(layers(config))]
-
-
 def _qwen_flags(config: HFConfig) -> list[str]:
     return softmax_router_flags(config, config.flag("norm_topk_prob"))
-
-
-def _qwen_refused(config: HFConfig) -> str | None:
-    return "sliding windows" if config.flag("use_sliding_window") else None
 
 
 def _dots_windows(config: HFConfig) -> list[bool]:
     """Windows from layer `max_window_layers` on, unless `layer_types` says otherwise."""
     count, first = layers(config), config.integer("max_window_layers", default=62, least=0)
-    return windows_by_type(config, [config.has("sliding_window") and index >= first for index in range(count)])
+    return windows_by_type(config, [index >= first for index in range(count)])
 
 
 ALPHA = 1.702
@@ -130,8 +115,7 @@ def _moved(name: str, shape: tuple[int, ...], key: str, how: Map) -> Rule:
 
 def _oss_windows(config: HFConfig) -> list[bool]:
     """A window in every second layer from the first on, unless the config says otherwise."""
-    windows = windows_by_type(config, [index % 2 == 0 for index in range(layers(config))])
-    return windows if config.has("sliding_window") else [False] * len(windows)
+    return windows_by_type(config, [index % 2 == 0 for index in range(layers(config))])
 
 
 def _oss_activation(config: HFConfig) -> list[str]:
@@ -176,9 +160,8 @@ def _granite_flags(config: HFConfig) -> list[str]:
     return [*softmax_router_flags(config, normed=True), *pairs(shared)]
 
 
-_DEPTHS = Depths(r"\.layers\.(\d+)\.eh_proj\.weight$")
 _OWN_NORM = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-_GLM = Decoder(_glm_attention, mlp_bias=None, experts=moe, sparse=sparse_layers, depths=_DEPTHS)
+_GLM = Decoder(_glm_attention, mlp_bias=None, experts=moe, sparse=sparse_layers, depths=Depths())
 _BAILING = Decoder(
     _bailing_attention,
     embedding="word_embeddings",
@@ -192,20 +175,17 @@ _HUNYUAN = Decoder(
     mlp_bias=None,
     experts=partial(moe, shared_name="shared_mlp", bias="expert_bias", router="router.gate"),
     sparse=sparse_layers,
-    depths=replace(_DEPTHS, names=_OWN_NORM),
+    depths=Depths(names=_OWN_NORM),
 )
 _QWEN3 = Decoder(
     qwen3_attention,
     experts=partial(moe, shared=0, bias=None),
-    sparse=_qwen_sparse,
+    sparse=stepped_layers,
     expert_flags=_qwen_flags,
-    refused=_qwen_refused,
+    refused=sliding_refused,
 )
 _QWEN2 = replace(
-    _QWEN3,
-    attention=partial(biased, key="qkv_bias"),
-    experts=_qwen2_experts,
-    expert_flags=softmax_expert_flags,
+    _QWEN3, attention=partial(biased, key="qkv_bias"), experts=_qwen2_experts, expert_flags=softmax_expert_flags
 )
 _MIXTRAL = Decoder(
     gqa, windows=all_windows, experts=_mixtral_experts, expert_flags=partial(softmax_router_flags, normed=True)

@@ -74,20 +74,20 @@ def all_windows(config: HFConfig) -> list[bool]:
 
 
 def windows_by_type(config: HFConfig, usual: list[bool]) -> list[bool]:
-    """Windows of the layers that `layer_types` names so; those of `usual` without the key.
+    """Windows of the layers that `layer_types` names so, those of `usual` without it; none without `sliding_window`.
 
     Raises:
         ValueError: a kind of layer is unknown.
     """
     kinds = config.words("layer_types", layers(config))
     if kinds is None:
-        return usual
+        return [config.has("sliding_window") and one for one in usual]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
             f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are full_attention, sliding_attention."
         )
-    return [kind == "sliding_attention" for kind in kinds]
+    return [config.has("sliding_window") and kind == "sliding_attention" for kind in kinds]
 
 
 def latent_attention(config: HFConfig) -> MLA:
@@ -150,6 +150,18 @@ def sparse_layers(config: HFConfig) -> list[bool]:
     if unknown:
         raise ValueError(f"{config.source}: 'mlp_layer_types' has '{unknown[0]:.40}'; known are dense, sparse.")
     return [kind == "sparse" for kind in kinds]
+
+
+def stepped_layers(config: HFConfig) -> list[bool]:
+    """For each layer whether it has experts: every `decoder_sparse_step`th that `mlp_only_layers` does not name.
+
+    Raises:
+        ValueError: `mlp_only_layers` is no list.
+    """
+    step, dense = config.integer("decoder_sparse_step", default=1), config.keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ConfigError(f"{config.source}: 'mlp_only_layers' is {dense!r:.40}; it must be a list of layers.")
+    return [(index + 1) % step == 0 and index not in dense for index in range(layers(config))]
 
 
 def is_dense(config: HFConfig) -> bool:

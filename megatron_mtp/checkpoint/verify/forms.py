@@ -26,6 +26,7 @@ from megatron_mtp.patches.catalogue import DamagedError
 
 TOLERANCE = 1e-6
 """Largest difference, relative to the largest number; for one rank in float32 none was seen."""
+BOTH = "Megatron's GPT and its hybrid model"
 LENGTH = 16
 RATE = 1e-3
 NUMBERS = ("iteration", "optimizer", "opt_param_scheduler")
@@ -50,15 +51,20 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
     halves = Halves.of(_arguments(hybrid).hybrid_layer_pattern)
     tensors = _same_tensors("tensors", gpt, hybrid, gpt.keys, hybrid.keys, halves)
     states = _same_tensors("tensors of the optimizer's state", gpt, hybrid, gpt.state_keys, hybrid.state_keys, halves)
-    checks = [tensors, states, *_same_beside(gpt, hybrid), _same_settings(gpt, hybrid)]
-    try:
-        models = _model(gpt), _model(hybrid)
-    except DamagedError as error:
-        return [*checks, Check("logits not compared", 0, False, str(error), made=False)]
+    checks = [tensors, states, *_same_beside(gpt, hybrid)]
+    models = list[MTPTrunk]()
+    for reader in (gpt, hybrid):
+        model = model_of(_arguments(reader), stored_draft_vocabulary(reader.folder))
+        try:
+            fill(model, reader)
+        except DamagedError as error:
+            return [*checks, Check("logits not compared", 0, False, str(error), made=False)]
+        models.append(model)
     if sharding_type(gpt.common()) == BY_BUCKET:
         checks.append(_same_order(*models))
+    of_gpt, of_hybrid = models
     prompt = prompt_of(gpt, seed)
-    return [*checks, *_same_logits(*models, prompt), *_same_step(*models, prompt)]
+    return [*checks, *_same_logits(of_gpt, of_hybrid, prompt), *_same_step(of_gpt, of_hybrid, prompt)]
 
 
 def _arguments(reader: DistReader) -> Namespace:
@@ -97,22 +103,17 @@ def _same_tensors(
 
 
 def _same_bits(one: DistReader, key: str, other: DistReader, counterpart: str) -> bool:
-    if not other.holds(counterpart):
+    if not other.holds(counterpart) or one.shape(key) != other.shape(counterpart):
         return False
-    if (one.shape(key), one.dtype(key)) != (other.shape(counterpart), other.dtype(counterpart)):
-        return False
-    return all(
-        torch.equal(_bits(one.read(key, offset, shape)), _bits(other.read(counterpart, offset, shape)))
+    return one.dtype(key) == other.dtype(counterpart) and all(
+        torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in pair))
         for offset, shape in one.slabs(key)
+        for pair in [(one.read(key, offset, shape), other.read(counterpart, offset, shape))]
     )
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
-    """Compare a run's progress and the objects that are not of a kernel: random states, the optimizer's settings."""
+    """Compare a run's progress, the objects that are not of a kernel, and the arguments, a GPT's as its hybrid's."""
     theirs, ours = ({name: reader.common().get(name) for name in NUMBERS} for reader in (gpt, hybrid))
     wrong = [name for name in NUMBERS if not _equal(theirs[name], ours[name])]
     yield _none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
@@ -122,6 +123,9 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
     ]
     wrong = [key for key in sorted({*objects[0], *objects[1]}) if objects[0].get(key) != objects[1].get(key)]
     yield _none_differs("random states and other objects that differ", wrong, "the other checkpoint")
+    as_hybrid = settings_by_pattern(hybrid_arguments(_arguments(gpt), str(gpt.folder)))
+    wrong = differences(as_hybrid, settings_by_pattern(_arguments(hybrid)))
+    yield _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -135,22 +139,8 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _same_settings(gpt: DistReader, hybrid: DistReader) -> Check:
-    """Compare the arguments that say what is computed; the GPT's as those of its hybrid form."""
-    theirs, ours = hybrid_arguments(_arguments(gpt), str(gpt.folder)), _arguments(hybrid)
-    wrong = differences(settings_by_pattern(theirs), settings_by_pattern(ours))
-    return _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
-
-
 def _none_differs(name: str, wrong: list[str], witness: str) -> Check:
     return Check(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
-
-
-def _model(reader: DistReader) -> MTPTrunk:
-    """The model of a checkpoint, as its own arguments describe it."""
-    model = model_of(_arguments(reader), stored_draft_vocabulary(reader.folder))
-    fill(model, reader)
-    return model
 
 
 def prompt_of(reader: DistReader, seed: int) -> Prompt:
@@ -163,14 +153,15 @@ def prompt_of(reader: DistReader, seed: int) -> Prompt:
 
 def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
     """Whether both models have their parameters in the same order, in which buffers of the optimizer hold them."""
-    names = [[_ending(name) for name, _ in model.named_parameters()] for model in (gpt, hybrid)]
+    names = [  # without the layer, which has another number in the other form
+        [
+            ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
+            for name, _ in model.named_parameters()
+        ]
+        for model in (gpt, hybrid)
+    ]
     wrong = [one for one, other in zip(*names, strict=False) if one != other]
     return _none_differs("parameters in another order", wrong, "both models, built by Megatron")
-
-
-def _ending(name: str) -> str:
-    """Module and parameter, without the layer, which has another number in the other form."""
-    return ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")
 
 
 def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
@@ -179,18 +170,17 @@ def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Ch
     for name, logits_SV in theirs.items():
         difference = (ours[name] - logits_SV).abs().max().item()
         ok = difference <= TOLERANCE * max(1.0, logits_SV.abs().max().item())
-        yield Check(f"{name} logits, largest difference", difference, ok, "Megatron's GPT and its hybrid model")
+        yield Check(f"{name} logits, largest difference", difference, ok, BOTH)
 
 
 def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
     """Compare a step of AdamW: the loss of trunk and depths before and after it, and the gradients."""
     (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
     difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
-    witness = "Megatron's GPT and its hybrid model"
-    yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, witness)
+    yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, BOTH)
     pairs = list(zip(their_gradients, our_gradients, strict=True))
     largest = max(((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).item() for one, other in pairs)
-    yield Check("gradients, largest relative difference", largest, largest <= TOLERANCE, witness)
+    yield Check("gradients, largest relative difference", largest, largest <= TOLERANCE, BOTH)
 
 
 def _step(model: MTPTrunk, prompt: Prompt) -> tuple[list[float], list[Tensor]]:

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
@@ -90,27 +90,8 @@ def quieten() -> None:
     logging.disable_progress_bar()
 
 
-def check_whole(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check by names and shapes that a folder has all tensors of transformers' classes.
-
-    Args:
-        folder: a folder with a `config.json`.
-        shapes: shapes of its tensors, by name.
-
-    Raises:
-        ValueError: tensors are missing.
-    """
-    quieten()
-    form, config = config_of(folder)
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tensors = tensors if form is None else form.named(config, tensors)
-    model = _load(_class_of(config), config, tensors, NAMES_ALONE, str(folder))
-    if form is not None:
-        _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
-
-
 def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check that a folder has all tensors of transformers' class, if there is such a class.
+    """Check by names and shapes that a folder has all tensors of transformers' class, if there is such a class.
 
     The rules of a conversion do not require the carried tensors, so this finds a missing one.
 
@@ -121,13 +102,17 @@ def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     Raises:
         ValueError: the folder lacks a tensor of the class, or has one of another shape.
     """
-    from transformers import AutoConfig
-
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         return
-    check_whole(folder, shapes)
+    quieten()
+    form, config = config_of(folder)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = tensors if form is None else form.named(config, tensors)
+    model = _load(_class_of(config), config, tensors, NAMES_ALONE, str(folder))
+    if form is not None:
+        _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
 
 
 @dataclass

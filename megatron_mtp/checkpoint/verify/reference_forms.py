@@ -89,12 +89,7 @@ def _with_eyes(text: Any) -> Any:
 def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
     """Tensors of the depth of this index: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
     row = form.row(config)
-    places = {
-        "k": depth,
-        "n": config.num_hidden_layers + depth,
-        "first": depth * row,
-        "last": (depth + 1) * row - 1,
-    }
+    places = {"k": depth, "n": config.num_hidden_layers + depth, "first": depth * row, "last": (depth + 1) * row - 1}
     frame = {part: name.format(**places) for part, name in form.frame.items()}
     found: Tensors = {}
     for index in range(row):

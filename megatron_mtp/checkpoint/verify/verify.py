@@ -73,12 +73,7 @@ class Check:
 
 @exact_float32()
 def verify(
-    hf: Path,
-    mcore: Path,
-    text: Path | None = None,
-    length: int = 16,
-    seed: int = 0,
-    trust_remote_code: bool = False,
+    hf: Path, mcore: Path, text: Path | None = None, length: int = 16, seed: int = 0, trust_remote_code: bool = False
 ) -> list[Check]:
     """Compare a folder with a checkpoint.
 
@@ -99,18 +94,23 @@ def verify(
     reader = DistReader(mcore)
     model = HFModel.read(hf).beside(reader)
     check_mcore(model.rules, reader)
-    checks = [_round_trip(model, reader), *_same_settings(model, reader)]
-    reason = _why_not_compared(model, reader)
-    if reason is not None:
+    flags, reason = flags_of(model)
+    of_depths = depth_flags_of(model) if flags is None else None
+    runs = not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
+    checks = [_round_trip(model, reader), *_same_settings(model, reader, runs)]
+    if flags is not None and not runs:
+        reason = "the checkpoint was converted from a model that Megatron cannot run"
         return [*checks, Check("logits not compared", 0, False, reason, made=False)]
+    if flags is None and of_depths is None:
+        return [*checks, Check("logits not compared", 0, False, f"Megatron cannot run {reason}", made=False)]
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
         else text_tokens(hf, text, 32 * length, trust_remote_code)
     )
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
-    if flags_of(model)[0] is None:
-        theirs, ours = split_logits(model, depth_flags_of(model) or [], hf, reader, prompt)
+    if flags is None:
+        theirs, ours = split_logits(model, of_depths or [], hf, reader, prompt)
         checks += compare(theirs, ours, "transformers from the checkpoint")
     else:
         theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
@@ -118,36 +118,25 @@ def verify(
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
         checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
-    return checks + ([] if text is None else [_same_perplexity(theirs, ours, near_BS)])
+    if text is not None:  # without the random tokens after it
+        length, vocabulary = near_BS.size(1), theirs["trunk"].size(1)
+        their, our = (_perplexity(one["trunk"][:length, :vocabulary], near_BS[0]) for one in (theirs, ours))
+        same = abs(our - their) <= TOLERANCE * their
+        checks.append(Check(f"perplexity of {length} tokens", our, same, f"transformers, {their:.6f}"))
+    return checks
 
 
-def _why_not_compared(model: HFModel, reader: DistReader) -> str | None:
-    """Why no logits can be compared; None if they can."""
-    flags, reason = flags_of(model)
-    if flags is not None and not _runs(reader):
-        return "the checkpoint was converted from a model that Megatron cannot run"
-    if flags is None and depth_flags_of(model) is None:
-        return f"Megatron cannot run {reason}"
-    return None
-
-
-def _runs(reader: DistReader) -> bool:
-    """Whether Megatron can run the model of the checkpoint's arguments."""
-    return not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
-
-
-def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
+def _same_settings(model: HFModel, reader: DistReader, runs: bool) -> list[Check]:
     """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
     flags, reason = flags_of(model)
-    kept = reader.folder.parent / HF_FILES
-    if flags is not None and _runs(reader):
-        theirs = parsed(flags, model.config.integer("vocab_size"))
-        ours = settings_of(reader.common()["args"])
-        wrong, witness = differences(ours, settings_of(theirs)), "the checkpoint's arguments"
-    elif flags is None and _runs(reader):
-        wrong, witness = [f"Megatron runs the checkpoint, but the folder has {reason}"], "the checkpoint's arguments"
+    kept, witness = reader.folder.parent / HF_FILES, "the checkpoint's arguments"
+    if runs and flags is None:
+        wrong = [f"Megatron runs the checkpoint, but the folder has {reason}"]
+    elif runs and flags is not None:
+        described = parsed(flags, model.config.integer("vocab_size"))
+        wrong = differences(settings_of(reader.common()["args"]), settings_of(described))
     elif (kept / CONFIG).is_file():
         wrong = differences(whole_config(kept), whole_config(model.folder.folder))
         witness = f"the {CONFIG} that the conversion kept"
@@ -208,13 +197,10 @@ def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
 
 def _round_trip(model: HFModel, reader: DistReader) -> Check:
     wrong = [rule for rule in model.rules if not _same_both_ways(rule, model, reader)]
-    name = "tensors that are equal bit by bit, there and back"
     count = sum(len(rule.hf) for rule in model.rules) - sum(len(rule.hf) for rule in wrong)
-    return Check(name, count, not wrong, f"the folder itself{_named(wrong)}")
-
-
-def _named(wrong: list[Rule]) -> str:
-    return f"; first that differs: {wrong[0].hf[0].name}" if wrong else ""
+    first = f"; first that differs: {wrong[0].hf[0].name}" if wrong else ""
+    name = "tensors that are equal bit by bit, there and back"
+    return Check(name, count, not wrong, f"the folder itself{first}")
 
 
 def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
@@ -246,15 +232,7 @@ def text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) 
     return torch.tensor([tokens])
 
 
-def _same_perplexity(theirs: dict[str, Tensor], ours: dict[str, Tensor], tokens_BS: Tensor) -> Check:
-    """Compare the perplexity of the text, without the random tokens after it."""
-    length, vocabulary = tokens_BS.size(1), theirs["trunk"].size(1)
-    their, our = (perplexity(logits["trunk"][:length, :vocabulary], tokens_BS[0]) for logits in (theirs, ours))
-    name = f"perplexity of {tokens_BS.size(1)} tokens"
-    return Check(name, our, abs(our - their) <= TOLERANCE * their, f"transformers, {their:.6f}")
-
-
-def perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
+def _perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
     """exp of the mean cross-entropy of all tokens [S] except the first, from logits [S, V]."""
     return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 

@@ -1,4 +1,4 @@
-"""Tables of docs/conversion.md, families and forms: `python -m megatron_mtp.checkpoint.families.table` prints them."""
+"""Tables of docs/conversion.md, families and forms: `python tools/docs/family_tables.py` prints them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -38,14 +38,17 @@ from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import PROPOSERS, base, block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers import VERIFIERS
@@ -116,6 +119,24 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
         assert run(target, prompts, 40, settings)[0].token_ids == answers
         if "tree" not in method:
             assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
+
+
+@pytest.mark.parametrize("kind", tiered(list(DRAFTERS), ("dflash", "dspark")))
+def test_drafters_change_no_token_of_requests_that_come_and_go(kind: str) -> None:
+    """Alone, and of 16 that come one in every step, with budgets of their own."""
+    target, prompts, budgets = runner_of(kind), prompts_of(16), [10 + 3 * number for number in range(16)]
+    answers = plain(target, prompts, max(budgets))
+    engine = Engine(target, EngineSettings(running=6), config_from({"method": DRAFTERS[kind]}))
+    made: dict[int, list[int]] = {}
+    waiting = list(zip(prompts, budgets, strict=True))
+    while waiting or engine.busy:
+        if waiting:
+            engine.add(Request(*waiting.pop(0)))
+        for update in engine.step():
+            made.setdefault(update.request, []).extend(update.tokens)
+    for number, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        assert prompt + made[number] == answers[number][: len(prompt) + budget]
+    assert run(target, prompts[:1], 60, {"method": DRAFTERS[kind]})[0].token_ids == plain(target, prompts[:1], 60)
 
 
 class Recorder:

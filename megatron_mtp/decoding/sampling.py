@@ -120,42 +120,56 @@ def _at_least(probs: Tensor, least: Tensor) -> Tensor:
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token [...] that `uniform` [...] in [0, 1) picks from `weights` [..., V], which need not sum to one."""
-    heights = weights.double().cumsum(dim=-1)
+    heights = weights.cumsum(dim=-1, dtype=torch.double)
     threshold = uniform.unsqueeze(-1) * heights[..., -1:]
     return torch.searchsorted(heights, threshold, right=True).squeeze(-1).clamp(max=weights.size(-1) - 1)
 
 
-@dataclass(frozen=True)
+STREAMS, NUMBERS = 3, 1 << 20
+"""Streams of a round, and the most numbers of a stream."""
+
+LEAST_NUMBERS = 16
+"""Numbers of each stream that are made at once."""
+
+
 class Noise:
     """Random numbers of one round, for every request of a batch.
 
-    Attributes:
+    Number c of a request is a hash of its seed's hash + c times a constant, as SplitMix64's is (Steele et al., OOPSLA
+    2014), with the mixing function of Lea, whose shifts move whole halves (Steele and Vigna, OOPSLA 2021).
+
+    Args:
         seed_B: of each request.
         position_B: tokens that it has; it grows from round to round.
     """
 
-    seed_B: Tensor
-    position_B: Tensor
+    def __init__(self, seed_B: Tensor, position_B: Tensor) -> None:
+        self.seed_B, self.position_B = seed_B, position_B
+        self._made_BSN: Tensor | None = None
 
     def uniform(self, stream: int, count: int) -> Tensor:
         """[B, count], float64 in [0, 1); the first ones do not depend on `count`."""
-        index_1C = torch.arange(count, device=self.seed_B.device).unsqueeze(0)
-        key_B1 = _mix(_mix(self.seed_B) + self.position_B).unsqueeze(1)
-        bits_BC = _mix(_mix(key_B1 + stream) + index_1C)
-        return (bits_BC & 0xFFFFFFFF).double() * 2.0**-32
+        if self._made_BSN is None or self._made_BSN.size(2) < count:
+            self._made_BSN = self._made(max(count, LEAST_NUMBERS))
+        return self._made_BSN[:, stream, :count]
+
+    def _made(self, count: int) -> Tensor:
+        index_N = torch.arange(count, device=self.seed_B.device)
+        stream_S1 = torch.arange(0, STREAMS * NUMBERS, NUMBERS, device=self.seed_B.device).unsqueeze(1)
+        number_BSN = torch.add(stream_S1 + index_N, self.position_B.view(-1, 1, 1), alpha=4 * NUMBERS)
+        key_B11 = _mixed(self.seed_B.clone()).view(-1, 1, 1)
+        bits_BSN = _mixed(torch.add(key_B11, number_BSN, alpha=_signed(0x9E3779B97F4A7C15)))
+        return (bits_BSN & 0xFFFFFFFF).double() * 2.0**-32
 
 
-def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's step and finaliser (Steele et al., OOPSLA 2014), in wrapping 64-bit arithmetic."""
-    value = value + _signed(0x9E3779B97F4A7C15)
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shift(value, 31)
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """To the right, filling with zeros; torch's own shift fills with the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+def _mixed(value: Tensor) -> Tensor:
+    """Lea's mixing function, in place and in wrapping 64-bit arithmetic; the lower half of a number stands first."""
+    lower, upper = value.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    for _ in range(2):
+        lower.bitwise_xor_(upper)
+        value.mul_(_signed(0xDABA0B6EB09322E3))
+    lower.bitwise_xor_(upper)
+    return value
 
 
 def _signed(constant: int) -> int:

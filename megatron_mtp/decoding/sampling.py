@@ -6,6 +6,7 @@ They are hashes of (seed, position, stream, index), made without state (Salmon e
 Letters in names: B batch, V vocabulary; ... any leading dimensions.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -72,15 +73,20 @@ class Sampling:
             best = logits.argmax(dim=-1, keepdim=True)
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        if 0 < self.top_k < logits.size(-1):
-            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
-        probs = logits.softmax(dim=-1)
+        order = None
         if self.top_p < 1:
-            probs = _nucleus(probs, self.top_p)
+            logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        if 0 < self.top_k < logits.size(-1):
+            kth = logits[..., self.top_k - 1, None] if order is not None else logits.topk(self.top_k).values[..., -1:]
+            logits.masked_fill_(logits < kth, -torch.inf)
+        if self.top_p < 1:  # a token stays if more likely ones hold less than top_p together (arXiv:1904.09751)
+            mass = logits.softmax(dim=-1).cumsum(dim=-1)
+            logits[..., 1:].masked_fill_(mass[..., :-1] >= self.top_p, -torch.inf)
         if self.min_p > 0:  # arXiv:2407.01082
-            probs = _at_least(probs, self.min_p * probs.amax(dim=-1, keepdim=True))
-        return probs
+            most = logits[..., :1] if order is not None else logits.amax(dim=-1, keepdim=True)
+            logits.masked_fill_(logits < most + math.log(self.min_p), -torch.inf)
+        probs = logits.softmax(dim=-1)
+        return probs if order is None else torch.empty_like(probs).scatter_(-1, order, probs)
 
 
 @dataclass(frozen=True)
@@ -104,20 +110,6 @@ def sampling_of(each: list[Sampling]) -> Sampling | SamplingOfEach:
     return each[0] if len(set(each)) == 1 else SamplingOfEach(tuple(each))
 
 
-def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """A token stays if the tokens that are more likely hold less than top_p together (arXiv:1904.09751)."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    outside = ordered.cumsum(dim=-1) - ordered >= top_p
-    kept = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0.0))
-    return kept / kept.sum(dim=-1, keepdim=True)
-
-
-def _at_least(probs: Tensor, least: Tensor) -> Tensor:
-    """The probabilities [..., V] of tokens that have `least` [..., 1] or more."""
-    kept = probs.masked_fill(probs < least, 0.0)
-    return kept / kept.sum(dim=-1, keepdim=True)
-
-
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token [...] that `uniform` [...] in [0, 1) picks from `weights` [..., V], which need not sum to one."""
     heights = weights.cumsum(dim=-1, dtype=torch.double)
@@ -125,8 +117,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(heights, threshold, right=True).squeeze(-1).clamp(max=weights.size(-1) - 1)
 
 
-STREAMS, NUMBERS = 3, 1 << 20
-"""Streams of a round, and the most numbers of a stream."""
+STREAMS, NUMBERS = 3, 1 << 22
+"""Streams of a round, and the most numbers of all of them together."""
 
 LEAST_NUMBERS = 16
 """Numbers of each stream that are made at once."""
@@ -135,8 +127,8 @@ LEAST_NUMBERS = 16
 class Noise:
     """Random numbers of one round, for every request of a batch.
 
-    Number c of a request is a hash of its seed's hash + c times a constant, as SplitMix64's is (Steele et al., OOPSLA
-    2014), with the mixing function of Lea, whose shifts move whole halves (Steele and Vigna, OOPSLA 2021).
+    Number c of a request is a hash of its seed + c times a constant, as SplitMix64's is (Steele et al., OOPSLA 2014),
+    with the mixing function of Lea, whose shifts move whole halves (Steele and Vigna, OOPSLA 2021).
 
     Args:
         seed_B: of each request.
@@ -145,21 +137,19 @@ class Noise:
 
     def __init__(self, seed_B: Tensor, position_B: Tensor) -> None:
         self.seed_B, self.position_B = seed_B, position_B
-        self._made_BSN: Tensor | None = None
+        self._made_BNS: Tensor | None = None
 
     def uniform(self, stream: int, count: int) -> Tensor:
         """[B, count], float64 in [0, 1); the first ones do not depend on `count`."""
-        if self._made_BSN is None or self._made_BSN.size(2) < count:
-            self._made_BSN = self._made(max(count, LEAST_NUMBERS))
-        return self._made_BSN[:, stream, :count]
+        if self._made_BNS is None or self._made_BNS.size(1) < count:
+            self._made_BNS = self._made(max(count, LEAST_NUMBERS))
+        return self._made_BNS[:, :count, stream]
 
     def _made(self, count: int) -> Tensor:
-        index_N = torch.arange(count, device=self.seed_B.device)
-        stream_S1 = torch.arange(0, STREAMS * NUMBERS, NUMBERS, device=self.seed_B.device).unsqueeze(1)
-        number_BSN = torch.add(stream_S1 + index_N, self.position_B.view(-1, 1, 1), alpha=4 * NUMBERS)
-        key_B11 = _mixed(self.seed_B.clone()).view(-1, 1, 1)
-        bits_BSN = _mixed(torch.add(key_B11, number_BSN, alpha=_signed(0x9E3779B97F4A7C15)))
-        return (bits_BSN & 0xFFFFFFFF).double() * 2.0**-32
+        number_X = torch.arange(count * STREAMS, device=self.seed_B.device)
+        number_BX = torch.add(number_X, self.position_B.unsqueeze(1), alpha=NUMBERS)
+        bits_BX = _mixed(torch.add(self.seed_B.unsqueeze(1), number_BX, alpha=_signed(0x9E3779B97F4A7C15)))
+        return (bits_BX & 0xFFFFFFFF).double().mul_(2.0**-32).unflatten(1, (count, STREAMS))
 
 
 def _mixed(value: Tensor) -> Tensor:

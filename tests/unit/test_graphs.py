@@ -184,7 +184,7 @@ def test_repeated_steps_sample_the_same_texts(
     request.getfixturevalue("on_tape")
     again = generate(target, prompts, 40, Sampling(2.0), settings, drafter=drafter)
     assert again.token_ids == usual.token_ids
-    assert again.stats.accepted == usual.stats.accepted > 40
+    assert again.stats.accepted == usual.stats.accepted > 30
     assert Counted.replays > 5
 
 

@@ -170,7 +170,8 @@ def top_k_scored_with_q(children: tuple[int, ...], batch: int) -> Draft:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_chi_square_sees_wrong_rules(rule: object, make: object, children: tuple[int, ...]) -> None:
-    assert fit(rule, make, children) < LEVEL  # type: ignore[arg-type]
+    samples = 500_000 if rule is block_that_forgets_pi else SAMPLES  # whose distribution is the nearest
+    assert fit(rule, make, children, samples) < LEVEL  # type: ignore[arg-type]
 
 
 def _mean_accepted(verifier: str, draft: Draft) -> float:

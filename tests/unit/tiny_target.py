@@ -128,5 +128,5 @@ def p_value(tokens_BJ: Tensor, sampling: Sampling = ALL) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def fit(verifier: Rule, make: Callable[..., Draft], children: tuple[int, ...]) -> float:
-    return p_value(emitted(verifier, make(children, SAMPLES)))
+def fit(verifier: Rule, make: Callable[..., Draft], children: tuple[int, ...], samples: int = SAMPLES) -> float:
+    return p_value(emitted(verifier, make(children, samples)))

@@ -146,7 +146,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (f"{ROPE} {MOCK} --mtp-draft-vocab-size 9", "--mtp-draft-vocab-size was given without --mtp-num-layers"),
         (
             f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-file /nowhere",
-            "--mtp-draft-vocab-file is /nowhere, which is no text",
+            "--mtp-draft-vocab-file is /nowhere, which is no list of token ids",
         ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "there is no dataset '/nowhere/corpus'"),

@@ -34,13 +34,24 @@ class LookaheadSettings(Settings):
 
 @dataclass
 class JacobiWindow:
-    """One sequence's guesses: levels of columns, and the n-grams found, by their first token, newest first."""
+    """One sequence's guesses.
+
+    Attributes:
+        levels: columns of each.
+        pool: the n-grams found, by their first token, newest first.
+        found: how many tokens the sequence had in its last step, and the target's tokens after the last level.
+    """
 
     levels: list[list[int]]
     pool: dict[int, deque[tuple[int, ...]]] = field(default_factory=dict)
+    found: tuple[int, list[int]] | None = None
 
-    def learn(self, found: list[int], guesses: int) -> None:
-        """Take the target's tokens after the last level, which complete the n-grams; the lowest level is done."""
+    def learn(self, length: int, guesses: int) -> None:
+        """Take what the last step found, which completes the n-grams, unless an error makes it run again."""
+        before, found = self.found or (length, [])
+        self.found = None
+        if before == length:
+            return
         for first, *rest in zip(*self.levels, found, strict=True):
             grams = self.pool.setdefault(first, deque(maxlen=guesses))
             if tuple(rest) in grams:
@@ -76,6 +87,7 @@ class Lookahead(Proposer):
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         tokens, parents, valid = [], [], []
         for ids, window in zip(sequences.token_ids, self._windows(sequences), strict=True):
+            window.learn(len(ids), self.settings.guesses)
             grams = [gram[:count] for gram in window.pool.get(ids[-1], ())]
             guessed, below = _trie(grams, self._in_window)
             spare = self.nodes(count) - self._in_window - len(guessed)
@@ -92,8 +104,8 @@ class Lookahead(Proposer):
             return
         last = slice(1 + self._in_window - self.settings.window, 1 + self._in_window)
         after = logits_BRV[:, last].argmax(dim=-1).tolist()
-        for window, found in zip(self._windows(sequences), after, strict=True):
-            window.learn(found, self.settings.guesses)
+        for ids, window, found in zip(sequences.token_ids, self._windows(sequences), after, strict=True):
+            window.found = len(ids), found
 
     def _windows(self, sequences: "Sequences") -> list[JacobiWindow]:
         """Of every sequence."""

@@ -21,7 +21,7 @@ model=(
 )
 mtp=(--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-metrics-dir "$run")
 training=(
-    --micro-batch-size 8 --global-batch-size 8 --train-iters 300
+    --micro-batch-size 8 --global-batch-size 8 --train-iters 320
     --optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov   # matrices; the rest by Adam, at the same rate
     --lr 1e-2 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0
     --adam-beta2 0.95
@@ -31,8 +31,8 @@ corpus=(
     --make-vocab-size-divisible-by 128 --no-create-attention-mask-in-dataloader
 )
 logging=(
-    --eval-interval 100 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
-    --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 150
+    --eval-interval 120 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
+    --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 160
 )
 .venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}"
 

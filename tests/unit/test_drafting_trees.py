@@ -242,8 +242,11 @@ def test_sampled_trees_carry_the_q_of_their_siblings() -> None:
 
 def test_a_window_makes_ngrams() -> None:
     #   levels a: 5 6, b: 7 8, and the target's words 9 and 4: n-grams (5, 7, 9) and (6, 8, 4)
-    window = JacobiWindow([[5, 6], [7, 8]])
-    window.learn([9, 4], guesses=2)
+    window = JacobiWindow([[5, 6], [7, 8]], found=(3, [9, 4]))
+    repeated = JacobiWindow([[5, 6], [7, 8]], found=(3, [9, 4]))
+    repeated.learn(3, guesses=2)  # no token has come since
+    assert (repeated.levels, repeated.pool, repeated.found) == ([[5, 6], [7, 8]], {}, None)
+    window.learn(4, guesses=2)
     assert window.levels == [[7, 8], [9, 4]]
     assert {first: list(grams) for first, grams in window.pool.items()} == {5: [(7, 9)], 6: [(8, 4)]}
     assert _window_parents(2, 2) == [0, 1, 1, 2]

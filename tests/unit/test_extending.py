@@ -144,7 +144,7 @@ def test_a_sampling_parameter_is_a_field_of_sampling_and_one_of_the_api(monkeypa
         monkeypatch,
         "decoding/sampling.py",
         (field + "\n", "    def __post_init__(self)"),
-        ("\n".join(applied), "        return probs\n\n\n@dataclass(frozen=True)\nclass SamplingOfEach"),
+        ("\n".join(applied), "        probs = logits.softmax(dim=-1)\n        return probs if order is None"),
     )
     protocol = changed_module(monkeypatch, "server/protocol.py", (of_body, "    presence_penalty: "))
     body = protocol.CompletionBody(prompt="a", temperature=1.0, top_a=0.7)

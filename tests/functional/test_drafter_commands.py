@@ -131,14 +131,19 @@ def test_the_folder_has_what_published_drafters_have(exported: Path) -> None:
     assert inspect(exported)["drafts"] == f"{len(drafted)} of 127 tokens"
 
 
-def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_path: Path) -> None:
-    assert convert(["attach-drafter", str(trained / "trunk"), str(exported), str(tmp_path / "attached")]) == 0
-    assert convert(["drafter-to-hf", str(tmp_path / "attached"), str(tmp_path / "again")]) == 0
+def assert_same_there_and_back(trunk: Path, exported: Path, checkpoint: Path, folder: Path) -> None:
+    """Attached to the trunk, an exported drafter is that of its checkpoint, and is exported to the same bytes."""
+    assert convert(["attach-drafter", str(trunk), str(exported), str(folder / "attached")]) == 0
+    assert convert(["drafter-to-hf", str(folder / "attached"), str(folder / "again")]) == 0
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
-    ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(trained / "drafter")
+        assert (folder / "again" / name).read_bytes() == (exported / name).read_bytes()
+    ours, theirs = tensors_of(folder / "attached"), tensors_of(checkpoint)
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+
+
+def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_path: Path) -> None:
+    assert_same_there_and_back(trained / "trunk", exported, trained / "drafter", tmp_path)
 
 
 def test_a_list_in_any_order_gives_the_same_drafter_and_two_lists_that_differ_are_refused(
@@ -277,13 +282,7 @@ def test_a_block_drafter_goes_there_and_back_bit_by_bit_and_drafts(trained: Path
     assert keys["dflash_config"]["target_layer_ids"] == [1, 5]
     assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (kind == "dspark")
     assert "3 drafts, mask token" in inspect(exported)["blocks"]
-    assert convert(["attach-drafter", str(trained / "trunk"), str(exported), str(tmp_path / "attached")]) == 0
-    assert convert(["drafter-to-hf", str(tmp_path / "attached"), str(tmp_path / "again")]) == 0
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
-    ours, theirs = tensors_of(tmp_path / "attached"), tensors_of(block / "drafter")
-    assert ours.keys() == theirs.keys()
-    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    assert_same_there_and_back(trained / "trunk", exported, block / "drafter", tmp_path)
     prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], load_runner(tmp_path / "attached")
     drafted = generate(runner, prompts, 20, speculative={"method": kind})
     assert drafted.token_ids == generate(runner, prompts, 20).token_ids

@@ -80,11 +80,10 @@ class Products:
         """[K, 3] of this rank's slice: largest logit, sum of exponentials of what all have above it, sum of all."""
         from megatron_mtp.losses import triton_kernels
 
-        is_gathered = columns_V is not None
         tokens = self.vocabulary.tokens_of(products_KX).size(1) if columns_V is None else len(columns_V)
         found_K3 = products_KX.new_empty(len(products_KX), 3, dtype=torch.float32)
         pointers = products_KX, products_KX.stride(0), products_KX if columns_V is None else columns_V, found_K3
-        constants = {"TOKENS": tokens, "GATHERED": is_gathered, **_program(tokens)}
+        constants = {"TOKENS": tokens, "GATHERED": columns_V is not None, **_program(tokens)}
         triton_kernels.statistics[(len(products_KX),)](*pointers, factor, **constants)
         return found_K3
 

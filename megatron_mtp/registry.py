@@ -98,11 +98,12 @@ class Imported[T](Mapping[str, T]):
     """Name to part, where a part is written as an entry point is, "module:attribute", and imported when looked up."""
 
     def __init__(self, rows: dict[str, str]) -> None:
-        self.rows = rows
+        self.rows, self._parts = rows, dict[str, T]()
 
     def __getitem__(self, name: str) -> T:
-        part: T = EntryPoint(name, self.rows[name], "").load()
-        return part
+        if name not in self._parts:
+            self._parts[name] = EntryPoint(name, self.rows[name], "").load()
+        return self._parts[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows

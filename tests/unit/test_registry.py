@@ -93,5 +93,7 @@ def test_rows_that_are_imported_when_looked_up(outside: Path) -> None:
     assert "none" not in Imported(rows)
     assert "outside_parts" not in sys.modules
     assert lazy["focal"] == "outside focal"
+    del sys.modules["outside_parts"].focal
+    assert lazy["focal"] == "outside focal", "imported once"
     with pytest.raises(ModuleNotFoundError):
         lazy["bad"]

@@ -10,15 +10,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.cli import train
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import DRAFTERS, number_of
 from megatron_mtp.data.chat import is_chat
+from megatron_mtp.data.checks import check_split
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
@@ -39,8 +39,9 @@ STEPS = {
 }
 """The steps in their order, and their names in the output."""
 ON_RANKS, OF_THE_FOLDER = ("before", "train"), ("export", "verify")
-AFTER_START = "sample"
-"""The step before which it is known what the attached model is."""
+AFTER_CORPUS, AFTER_START = "trunk", "sample"
+"""The steps before which it is known how many documents there are, and what the attached model is."""
+SPLIT = "98,2,0"
 LEAST_TEXTS = 25
 PASSES = 2
 """Default of --unroll: the best number that docs/attaching.md has measured."""
@@ -87,6 +88,9 @@ def main(arguments: list[str], program: str) -> int:
         return _only(args)
     formless = None
     for step, line in STEPS.items():
+        if step == AFTER_CORPUS:
+            with sentences(program):
+                _check_split(args)
         if step == AFTER_START:
             formless = _warned(args)
         if (formless and step in OF_THE_FOLDER) or (command := command_of(step, args)) is None:
@@ -160,12 +164,6 @@ def parser(program: str) -> Parser:
     return made
 
 
-def full_parser(program: str) -> ArgumentParser:
-    """The same with the flags of `train`."""
-    parents = [train.full_parser(program), parser(program)]
-    return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
-
-
 def _set_donor(args: Namespace) -> None:
     """Find the donor, and take as many layers as it has. Raises ValueError where flags contradict each other."""
     if args.donor is None and args.mtp_init == "donor":
@@ -231,6 +229,14 @@ def _check_texts(args: Namespace) -> None:
     given = started and started["arguments"].get("data_path")
     if given and Path(given[-1]).name != Path(_trained_on(args)).name:
         raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")
+
+
+def _check_split(args: Namespace) -> None:
+    """Raises ValueError where the corpus has too few documents to hold some out, before anything is fitted to it."""
+    prefix, overridden = f"{args.run}/data/corpus", {word.partition("=")[0] for word in args.more}
+    is_trained_on = args.self_generated is None and not {"--data-path", "--split"} & overridden
+    if is_trained_on and Path(f"{prefix}.idx").exists():
+        check_split([prefix], SPLIT)
 
 
 def _only(args: Namespace) -> int:
@@ -359,7 +365,7 @@ def _training(args: Namespace) -> list[str]:
         f"--train-iters {args.steps} --lr {args.learning_rate} --min-lr 1e-5 --lr-decay-style cosine "
         f"--lr-warmup-iters {args.steps // 20 + 1} "
         "--clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 "
-        f"--split 98,2,0 --eval-iters {args.evaluated_batches} --no-create-attention-mask-in-dataloader "
+        f"--split {SPLIT} --eval-iters {args.evaluated_batches} --no-create-attention-mask-in-dataloader "
         "--tokenizer-type HuggingFaceTokenizer"
     )
     paths = ["--data-path", _trained_on(args), "--tokenizer-model", str(args.model)]

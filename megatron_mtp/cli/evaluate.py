@@ -6,7 +6,7 @@ It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may foll
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -96,12 +96,6 @@ def parser(program: str) -> Parser:
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
-
-
-def full_parser(program: str) -> ArgumentParser:
-    """The same with the flags of `train`."""
-    parents = [train.full_parser(program), parser(program)]
-    return ArgumentParser(program, parents=parents, add_help=False, conflict_handler="resolve")
 
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:

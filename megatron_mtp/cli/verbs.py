@@ -1,8 +1,8 @@
 """The table of verbs: a verb is one module, which is imported when the verb is called.
 
 The module has `parser(program) -> ArgumentParser`, which imports no torch, and `main(arguments, program) -> int`, which
-parses once, then imports what is heavy, and returns the exit status. A verb that passes flags on to another one has
-`full_parser(program)` as well, a parser with those flags.
+parses once, then imports what is heavy, and returns the exit status. `train` has `full_parser(program)` as well, with
+the flags of Megatron.
 
 Other packages add verbs by the entry point group `megatron_mtp.verbs`; the entry point names a `Verb`.
 """
@@ -24,10 +24,12 @@ class Verb:
     Attributes:
         line: its line in `--help`.
         module: the dotted name of its module.
+        passes_to: the verb to which it passes further flags.
     """
 
     line: str
     module: str
+    passes_to: str | None = None
 
 
 VERBS: Registry[Verb] = Registry(
@@ -44,6 +46,7 @@ VERBS: Registry[Verb] = Registry(
         "attach": Verb(
             "add MTP layers to a Hugging Face model: train on its frozen trunk, measure, export",
             "megatron_mtp.cli.attach",
+            "train",
         ),
         "generate": Verb("generate text from a checkpoint, several tokens per forward", "megatron_mtp.cli.generate"),
         "sample": Verb(
@@ -52,7 +55,9 @@ VERBS: Registry[Verb] = Registry(
         "serve": Verb(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
         ),
-        "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
+        "evaluate": Verb(
+            "compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate", "train"
+        ),
         "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
         "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
         "completion": Verb(
@@ -69,7 +74,9 @@ def module_of(verb: str) -> ModuleType:
 
 def parser_of(verb: str, program: str = PROGRAM) -> ArgumentParser:
     """A parser of all flags that a verb takes, those that it passes on to another verb included."""
-    module = module_of(verb)
-    make = getattr(module, "full_parser", module.parser)
-    made: ArgumentParser = make(f"{program} {verb}")
-    return made
+    module, passes_to = module_of(verb), VERBS[verb].passes_to
+    made: ArgumentParser = getattr(module, "full_parser", module.parser)(f"{program} {verb}")
+    if passes_to is None:
+        return made
+    parents = [parser_of(passes_to, program), made]
+    return ArgumentParser(made.prog, parents=parents, add_help=False, conflict_handler="resolve")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from documents import parse
 from hf_models import make
+from test_data_checks import write_dataset
 
 from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.cli import attach
@@ -314,6 +315,21 @@ def test_a_step_that_fails_ends_the_others(model: Path, tmp_path: Path, monkeypa
     started = commands(monkeypatch, failing="attach-mtp")
     assert cli.main(["attach", str(model), "texts", str(tmp_path / "run")]) == 3
     assert len(started) == 3
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_corpus_of_too_few_documents_is_refused_before_anything_is_fitted_to_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 % of three documents are none."""
+    started, run = commands(monkeypatch), tmp_path / "run"
+    (run / "data").mkdir(parents=True)
+    prefix = write_dataset(run / "data/corpus", [[5, 6, 0], [9, 0], [7, 0]])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["attach", str(model), "texts", str(run)])
+    assert f"--split is 98,2,0, which of the 3 documents of '{prefix}' leaves none for val" in capsys.readouterr().err
+    assert len(started) == 1, "the corpus alone"
+    assert cli.main(["attach", str(model), "texts", str(run), "--split=50,50,0"]) == 0
 
 
 def test_one_step_alone_runs_in_this_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ DEPTHS = {"glm4_moe": "model.layers.3.", "deepseek_v3": "model.layers.3."}
 
 def exported(folder: Path, family: str, quantize: Quantize, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
     """A folder, and its quantized export."""
-    source = make(folder / "hf", family, 1, dtype, changes=FAMILIES[family])
+    source = make(folder / "hf", family, 1, dtype, changes=FAMILIES.get(family, {}))
     hf_to_mcore(source, folder / "mcore", QUIET)
     form = kept_form(folder / "mcore")
     assert form is not None
@@ -104,6 +104,18 @@ def test_modules_of_which_vllm_has_another_name_are_listed_by_both(tmp_path: Pat
     (said,) = alarms(coded)
     assert "7 weights of the MTP layers are not quantized, and listed so, but vLLM calls their modules by other" in said
     assert "'model.layers.3.mlp.down_proj'" in said
+
+
+def test_the_depth_of_longcat_is_listed_by_the_names_that_vllm_builds(tmp_path: Path) -> None:
+    """`LongCatFlashMTP` of vLLM: layer 2 * `num_layers`, fused projections by their own names, and a bare eh_proj."""
+    _, coded = exported(tmp_path, "longcat_flash", Quantize("fp8", "bfloat16"))
+    keys = config_of(coded)
+    assert keys["num_layers"] == 2
+    listed = [name for name in keys["quantization_config"]["modules_to_not_convert"] if ".mtp." not in name]
+    attention = [f"model.layers.4.self_attn.{name}" for name in ("fused_qkv_a_proj", "kv_b_proj", "o_proj", "q_b_proj")]
+    mlp = [f"model.layers.4.mlp.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert sorted(listed[listed.index("eh_proj") :]) == sorted(["eh_proj", *attention, *mlp])
+    assert alarms(coded) == []
 
 
 def test_two_groups_target_a_depth_by_both_of_its_names(tmp_path: Path) -> None:

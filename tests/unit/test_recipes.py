@@ -10,6 +10,7 @@ from cluster import RECIPES, Cluster
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import unset_global_variables
 
+from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 
 GPUS = {"moe_16b": 32, "nemotron_h_8b": 16, "qwen3_8b": 16, "smollm2_135m": 8, "tiny": 2}
@@ -93,5 +94,6 @@ def test_a_recipe_is_read_as_the_model_that_it_names(
     flags = words[words.index(str(cluster.run / "jobs/123456/code/pretrain_gpt.py")) + 1 :]
     args = parsed(recipe, flags, monkeypatch)
     assert parameters(args, VOCABULARY[recipe]) == PARAMETERS[recipe]
+    assert epsilon_note(args) == {}  # of latent attention: transformers computes the exported model
     assert args.exit_signal_handler
     assert args.save == args.load == str(cluster.run / "checkpoint")

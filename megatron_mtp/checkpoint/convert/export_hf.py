@@ -40,7 +40,7 @@ from megatron_mtp.checkpoint.convert.quantizing import config as quantization_co
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.families.trained import check_computable, common_keys
+from megatron_mtp.checkpoint.families.trained import check_computable, common_keys, epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
@@ -136,7 +136,8 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> C
             "left out": [key for key in reader.keys if key == DRAFT_VOCABULARY or key.startswith(DRAFTER)] or "nothing",
             "names": moved(sides(rule)[::-1] for rule in export.rules),
         },
-        notes={} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"},
+        notes=({} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"})
+        | epsilon_note(reader.common()["args"]),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, 
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
@@ -64,6 +65,7 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
     for (drafts,) in draft_vocabulary(model):
         found["draft vocabulary"] = f"{drafts.entries[0].shape[0]} tokens, those of {DRAFTED}"
+    found |= epsilon_note(args)
     depths, held = model.family.depths, model.layout.depths
     if depths is not None and depths.configured(model.config) is None and held < depths.published:
         lost = f"{depths.published - held} of {depths.published}"

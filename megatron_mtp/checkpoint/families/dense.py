@@ -132,7 +132,7 @@ _MIMO = Decoder(
         "model.mtp_layers.{k}.",
         ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         embedding_first=False,
-        served="model.layers.{n}.",
+        served={"": "model.layers.{n}."},
     ),
 )
 GRANITE = replace(_LLAMA, multipliers=_multipliers)

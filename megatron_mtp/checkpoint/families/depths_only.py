@@ -180,6 +180,17 @@ def _longcat_scales(config: HFConfig) -> dict[str, float]:
     return scales
 
 
+_LAYER = "model.layers.{n}."
+_LONGCAT_IN_VLLM = {
+    "eh_proj": "eh_proj",
+    **dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), f"{_LAYER}self_attn.fused_qkv_a_proj"),
+    **dict.fromkeys(("transformer_layer.mlp.gate_proj", "transformer_layer.mlp.up_proj"), f"{_LAYER}mlp.gate_up_proj"),
+    "transformer_layer.": _LAYER,
+    "": _LAYER,
+}
+"""As `LongCatFlashMTP` builds them: it has no table of fused projections, so their own names are compared."""
+
+
 def _step_layer(config: HFConfig, layout: Layout, place: Place, depth: int) -> list[Rule]:
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
     head, own = f"{place.hf}transformer.shared_head.output.weight", f"mtp.layers.{depth}.output_layer.weight"
@@ -216,7 +227,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             (".model.mtp_emb_norm.{k}", ".model.mtp_hidden_norm.{k}", ".model.mtp_linear_proj.{k}", None),
             depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
             flags=_ernie_flags,
-            served="model.layers.{n}.",
+            served={"": "model.layers.{n}."},
         ),
         [r"model\.layers\.", r"model\.mtp_linear_proj\.\d+\.bias$"],
         lambda config, layout, place, depth: _ERNIE.layer(config, layout, place, sparse=False),
@@ -253,6 +264,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             limit=1,
             flags=_longcat_flags,
             scales=_longcat_scales,
+            served=_LONGCAT_IN_VLLM,
         ),
         [r"model\.layers\."],
         _longcat_layer,
@@ -269,7 +281,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             depth_of=_depth_after(r"model\.layers\.(\d+)\."),
             before_norm=True,
             flags=_step_flags,
-            served="model.layers.{n}.mtp_block.",
+            served={"": "model.layers.{n}.mtp_block."},
         ),
         [r"model\.layers\.", r"(vision_model|vit_large_projector|model\.vision)"],
         _step_layer,

@@ -72,7 +72,8 @@ class Depths:
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
         flags: Megatron's flags for a model of such depths, for families whose trunk Megatron cannot run.
         scales: factors that the model applies to weights of a depth's layer, by the weights' names in Megatron.
-        served: vLLM's prefix of a depth, where it is another one; its lists of unquantized modules have that.
+        served: beginnings of module names under the prefix, and of vLLM's names where they are other ones, by which it
+            reads lists of unquantized modules; the first that fits counts.
     """
 
     pattern: str = r"\.layers\.(\d+)\.eh_proj\.weight$"
@@ -88,7 +89,7 @@ class Depths:
     before_norm: bool = False
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
-    served: str | None = None
+    served: Mapping[str, str] = field(default_factory=dict)
 
     def configured(self, config: HFConfig) -> int | None:
         """The number of depths in the config; None if no key holds one."""
@@ -96,12 +97,15 @@ class Depths:
 
     def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
         """The name of a module in vLLM, given the number of depths: mostly the folder's own."""
-        if self.served is not None:
-            first = config.integer("num_hidden_layers")
-            for k in range(depths):
-                own = self.prefix.format(k=k, n=first + k, model="model.")
-                if module.startswith(own):
-                    return self.served.format(n=first + k) + module.removeprefix(own)
+        if not self.served:
+            return module
+        # vLLM counts a layer of LongCat, which has two attentions, as two
+        first = 2 * config.integer("num_layers") if config.has("num_layers") else config.integer("num_hidden_layers")
+        for k in range(depths):
+            own = self.prefix.format(k=k, n=first + k, model="model.")
+            for ours, theirs in self.served.items():
+                if module.startswith(own + ours):
+                    return theirs.format(n=first + k) + module.removeprefix(own + ours)
         return module
 
     def stored(self, names: Iterable[str]) -> int:

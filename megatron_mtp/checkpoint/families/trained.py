@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LARGEST_LATENT_EPSILON = 1e-5
-"""Megatron and vLLM have the config's epsilon in all norms, transformers 1e-6 inside latent attention.
+LATENT_EPSILON, LARGEST_LATENT_EPSILON = 1e-6, 1e-5
+"""Epsilon of transformers in the norms inside latent attention, whatever the config says; the largest that converts.
 
-Between 1e-5 and 1e-6 logits differ by some 1e-5 of the largest.
+Megatron and vLLM have the config's epsilon in all norms. Between the two values logits differ by some 1e-5 of the
+largest.
 """
 
 
@@ -35,6 +36,18 @@ class TrainedForm:
     keys: Callable[[Namespace], dict[str, Any]]
     fits: Callable[[Namespace, int], bool]
     files: Mapping[str, str] = field(default_factory=dict)
+
+
+def epsilon_note(args: Namespace) -> dict[str, str]:
+    """A note for who converts a model that transformers computes with another epsilon; empty for all others."""
+    epsilon = getattr(args, "layernorm_epsilon", LATENT_EPSILON)
+    if not getattr(args, "multi_latent_attention", False) or epsilon == LATENT_EPSILON:
+        return {}
+    says = (
+        f"Megatron and vLLM have the epsilon {epsilon} in them, and transformers always {LATENT_EPSILON}, so its "
+        f"logits differ by some 1e-5 of the largest; only --norm-epsilon {LATENT_EPSILON} is one model in all three"
+    )
+    return {"norms inside latent attention": says}
 
 
 def check_computable(args: Namespace) -> None:

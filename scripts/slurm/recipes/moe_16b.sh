@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read the arrays
 # The shape of Moonlight-16B-A3B, a small DeepSeek-V3 (latent attention, 64 experts of which 6 and 2 shared ones work on
-# a token), with one depth: the experts are spread over 8 ranks, so 8, 16, 32, ... GPUs.
+# a token), with one depth: the experts are spread over 8 ranks, so 8, 16, 32, ... GPUs. Its epsilon is 1e-6, not 1e-5:
+# transformers has 1e-6 inside latent attention, and Megatron and vLLM that of the flag.
 : "${DATA:=data/corpus}" "${TOKENIZER:=models/Moonlight-16B-A3B}" "${HF_MODEL:=models/Moonlight-16B-A3B}"
 : "${FAMILY:=deepseek_v3}"
 : "${DEPTHS:=1}" "${SEQUENCE:=4096}" "${MICRO_BATCH:=1}" "${GLOBAL_BATCH:=1024}"
@@ -18,7 +19,7 @@ MODEL=(
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --seq-length "$SEQUENCE" --max-position-embeddings 8192
     --position-embedding-type rope --rope-type rope --rotary-base 50000
-    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --untie-embeddings-and-output-weights
     --mtp-num-layers "$DEPTHS" --mtp-loss-scaling-factor 0.1
 )

@@ -195,15 +195,21 @@ def look(args: Namespace) -> dict[str, Any]:
 
 def prove(args: Namespace) -> dict[str, Any]:
     """`convert verify`."""
+    from megatron_mtp.checkpoint.hf.folder import drafter_kind
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.verify.forms import verify_forms
     from megatron_mtp.checkpoint.verify.verify import verify
 
     source = local_folder(args.source)
-    if not is_checkpoint(source):
+    drafts = drafter_kind(source) is not None
+    if args.text is not None and (drafts or is_checkpoint(source)):
+        raise ValueError(f"--text is {args.text}, but {source} is no model's folder; leave --text out.")
+    if drafts:
+        from megatron_mtp.checkpoint.verify.drafters import verify_drafter
+
+        checks = verify_drafter(source, args.target)
+    elif not is_checkpoint(source):
         checks = verify(source, args.target, args.text, trust_remote_code=args.trust_remote_code)
-    elif args.text is not None:
-        raise ValueError(f"--text is {args.text}, but {source} is no Hugging Face folder; leave --text out.")
     else:
         checks = verify_forms(source, args.target)
     ok = all(check.ok for check in checks if check.made)
@@ -340,8 +346,8 @@ COMMANDS = {
         INSPECTS,
     ),
     "verify": Command(
-        "Prove that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
-        "same model, MTP layers included.",
+        "Prove that a Hugging Face folder, of a model or of a drafter, and a Megatron checkpoint, or a GPT checkpoint "
+        "and its hybrid form, are the same model, MTP layers included.",
         {"source": "HF|MCORE", "target": "MCORE"},
         TRUSTS | VERIFIES,
     ),

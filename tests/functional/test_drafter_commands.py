@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafters import read_drafter
+from megatron_mtp.checkpoint.convert.drafter_form import read_drafter
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -133,6 +133,7 @@ def test_the_folder_has_what_published_drafters_have(exported: Path) -> None:
 
 def assert_same_there_and_back(trunk: Path, exported: Path, checkpoint: Path, folder: Path) -> None:
     """Attached to the trunk, an exported drafter is that of its checkpoint, and is exported to the same bytes."""
+    assert convert(["verify", str(exported), str(checkpoint)]) == 0
     assert convert(["attach-drafter", str(trunk), str(exported), str(folder / "attached")]) == 0
     assert convert(["drafter-to-hf", str(folder / "attached"), str(folder / "again")]) == 0
     for name in ("config.json", "model.safetensors"):

@@ -11,6 +11,7 @@ live.py            the same of a model in memory, without a checkpoint
 fitting.py         eh_proj of new depths, fitted to text
 edit.py            attach-mtp, drop-mtp and draft-vocab
 graft.py           the MTP layers of a donor on another trunk
+drafter_form.py    the form of the folder of an EAGLE-3, DFlash or DSpark drafter, and its rules
 drafters.py        drafter-to-hf and attach-drafter
 hybrid.py          gpt-to-hybrid and hybrid-to-gpt
 """

@@ -143,11 +143,11 @@ def _none_differs(name: str, wrong: list[str], witness: str) -> Check:
     return Check(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
 
 
-def prompt_of(reader: DistReader, seed: int) -> Prompt:
+def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
     """Random tokens, of the rows of the embedding that are not padding."""
     args = _arguments(reader)
     rows = getattr(args, "vocab_size", None) or args.padded_vocab_size
-    length = min(LENGTH, args.max_position_embeddings)
+    length = min(length, args.max_position_embeddings)
     return Prompt.of(torch.randint(0, rows, (1, length), generator=torch.Generator().manual_seed(seed)))
 
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, flags_of
-from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, stored_key
+from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
@@ -97,7 +98,7 @@ def verify(
     flags, reason = flags_of(model)
     of_depths = depth_flags_of(model) if flags is None else None
     runs = not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
-    checks = [_round_trip(model, reader), *_same_settings(model, reader, runs)]
+    checks = [round_trip(model.rules, model.folder, reader), *_same_settings(model, reader, runs)]
     if flags is not None and not runs:
         reason = "the checkpoint was converted from a model that Megatron cannot run"
         return [*checks, Check("logits not compared", 0, False, reason, made=False)]
@@ -195,16 +196,17 @@ def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
     return (drafts_S[:count] == targets_S[:count]).float().mean().item()
 
 
-def _round_trip(model: HFModel, reader: DistReader) -> Check:
-    wrong = [rule for rule in model.rules if not _same_both_ways(rule, model, reader)]
-    count = sum(len(rule.hf) for rule in model.rules) - sum(len(rule.hf) for rule in wrong)
-    first = f"; first that differs: {wrong[0].hf[0].name}" if wrong else ""
+def round_trip(rules: list[Rule], folder: HFFolder, reader: DistReader) -> Check:
+    """Convert every tensor of a folder and of a checkpoint to the form of the other side, and compare bit by bit."""
+    wrong = [rule for rule in rules if not _same_both_ways(rule, folder, reader)]
+    count = sum(len(rule.hf) for rule in rules) - sum(len(rule.hf) for rule in wrong)
+    first = "".join(f"; first that differs: {[*names, *keys][0]}" for names, keys in map(sides, wrong[:1]))
     name = "tensors that are equal bit by bit, there and back"
     return Check(name, count, not wrong, f"the folder itself{first}")
 
 
-def _same_both_ways(rule: Rule, model: HFModel, reader: DistReader) -> bool:
-    theirs = [model.folder.read(tensor.name) for tensor in rule.hf]
+def _same_both_ways(rule: Rule, folder: HFFolder, reader: DistReader) -> bool:
+    theirs = [folder.read(tensor.name) for tensor in rule.hf]
     ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
     if rule.rounds:
         return all(torch.equal(a.to(b.dtype), b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
@@ -305,8 +307,17 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
         return logits_of(model, prompt)
 
 
-def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
-    """Logits of a model of Megatron, trunk and depths; names as in reference.py."""
+def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
+    """Logits of the last stage, each [S, V]."""
+    states = {"trunk": stage.hidden_SBH}
+    states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
+    return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
+
+
+def logits_of(
+    model: Any, prompt: Prompt, read: Callable[[Any], dict[str, Tensor]] = trunk_and_depths
+) -> dict[str, Tensor]:
+    """What `read` makes of the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
     from megatron_mtp.data.batch import depth_batch
     from megatron_mtp.model.causal import square_mask
 
@@ -316,14 +327,8 @@ def logits_of(model: Any, prompt: Prompt) -> dict[str, Tensor]:
     mask = square_mask(length, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
-
-    def logits(stage: Any) -> dict[str, Tensor]:
-        states = {"trunk": stage.hidden_SBH}
-        states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
-        return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
-
     shifted = depth_batch(batch, max(depths, 1))
     out: dict[str, Tensor] = model(
-        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted
+        tokens_BS, positions_BS, mask, output_processor=read, output_processor_context=shifted
     )
     return out

@@ -1,0 +1,418 @@
+"""The form of a drafter's folder, which engines load beside the trunk's: what it says, and the rule of every tensor.
+
+    config.json          LlamaForCausalLMEagle3, DFlashDraftModel or Qwen3DSparkModel, with the keys below
+    model.safetensors    fc, norm and
+        EAGLE-3          midlayer.*, lm_head; with a reduced vocabulary d2t and t2d
+        DFlash, DSpark   hidden_norm, layers.*; with a reduced vocabulary lm_head, d2t and t2d
+        DSpark           markov_head.markov_w1, markov_w2, confidence_head.proj
+
+`eagle_aux_hidden_state_layer_ids` has the number of trunk layers before each state that is read, as vLLM counts;
+`eagle_config` has the number of the layer that returns it, from 0, as SGLang and SpecForge count, and so has
+`target_layer_ids`. `block_size` counts rows: the newest token's drafts in DSpark, and not in DFlash. d2t is what is
+added to a draft index for its token, and t2d says of every token whether it is drafted. Letters in names: N drafted
+tokens, V vocabulary, H hidden, M rank of the bias.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_kind
+from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
+from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.drafter import as_mtp_layers, can_read, default_layers
+
+ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
+LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+VOCABULARY, HEAD, OUTPUT = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head", "output_layer.weight"
+FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
+OTHER_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "use_swa", "is_causal", "causal"), False),
+    **{"sample_from_anchor": True, "markov_head_type": "vanilla", "conv_kernel_size": None},
+}
+"""Config keys of drafters that compute something else with another value than this one."""
+LAYER = ("midlayer.", "layers.0.")
+"""Names of an EAGLE-3 drafter's layer: as it is written, and another that is read."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a drafter is, beside its trunk's sizes.
+
+    Attributes:
+        name: of `config.DRAFTERS`.
+        layers: numbers of the trunk's layers that it reads.
+        width: of its MLPs.
+        steps: tokens that it drafts at once, or was trained to draft.
+        depth: its own layers.
+        mask_token: of its blocks; None without blocks.
+        rank: of the bias by the token before; None without.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    width: int
+    steps: int = DRAFTER_STEPS
+    depth: int = 1
+    mask_token: int | None = None
+    rank: int | None = None
+
+    @classmethod
+    def of(cls, args: Namespace) -> "Kind":
+        """That of a checkpoint's drafter, from its arguments."""
+        name, width = args.drafter, args.drafter_ffn_hidden_size or args.ffn_hidden_size
+        known = name, tuple(args.drafter_layers), width, args.drafter_steps or DRAFTER_STEPS
+        if name == EAGLE3:
+            return cls(*known)
+        mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
+        rank = (args.drafter_markov_rank or MARKOV_RANK) if name == DSPARK else None
+        return cls(*known, args.drafter_num_layers or BLOCK_LAYERS, mask, rank)
+
+    def arguments(self, args: Namespace) -> dict[str, Any]:
+        """The arguments of a checkpoint that has it beside the trunk of these."""
+        fills_blocks = self.mask_token is not None
+        return {
+            "drafter": self.name,
+            "drafter_layers": [*self.layers],
+            "drafter_steps": self.steps,
+            "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
+            "drafter_num_layers": self.depth if fills_blocks else None,
+            "drafter_mask_token": self.mask_token,
+            "drafter_markov_rank": self.rank,
+            **as_mtp_layers(self.steps),
+        }
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of config.json that only drafters of its kind have."""
+        returns = [number - 1 for number in self.layers]
+        if self.mask_token is None:
+            return {LAYERS: [*self.layers], "eagle_config": {LAYERS: returns, "use_aux_hidden_state": True}}
+        inner = {BLOCK_LAYERS_READ: returns, "mask_token_id": self.mask_token}
+        if self.rank is None:
+            return {"block_size": self.steps + 1, "dflash_config": inner}
+        return {
+            **{"block_size": self.steps, "dflash_config": inner, **inner},
+            **{"markov_rank": self.rank, "markov_head_type": "vanilla"},
+            **{"enable_confidence_head": True, "confidence_head_with_markov": True},
+        }
+
+
+def sizes_of(args: Namespace) -> dict[str, Any]:
+    """The config keys in which a drafter has to agree with its trunk, from the trunk's arguments."""
+    heads = args.num_attention_heads
+    return {
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
+        "head_dim": args.kv_channels or args.hidden_size // heads,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "rope_theta": args.rotary_base,
+        "vocab_size": args.vocab_size,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
+
+    order_N: Tensor
+    what = "by ascending token"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as a checkpoint has them."""
+        return [rows[self.order_N] for rows in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as the folder has them."""
+        return [rows[self.order_N.argsort()] for rows in tensors]
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """A folder's lists of drafted tokens, out of d2t and t2d, to their ids [N]; without d2t all tokens are drafted."""
+
+    names: tuple[str, ...]
+    order_N: Tensor
+    vocabulary: int
+    what = "to ids"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The ids, ascending."""
+        offsets_N = dict(zip(self.names, tensors, strict=True)).get("d2t", torch.zeros(len(self.order_N)).long())
+        return [(offsets_N + torch.arange(len(self.order_N)))[self.order_N]]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The folder's lists."""
+        (tokens_N,) = tensors
+        offsets_N = tokens_N[self.order_N.argsort()] - torch.arange(len(tokens_N))
+        made = {"d2t": offsets_N, "t2d": torch.isin(torch.arange(self.vocabulary), tokens_N)}
+        return [made[name] for name in self.names]
+
+
+@dataclass(frozen=True)
+class DrafterForm:
+    """A drafter, and how its folder stores it.
+
+    Attributes:
+        kind: what it is.
+        sizes: of `sizes_of`.
+        order_N: the row of the folder's head for each drafted token, by ascending token.
+        has_head: whether the folder has a head.
+        lists: of `LISTS`, those that the folder has.
+        layer: the name of an EAGLE-3 drafter's layer in the folder.
+    """
+
+    kind: Kind
+    sizes: dict[str, Any]
+    order_N: Tensor
+    has_head: bool
+    lists: tuple[str, ...] = ()
+    layer: str = LAYER[0]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it is computed with, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
+        own = asdict(self.kind)
+        return {**self.sizes, **own, "steps": None if self.kind.name == EAGLE3 else self.kind.steps}
+
+    def rules(self, head: str = HEAD) -> list[Rule]:
+        """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
+        hidden, kind, drafted, vocabulary = (
+            self.sizes["hidden_size"],
+            self.kind,
+            len(self.order_N),
+            self.sizes["vocab_size"],
+        )
+        rules = [
+            rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, len(kind.layers) * hidden)),
+            rename("norm.weight", f"{DRAFTER}norm.weight", (hidden,)),
+        ]
+        if kind.name == EAGLE3:
+            norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
+            rules += _layer_rules(Place(self.layer, f"{DRAFTER}tf_layer."), self.sizes, kind.width, norms, 2)
+        else:
+            rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (hidden,)))
+            for number in range(kind.depth):
+                place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
+                rules += _layer_rules(place, self.sizes, kind.width, {"input_layernorm": "input_layernorm"}, 1)
+        by_token = Rows(self.order_N)
+        if (rank := kind.rank) is not None:
+            rules += [
+                rename("markov_head.markov_w1.weight", f"{DRAFTER}markov_w1", (vocabulary, rank)),
+                _moved("markov_head.markov_w2.weight", f"{DRAFTER}markov_w2", (drafted, rank), by_token),
+                rename("confidence_head.proj.weight", f"{DRAFTER}confidence_weight", (1, hidden + rank)),
+                rename("confidence_head.proj.bias", f"{DRAFTER}confidence_bias", (1,)),
+            ]
+        if self.has_head:
+            rules.append(_moved(FOLDER_HEAD, head, (drafted, hidden), by_token))
+        if self.has_head and head == HEAD:
+            shapes = {"d2t": (drafted,), "t2d": (vocabulary,)}
+            named = tuple(HFTensor(name, shapes[name]) for name in self.lists)
+            rules.append(Rule(named, (Piece(VOCABULARY, (drafted,)),), Lists(self.lists, self.order_N, vocabulary)))
+        return rules
+
+
+def _moved(name: str, key: str, shape: Shape, by_token: Rows) -> Rule:
+    """A matrix with a row for each draft; the trunk's head may have more rows."""
+    return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), by_token)
+
+
+def _layer_rules(place: Place, sizes: dict[str, Any], width: int, norms: dict[str, str], inputs: int) -> list[Rule]:
+    """Of one layer, whose attention takes so many inputs of the hidden size side by side."""
+    hidden, heads, groups, channels = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=inputs == 1))
+    output = f"{place.mcore}self_attention.linear_proj.weight"
+    named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
+    return [
+        *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
+        *(rule for rule in attention if rule.mcore[0].key != output),
+        rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
+        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width),
+    ]
+
+
+def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
+    """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
+    kind = Kind.of(args)
+    drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
+    lists = LISTS if drafted < args.vocab_size else ()
+    has_head = reader.holds(HEAD) or kind.name == EAGLE3
+    return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists)
+
+
+def head_key(reader: DistReader) -> str:
+    """The key of the head that a checkpoint's drafter drafts with."""
+    return next((key for key in (HEAD, OUTPUT) if reader.holds(key)), EMBEDDING)
+
+
+# --- reading one ----------------------------------------------------------------------------------------------------
+
+
+def trunk_of(path: Path) -> Namespace:
+    """What a drafter's config says of its trunk, as arguments; without `num_target_layers` any number of layers."""
+    keys = read_json(path / CONFIG)
+    sizes = _sizes_in(keys)
+    return Namespace(
+        num_layers=keys.get("num_target_layers") or sys.maxsize,
+        hidden_size=sizes["hidden_size"],
+        num_attention_heads=sizes["num_attention_heads"],
+        group_query_attention=True,
+        num_query_groups=sizes["num_key_value_heads"],
+        kv_channels=sizes["head_dim"],
+        layernorm_epsilon=sizes["rms_norm_eps"],
+        rotary_base=sizes["rope_theta"],
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=keys.get("max_position_embeddings") or sys.maxsize,
+    )
+
+
+def read_drafter(path: Path, args: Namespace) -> DrafterForm:
+    """The form of a folder's drafter, checked against the trunk's arguments and the folder's tensors.
+
+    Raises:
+        ValueError: it is of another kind or of another trunk, or has tensors that are not known.
+    """
+    folder = HFFolder(path)
+    form = form_in(path, args, folder.tensors)
+    wanted = {tensor.name: tensor.shape for rule in form.rules() for tensor in rule.hf}
+    found = {name: stored.shape for name, stored in folder.tensors.items()}
+    if found != wanted:
+        name = min(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        raise ValueError(
+            f"{path}: '{name}' is {found.get(name, 'absent')}, and a drafter of this trunk has it as "
+            f"{wanted.get(name, 'none')}; give a drafter that was trained for this trunk."
+        )
+    try:
+        return in_order(form, {name: folder.read(name) for name in form.lists})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}.") from None
+
+
+def form_in(path: Path, args: Namespace, names: Collection[str]) -> DrafterForm:
+    """The form of a folder's drafter by its config and the names of its tensors, as if drafts had their tokens' order.
+
+    Raises:
+        ValueError: the config lacks something, or is of another kind or of another trunk.
+    """
+    keys = _checked_config(path, args)
+    kind, vocabulary = _kind_in(path, keys, args), args.vocab_size
+    drafted = int(keys.get("draft_vocab_size") or vocabulary)
+    has_list = "d2t" in names or drafted < vocabulary
+    lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
+    has_head = kind.name == EAGLE3 or has_list or FOLDER_HEAD in names
+    layer = LAYER[1] if any(name.startswith(LAYER[1]) for name in names) else LAYER[0]
+    return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists, layer)
+
+
+def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
+    """The form with the order in which these lists, by name, have the drafted tokens.
+
+    Raises:
+        ValueError: they name a token twice, an unknown one, or different ones.
+    """
+    tokens_N = torch.arange(len(form.order_N)) + lists.get("d2t", 0)
+    order_N = tokens_N.argsort()
+    tokens_N = tokens_N[order_N]
+    if tokens_N[0] < 0 or tokens_N[-1] >= form.sizes["vocab_size"] or (tokens_N.diff() == 0).any():
+        raise ValueError("d2t names a token twice, or one that the trunk does not have; fetch the folder again")
+    if "t2d" in lists and not torch.equal(lists["t2d"].nonzero()[:, 0], tokens_N):
+        raise ValueError(
+            "d2t and t2d name different tokens; d2t has for each draft its token's id less the draft's index"
+        )
+    return replace(form, order_N=order_N)
+
+
+def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
+    """The folder's keys, which agree with the trunk."""
+    keys: dict[str, Any] = read_json(path / CONFIG)
+    name = drafter_kind(path)
+    if name is None:
+        raise ValueError(
+            f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {', '.join(DRAFTER_KINDS)}."
+        )
+    said = {**keys, **(keys.get("dflash_config") or {})}
+    if other := [key for key, plain in OTHER_FORMS.items() if said.get(key) not in (None, plain)]:
+        raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
+    rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    several = name == EAGLE3 and keys.get("num_hidden_layers", 1) != 1
+    if several or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(
+            f"{path / CONFIG} has several layers or a rope_scaling, which drafters here do not have; give another."
+        )
+    theirs = _sizes_in(keys)
+    for size, own in sizes_of(args).items():
+        if theirs[size] != own:
+            raise ValueError(
+                f"{path / CONFIG} has {size} {theirs[size]}, and the trunk {own}; give a drafter of this trunk, "
+                "whose layer has the trunk's sizes and positions."
+            )
+    return keys
+
+
+def _sizes_in(keys: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of the keys of `sizes_of`, with the defaults of its class."""
+    heads, rope = keys.get("num_attention_heads") or 1, keys.get("rope_parameters") or {}
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": (keys.get("hidden_size") or 0) // heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope.get("rope_theta", 10000),
+        "vocab_size": keys.get("target_vocab_size"),
+    }
+    names = "hidden_size", "num_attention_heads", *defaults
+    return {name: defaults.get(name) if keys.get(name) is None else keys[name] for name in names}
+
+
+def _kind_in(path: Path, keys: dict[str, Any], args: Namespace) -> Kind:
+    """What a config says that a drafter is."""
+    name = str(drafter_kind(path))
+    said = {**keys, **(keys.get("dflash_config") or {})}
+    needed = ["intermediate_size"]
+    if name != EAGLE3:
+        needed += ["num_hidden_layers", "block_size", "mask_token_id", *(["markov_rank"] if name == DSPARK else [])]
+    if lacks := [key for key in needed if type(said.get(key)) is not int]:
+        raise ValueError(f"{path / CONFIG} lacks {lacks[0]}; fetch the folder again.")
+    layers, width = _layers_of(path, said, args.num_layers, name), said["intermediate_size"]
+    if name == EAGLE3:
+        return Kind(name, layers, width)
+    mask, steps = said["mask_token_id"], said["block_size"] - (name == DFLASH)
+    if not 0 <= mask < args.vocab_size:
+        raise ValueError(
+            f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
+            "drafter of this trunk."
+        )
+    if not 1 <= steps <= args.max_position_embeddings:
+        raise ValueError(
+            f"{path / CONFIG} has block_size {said['block_size']}, of {steps} drafts, and the trunk has "
+            f"{args.max_position_embeddings} positions; fetch the folder again."
+        )
+    return Kind(name, layers, width, steps, said["num_hidden_layers"], mask, said.get("markov_rank"))
+
+
+def _layers_of(path: Path, keys: dict[str, Any], layers: int, name: str) -> tuple[int, ...]:
+    """Numbers of the layers that are read, from any of the keys; without one, engines' default."""
+    if name == EAGLE3:
+        inner = (keys.get("eagle_config") or {}).get(LAYERS)
+        found = keys.get(LAYERS) or ([number + 1 for number in inner] if inner else default_layers(layers))
+    else:
+        found = [number + 1 for number in keys.get(BLOCK_LAYERS_READ) or ()]
+    if not can_read(found, layers, name):
+        raise ValueError(
+            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
+            "drafter of this trunk."
+        )
+    return tuple(found)

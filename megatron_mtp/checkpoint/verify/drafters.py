@@ -1,0 +1,231 @@
+"""Is a drafter's folder (EAGLE-3, DFlash, DSpark) the drafter of a Megatron checkpoint?
+
+As for models, every tensor is converted both ways and compared bit by bit, and so are the settings of both sides. Then
+both draft on the same states of the trunk: Megatron's modules from the checkpoint, and `Reference` from the folder, in
+plain torch from its names and keys as engines read them, without the rules of the conversion.
+
+    S = 6, K = 2    t_0 .. t_5    an EAGLE-3 drafter at every position, given the next token; a block behind t_3
+                    reads the trunk's states of t_0 .. t_3, begins with t_4 and drafts what follows t_4 and t_5
+
+Letters: S positions, K drafts, R rows of a block, T positions that rows attend to, H hidden, X states of several layers
+side by side, N drafted tokens, V vocabulary, C channels of a head.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from megatron_mtp.checkpoint.convert.computation import differences
+from megatron_mtp.checkpoint.convert.drafter_form import (
+    DrafterForm,
+    head_key,
+    read_drafter,
+    stored_form,
+    trunk_of,
+)
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
+from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
+from megatron_mtp.checkpoint.verify.verify import TOLERANCE, Check, logits_of, round_trip
+from megatron_mtp.model.draft_vocabulary import DRAFTER
+
+Drafts = dict[str, Tensor]
+"""By name: the logits of drafts, [S, V] of an EAGLE-3 drafter or [K, V] of a block; DSpark's confidence."""
+
+
+@exact_float32()
+def verify_drafter(folder: Path, mcore: Path, seed: int = 0) -> list[Check]:
+    """Compare a drafter's folder with the drafter of a checkpoint.
+
+    Args:
+        folder: the drafter's folder.
+        mcore: the checkpoint.
+        seed: seed of the tokens.
+
+    Returns:
+        All checks that apply.
+
+    Raises:
+        ValueError: one of the two is damaged, or the checkpoint has no drafter.
+    """
+    reader = DistReader(mcore)
+    if not reader.has_drafter:
+        raise ValueError(f"{mcore} has no drafter to compare with {folder}; give a checkpoint that has one.")
+    form, ours = read_drafter(folder, trunk_of(folder)), stored_form(reader.common()["args"], reader)
+    wrong = differences(ours.settings, form.settings)
+    told = "; ".join(["the checkpoint's arguments", *wrong[:1]])
+    settings = Check("settings that differ", len(wrong), not wrong, told)
+    tensors = _same_tensors(form, folder, reader)
+    if wrong:
+        return [tensors, settings, Check("drafts not compared", 0, False, "settings differ", made=False)]
+    checks = [tensors, settings]
+    drafted, theirs = drafts_of_both(folder, mcore, prompt_of(reader, seed, LENGTH + form.kind.steps))
+    for name, value in theirs.items():
+        difference = (drafted[name] - value).abs().max().item()
+        ok = difference <= TOLERANCE * max(1.0, value.abs().max().item())
+        checks.append(Check(f"{name}, largest difference", difference, ok, "plain torch; ours by Megatron"))
+    return checks
+
+
+def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
+    """Compare all tensors both ways; one that the other side lacks, or has in another shape, differs."""
+    stored, rules = HFFolder(folder), form.rules(head_key(reader))
+    pieces = {piece.key: piece.shape for rule in rules for piece in rule.mcore if piece.key.startswith(DRAFTER)}
+    held = {key: reader.shape(key) for key in reader.keys if key.startswith(DRAFTER)}
+    odd = {key for key in {*pieces, *held} if pieces.get(key) != held.get(key)}
+    odd |= stored.tensors.keys() - {one.name for rule in rules for one in rule.hf}
+    if odd:
+        says = f"the folder itself; only one side has '{min(odd)}' in this shape"
+        return Check("tensors that are equal bit by bit, there and back", 0, False, says)
+    return round_trip(rules, stored, reader)
+
+
+@torch.no_grad()
+def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, Drafts]:
+    """What a checkpoint and a folder draft on the trunk of the checkpoint."""
+    model, reference = load_model(mcore), Reference(folder)
+    states: dict[int, Tensor] = {}
+
+    def keep(number: int) -> Any:
+        return lambda _, __, made: states.update({number: made[0][:, 0]})
+
+    hooks = [model.decoder.layers[number - 1].register_forward_hook(keep(number)) for number in reference.layers]
+    steps, length = model.config.mtp_num_layers, prompt.tokens_BS.size(1)
+    place = length - steps - 1  # of a block, whose drafts' tokens before them are all in the prompt
+
+    def ours(stage: Any) -> Drafts:
+        head, hidden = stage.depth_head, stage.hidden_SBH.size(-1)
+        made = torch.stack([state_SBH[place, 0] for state_SBH in stage.depth_hidden])
+        if reference.block is None:
+            made = stage.depth_hidden[0][: length - 1, 0]
+        logits = linear(made[:, :hidden], head.draft_weight)
+        if head.bias_rows is not None:
+            logits = logits + linear(made[:, hidden:], head.bias_rows)
+        tokens_N = getattr(model.mtp, "draft_vocabulary", None)
+        drafts = {"logits of drafts": _by_token(logits, tokens_N, reference.keys["vocab_size"])}
+        if stage.confidence_DSB is not None:
+            drafts["confidence of drafts"] = stage.confidence_DSB[:, place, 0]
+        return drafts
+
+    drafted: Drafts = logits_of(model, prompt, ours)
+    for hook in hooks:
+        hook.remove()
+    states_SX = torch.cat([states[number] for number in reference.layers], dim=-1)
+    words_VH, head = model.embedding.word_embeddings.weight, model.head().weight
+    tokens_S = prompt.tokens_BS[0].cuda()
+    if reference.block is None:
+        return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]])
+    return drafted, reference.drafts(states_SX[: place + 1], tokens_S[place + 1 :], words_VH, head)
+
+
+class Reference:
+    """A drafter from its folder alone, in float32.
+
+    Attributes:
+        layers: numbers of the trunk's layers that it reads, from 1.
+        block: rows of a block; None of an EAGLE-3 drafter.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        keys = read_json(folder / CONFIG)
+        self.keys = keys = {**keys, **(keys.get("dflash_config") or {})}
+        files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+        tensors = {name: tensor.cuda() for file in files for name, tensor in file.items()}
+        self.weights = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
+        self.block = keys.get("block_size")
+        self.channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+        if self.block is not None:
+            self.layers = [number + 1 for number in keys["target_layer_ids"]]
+        else:
+            counted = keys.get("eagle_aux_hidden_state_layer_ids")
+            returns = (keys.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
+            last = keys.get("num_target_layers", 0)
+            self.layers = counted or [number + 1 for number in returns] or [2, last // 2, last - 3]
+
+    def steps(self, states_SX: Tensor, next_SH: Tensor) -> Drafts:
+        """The first draft of EAGLE-3 at every position, from the embeddings of the next tokens."""
+        layer = "layers.0." if "layers.0.input_layernorm.weight" in self.weights else "midlayer."
+        feature_SH = self._linear("fc", states_SX)
+        inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", feature_SH)
+        both = torch.cat(inputs, dim=-1)
+        position_S = torch.arange(len(both), device=both.device)
+        visible_SS = position_S[:, None] >= position_S
+        state_SH = feature_SH + self._attended(f"{layer}self_attn.", both, both, position_S, visible_SS)
+        logits_SN = self._linear("lm_head", self._norm("norm", self._through_mlp(layer, state_SH)))
+        return {"logits of drafts": self._logits(logits_SN)}
+
+    def drafts(self, states_SX: Tensor, tokens_K: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:
+        """The drafts of a block behind the states, which begins with the first of the tokens before each draft."""
+        context, rows = len(states_SX), self.block or 0
+        feature_SH = self._norm("hidden_norm", self._linear("fc", states_SX))
+        masks = torch.full((rows - 1,), self.keys["mask_token_id"]).to(tokens_K)
+        state_RH = words_VH[torch.cat([tokens_K[:1], masks])]
+        position_T = torch.arange(context + rows, device=state_RH.device)
+        for number in range(self.keys["num_hidden_layers"]):
+            layer = f"layers.{number}."
+            normed_RH = self._norm(f"{layer}input_layernorm", state_RH)
+            keys_TH = torch.cat([feature_SH, normed_RH])
+            state_RH = state_RH + self._attended(f"{layer}self_attn.", normed_RH, keys_TH, position_T)
+            state_RH = self._through_mlp(layer, state_RH)
+        state_KH = self._norm("norm", state_RH)[-len(tokens_K) :]
+        logits_KN = linear(state_KH, self.weights.get("lm_head.weight", head_VH))
+        if (markov := self.weights.get("markov_head.markov_w1.weight")) is None:
+            return {"logits of drafts": self._logits(logits_KN)}
+        before_KR = markov[tokens_K]
+        logits_KN = logits_KN + self._linear("markov_head.markov_w2", before_KR)
+        sure_K1 = self._linear("confidence_head.proj", torch.cat([state_KH, before_KR], dim=-1))
+        confidence_K = sure_K1[:, 0] + self.weights["confidence_head.proj.bias"]
+        return {"logits of drafts": self._logits(logits_KN), "confidence of drafts": confidence_K}
+
+    def _attended(
+        self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        """What the last rows of some positions take from all of them."""
+        query, key, value = (
+            self._linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
+            for one, given in (("q", rows), ("k", attends_to), ("v", attends_to))
+        )
+        if f"{place}q_norm.weight" in self.weights:
+            query, key = self._norm(f"{place}q_norm", query), self._norm(f"{place}k_norm", key)
+        query, key = self._turned(query, position_T[-len(rows) :]), self._turned(key, position_T)
+        made = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+        return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+
+    def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
+        """Heads [.., T, C] with rotary angles; each channel of the front half is turned with one of the back half."""
+        theta = self.keys.get("rope_theta") or (self.keys.get("rope_parameters") or {}).get("rope_theta", 10000)
+        part = torch.arange(0, self.channels, 2, device=heads.device) / self.channels
+        angle = position_T[:, None] * theta**-part
+        front, back = heads.chunk(2, dim=-1)
+        return torch.cat([front * angle.cos() - back * angle.sin(), back * angle.cos() + front * angle.sin()], dim=-1)
+
+    def _through_mlp(self, layer: str, state: Tensor) -> Tensor:
+        normed = self._norm(f"{layer}post_attention_layernorm", state)
+        gate, up = self._linear(f"{layer}mlp.gate_proj", normed), self._linear(f"{layer}mlp.up_proj", normed)
+        return state + self._linear(f"{layer}mlp.down_proj", silu(gate) * up)
+
+    def _logits(self, logits: Tensor) -> Tensor:
+        offsets = self.weights.get("d2t")
+        tokens_N = None if offsets is None else offsets + torch.arange(len(offsets)).to(offsets)
+        return _by_token(logits, tokens_N, self.keys["vocab_size"])
+
+    def _norm(self, name: str, value: Tensor) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return rms_norm(value, weight.shape, weight, self.keys.get("rms_norm_eps", 1e-6))
+
+    def _linear(self, name: str, value: Tensor) -> Tensor:
+        return linear(value, self.weights[f"{name}.weight"])
+
+
+def _by_token(logits: Tensor, tokens_N: Tensor | None, vocabulary: int) -> Tensor:
+    """Logits [.., V] of drafted tokens at their ids, with zeros for the others; without ids all tokens are drafted."""
+    if tokens_N is None:
+        return logits[:, :vocabulary]
+    return logits.new_zeros(len(logits), vocabulary).index_copy_(-1, tokens_N.to(logits.device), logits)

@@ -1,0 +1,125 @@
+"""A trunk's checkpoint; for every kind of drafter a random folder and the checkpoint that has it; faults of folders."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_models import VOCABULARY, filled, make
+from judged_models import QUIET
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.drafter_form import ARCHITECTURES, DrafterForm, Kind, sizes_of
+from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+
+Change = Callable[[dict[str, Tensor]], object]
+LAYERS, WIDTH = 5, 40
+DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
+KINDS: dict[str, tuple[Kind, list[int]]] = {
+    "eagle3": (Kind("eagle3", (1, 2, 4), WIDTH), DRAFTED),
+    "eagle3-whole": (Kind("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
+    "dflash": (Kind("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
+    "dspark": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
+}
+"""Drafters of a trunk of five layers, and their tokens."""
+
+
+def make_trunk(root: Path) -> tuple[Path, Path]:
+    """The folder and the checkpoint of a trunk, under `root`."""
+    folder = make(root / "trunk", "llama", 0, changes={"num_hidden_layers": LAYERS})
+    hf_to_mcore(folder, root / "trunk-mcore", QUIET)
+    return folder, root / "trunk-mcore"
+
+
+def make_drafter(root: Path, name: str, trunk: Path) -> tuple[Path, Path]:
+    """The exported folder of a kind, and the checkpoint that has it, under `root`."""
+    kind, drafted = KINDS[name]
+    args = DistReader(trunk).common()["args"]
+    reduced = len(drafted) < VOCABULARY
+    has_head = reduced or kind.name == "eagle3"
+    form = DrafterForm(kind, sizes_of(args), torch.arange(len(drafted)), has_head, ("d2t", "t2d") if reduced else ())
+    torch.manual_seed(3)
+    tensors = {}
+    for rule in form.rules():
+        for one in rule.hf:
+            tensors[one.name] = filled(one.name, torch.empty(one.shape or ()), torch.float32)
+        if rule.hf and rule.mcore[0].key.endswith("draft_vocabulary"):
+            lists = rule.to_hf([torch.tensor(drafted)])
+            tensors |= {one.name: tensor for one, tensor in zip(rule.hf, lists, strict=True)}
+    keys: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind.name]],
+        "model_type": "llama",
+        **form.sizes,
+        "intermediate_size": kind.width,
+        "num_hidden_layers": kind.depth,
+        "draft_vocab_size": len(drafted),
+        **kind.keys(),
+    }
+    given, saved, exported = (root / f"{name}-{part}" for part in ("given", "mcore", "folder"))
+    given.mkdir()
+    (given / "config.json").write_text(json.dumps(keys))
+    save_file(tensors, given / "model.safetensors")
+    plan_attaching_drafter(trunk, given).write(saved, QUIET)
+    plan_drafter(saved, QUIET).write(exported, QUIET)
+    return exported, saved
+
+
+def spoiled(source: Path, target: Path, change: Change, **keys: object) -> Path:
+    """A copy of a folder with changed tensors and keys; a key of None is left out."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    config = {**json.loads((source / "config.json").read_text()), **keys}
+    (target / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return target
+
+
+def exchange(one: str, other: str) -> Change:
+    return lambda tensors: tensors.update({one: tensors[other], other: tensors[one]})
+
+
+def change(name: str, by: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors: tensors.update({name: by(tensors[name]).contiguous()})
+
+
+def another_token(tensors: dict[str, Tensor]) -> None:
+    """The last draft is of the token before its own, in both lists."""
+    token = int(tensors["d2t"][-1]) + len(tensors["d2t"]) - 1
+    tensors["d2t"][-1] -= 1
+    tensors["t2d"][token], tensors["t2d"][token - 1] = False, True
+
+
+def nothing(_: dict[str, Tensor]) -> None:
+    pass
+
+
+BLOCK = {"target_layer_ids": [0, 2], "mask_token_id": 7}
+FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
+    "norms of both halves exchanged": (
+        "eagle3", exchange("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), {}, "tensors"
+    ),
+    "one bit": ("eagle3", change("fc.weight", lambda one: one.nextafter(one.new_tensor(9.0))), {}, "tensors"),
+    "rows of the head permuted": ("eagle3", change("lm_head.weight", lambda one: one.flip(0)), {}, "tensors"),
+    "another token drafted": ("eagle3", another_token, {}, "tensors"),
+    "not the trunk's head": ("eagle3-whole", change("lm_head.weight", lambda one: one * 2), {}, "tensors"),
+    "rows of the bias permuted": (
+        "dspark", change("markov_head.markov_w2.weight", lambda one: one.flip(0)), {}, "tensors"
+    ),
+    "layers exchanged": (
+        "dflash", exchange("layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"), {}, "tensors"
+    ),
+    "another mask": ("dflash", nothing, {"dflash_config": BLOCK | {"mask_token_id": 8}}, "settings"),
+    "another block": ("dspark", nothing, {"block_size": 4}, "settings"),
+    "other layers read": ("dflash", nothing, {"dflash_config": BLOCK | {"target_layer_ids": [0, 3]}}, "settings"),
+    "another epsilon": ("eagle3", nothing, {"rms_norm_eps": 1e-3}, "settings"),
+    "another base": ("dspark", nothing, {"rope_theta": 500.0}, "settings"),
+}  # fmt: skip
+"""Fault: the kind, what is done to its tensors and keys, and the check that fails."""

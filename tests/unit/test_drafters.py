@@ -1,0 +1,96 @@
+"""verify/drafters.py: drafters' folders are those of their checkpoints, and planted faults are seen."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_folders import FAULTS, KINDS, make_drafter, make_trunk, spoiled
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert import drafter_form
+from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.verify.drafters import verify_drafter
+from megatron_mtp.cli.convert import main
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+Pairs = dict[str, tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Folder and checkpoint of every kind, and of the trunk."""
+    root = tmp_path_factory.mktemp("drafters")
+    trunk = make_trunk(root)
+    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_is_the_drafter_of_its_checkpoint(name: str, pairs: Pairs) -> None:
+    checks = verify_drafter(*pairs[name])
+    assert [check for check in checks if not check.ok or not check.made] == []
+    assert len(checks) == (4 if name == "dspark" else 3)
+    assert checks[0].figure == len(load_file(pairs[name][0] / "model.safetensors"))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, pairs: Pairs, tmp_path: Path) -> None:
+    name, change_tensors, keys, seen = FAULTS[fault]
+    folder, saved = pairs[name]
+    checks = verify_drafter(spoiled(folder, tmp_path / "spoiled", change_tensors, **keys), saved)
+    failed = [check.name for check in checks if not check.ok and check.made]
+    assert failed[0].startswith(seen)
+    assert seen == "settings" or "logits of drafts, largest difference" in failed or fault == "one bit"
+
+
+def test_a_fault_of_the_rules_shows_in_the_drafts(
+    pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both conversions share it, so that tensors go there and back."""
+    rules = drafter_form.mlp_rules
+
+    def exchanged(*given: object) -> list[Rule]:
+        return [replace(rule, hf=rule.hf[::-1]) for rule in rules(*given)]
+
+    monkeypatch.setattr(drafter_form, "mlp_rules", exchanged)
+    checks = verify_drafter(*make_drafter(tmp_path, "dspark", pairs["trunk"][1]))
+    assert [check.name.split(",")[0] for check in checks if not check.ok] == [
+        "logits of drafts",
+        "confidence of drafts",
+    ]
+
+
+def test_drafts_in_another_order_are_the_same_drafter(pairs: Pairs, tmp_path: Path) -> None:
+    def mix(tensors: dict[str, Tensor]) -> None:
+        order_N = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))
+        tokens_N = tensors["d2t"] + torch.arange(len(order_N))
+        for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            tensors[name] = tensors[name][order_N]
+        tensors["d2t"] = tokens_N[order_N] - torch.arange(len(order_N))
+
+    folder, saved = pairs["dspark"]
+    assert all(check.ok for check in verify_drafter(spoiled(folder, tmp_path / "mixed", mix), saved))
+
+
+def test_the_command_says_so_and_exits_with_its_status(
+    pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, saved = pairs["dspark"]
+    assert main(["verify", str(folder), str(saved)]) == 0
+    assert "ok   confidence of drafts, largest difference" in capsys.readouterr().out
+    assert main(["verify", str(folder), str(pairs["dflash"][1])]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL settings that differ: " in said
+    assert "name 'dflash', but it is 'dspark'" in said
+    assert "FAIL tensors that are equal bit by bit, there and back: 0" in said
+    lost = spoiled(folder, tmp_path / "lost", lambda tensors: tensors.pop("fc.weight"))
+    refused = {
+        (folder, pairs["trunk"][1], ""): "has no drafter to compare with",
+        (lost, saved, ""): "'fc.weight' is absent",
+        (folder, saved, __file__): "is no model's folder; leave --text out",
+    }
+    for (source, target, text), sentence in refused.items():
+        assert main(["verify", str(source), str(target), *(["--text", text] if text else [])]) == 2
+        assert sentence in capsys.readouterr().err

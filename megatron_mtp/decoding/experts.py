@@ -59,21 +59,32 @@ class StaticExperts(StandIn):
         super().__init__()
         self.own = own
         experts = own.experts.local_experts
-        self.first_EFH = _joined([expert.linear_fc1 for expert in experts])
-        self.second_EHF = _joined([expert.linear_fc2 for expert in experts])
+        self.first_EFH = _joined([expert.linear_fc1 for expert in experts], 0)
+        self.second_EFH = _joined([expert.linear_fc2 for expert in experts], 1)
         self._activated = activation(own.config)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
         """[S, B, H], and no bias, as the layer returns them."""
-        hidden_TH = hidden_SBH.flatten(0, 1)
-        if hidden_TH.size(0) > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
+        rows = hidden_SBH.shape[:2].numel()
+        if rows > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
             return self.own(hidden_SBH)
         probs_TK, index_TK = self._routed(hidden_SBH)
-        experts = self.own.config.num_moe_experts
-        run = self._by_gathering if COPIES * index_TK.numel() < experts else self._by_all
-        made_SBH = run(hidden_TH, probs_TK, index_TK).view_as(hidden_SBH)
+        gathers = COPIES * index_TK.numel() < len(self.first_EFH)
+        if gathers:  # one product of each row with its K experts
+            given_XYH, probs_XYK1 = hidden_SBH.view(rows, 1, -1), probs_TK.view(rows, 1, -1, 1)
+            first_XKFH, second_XKFH = self.first_EFH[index_TK], self.second_EFH[index_TK]
+        else:  # one product of all rows with all experts
+            probs_TE = probs_TK.new_zeros(rows, len(self.first_EFH)).scatter_(1, index_TK, probs_TK)
+            given_XYH, probs_XYK1 = hidden_SBH.view(1, rows, -1), probs_TE.view(1, rows, -1, 1)
+            first_XKFH, second_XKFH = self.first_EFH.unsqueeze(0), self.second_EFH.unsqueeze(0)
+        wide_XYKF = torch.bmm(given_XYH, first_XKFH.flatten(1, 2).mT).unflatten(2, (probs_XYK1.size(2), -1))
+        inner_XYKF = (self._activated(wide_XYKF) * probs_XYK1).to(hidden_SBH.dtype)
+        if not gathers:
+            inner_XYKF = inner_XYKF.masked_fill(probs_XYK1 == 0, 0)  # 0 times what overflows were NaN
+        factors = inner_XYKF.flatten(2), second_XKFH.flatten(1, 2)
         shared_SBH = self.own.shared_experts_compute(hidden_SBH)
-        return made_SBH if shared_SBH is None else made_SBH + shared_SBH, None
+        made = torch.bmm(*factors) if shared_SBH is None else torch.baddbmm(shared_SBH.view_as(given_XYH), *factors)
+        return made.view_as(hidden_SBH), None
 
     def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """What the router chooses for every row, as probabilities and numbers of experts [T, K]."""
@@ -90,22 +101,6 @@ class StaticExperts(StandIn):
             router.expert_bias,
             dense_output=True,
         )
-
-    def _by_gathering(self, hidden_TH: Tensor, probs_TK: Tensor, index_TK: Tensor) -> Tensor:
-        rows, chosen = index_TK.shape
-        index_U = index_TK.flatten()
-        given_UH1 = hidden_TH.unsqueeze(1).expand(-1, chosen, -1).reshape(rows * chosen, -1, 1)
-        wide_UF = torch.bmm(self.first_EFH[index_U], given_UH1).squeeze(2)
-        inner_UF = (self._activated(wide_UF) * probs_TK.flatten().unsqueeze(1)).to(hidden_TH.dtype)
-        made_UH = torch.bmm(self.second_EHF[index_U], inner_UF.unsqueeze(2)).squeeze(2)
-        return made_UH.view(rows, chosen, -1).sum(dim=1)
-
-    def _by_all(self, hidden_TH: Tensor, probs_TK: Tensor, index_TK: Tensor) -> Tensor:
-        probs_TE = probs_TK.new_zeros(hidden_TH.size(0), self.first_EFH.size(0)).scatter_(1, index_TK, probs_TK)
-        probs_ET1 = probs_TE.T.unsqueeze(2)
-        inner_ETF = self._activated(hidden_TH @ self.first_EFH.mT) * probs_ET1
-        inner_ETF = inner_ETF.to(hidden_TH.dtype).masked_fill(probs_ET1 == 0, 0)  # 0 times what overflows were NaN
-        return torch.bmm(inner_ETF, self.second_EHF.mT).sum(dim=0)
 
 
 def place_static_experts(layer: TransformerLayer) -> None:
@@ -148,9 +143,9 @@ def _others(config: TransformerConfig) -> list[str]:
     return [name for name in vars(config) if name.startswith("moe_") and name not in KNOWN]
 
 
-def _joined(products: list[Any]) -> Tensor:
-    """The weights as one tensor [E, ...], of which each is a part from now on."""
-    joined = torch.stack([product.weight.detach() for product in products])
-    for product, part in zip(products, joined, strict=True):
-        product.weight.data = part
-    return joined
+def _joined(products: list[Any], width: int) -> Tensor:
+    """The weights as one tensor [E, F, H], of which each is a part from now on; `width` is the dimension of F."""
+    joined_EFH = torch.stack([product.weight.detach().movedim(width, 0) for product in products])
+    for product, part_FH in zip(products, joined_EFH, strict=True):
+        product.weight.data = part_FH.movedim(0, width)
+    return joined_EFH

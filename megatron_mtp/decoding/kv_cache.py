@@ -94,7 +94,7 @@ class KVCache:
         if cache is None:
             cache = caches[layer] = self._new(new_BGRC)
         write_rows(cache, new_BGRC, rows.memory_places)
-        return rows.tables.first_slots(cache, rows.window)
+        return rows.window_of(cache)
 
     def _new(self, like_BGRC: Tensor) -> Tensor:
         return like_BGRC.new_zeros(self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3))

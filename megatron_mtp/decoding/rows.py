@@ -19,7 +19,7 @@ Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that c
 blocks of a sequence, S rows as Megatron has them, H hidden, N heads (of a memory: blocks), G key heads, C channels.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -95,12 +95,12 @@ class BlockTables:
             return self.table_BL, slots_BR
         return self.table_BL.gather(1, slots_BR // self.size), slots_BR % self.size
 
-    def first_slots(self, memory_NGSC: Tensor, window: int) -> Tensor:
-        """Every sequence's first slots, [B, G, W, C]; a copy where they are in several blocks."""
-        if self.run is not None:
-            return memory_NGSC[self.run, :, :window]
-        memory_BLGSC = memory_NGSC[self.table_BL[:, : -(-window // self.size)]]
-        return memory_BLGSC.transpose(1, 2).flatten(2, 3)[:, :, :window]
+    def first_blocks(self, window: int, heads: int) -> Tensor:
+        """Where every sequence's blocks of the window are in a memory [N * G, S, C], [B, G, L]."""
+        first_B1L = self.table_BL[:, None, : -(-window // self.size)]
+        if heads == 1:
+            return first_B1L
+        return torch.arange(heads, device=first_B1L.device).unsqueeze(1).add(first_B1L, alpha=heads)
 
 
 def _run(numbers: tuple[int, ...]) -> slice | None:
@@ -127,6 +127,7 @@ class Rows:
         inside: whether no row stands before slot 0.
         padded: the rows with their padding, where it is left out of these.
         place_X: where those that count stand among the B * R rows.
+        first_blocks: the table's of this name, by the number of heads.
     """
 
     first_B: Tensor
@@ -141,6 +142,7 @@ class Rows:
     inside: bool = False
     padded: "Rows | None" = None
     place_X: Tensor | None = None
+    first_blocks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def is_chain(self) -> bool:
@@ -183,6 +185,15 @@ class Rows:
     def memory_places(self) -> Places:
         """The same as blocks and slots in them."""
         return self.tables.places(self.slots_BR)
+
+    def window_of(self, memory_NGSC: Tensor) -> Tensor:
+        """The slots that the rows may attend to, [B, G, W, C]; a copy where they are in several blocks."""
+        if self.tables.run is not None:
+            return memory_NGSC[self.tables.run, :, : self.window]
+        heads = memory_NGSC.size(1)
+        if heads not in self.first_blocks:
+            self.first_blocks[heads] = self.tables.first_blocks(self.window, heads)
+        return memory_NGSC.flatten(0, 1)[self.first_blocks[heads]].flatten(2, 3)[:, :, : self.window]
 
     @cached_property
     def mask_B1RW(self) -> Tensor:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.decoding import api, batch, dense_layer, sequences
+from megatron_mtp.decoding import api, backend, batch, dense_layer, sequences
 from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.backend import BACKENDS
+from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.experts import place_static_experts
@@ -92,7 +92,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
     plain = transformer_config(depths)
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
-        transformer=MLATransformerConfig(**given, **{**LATENT, **LATENT_KINDS[kind], **changes}),
+        transformer=MLATransformerConfig(**{**given, **LATENT, **LATENT_KINDS[kind], **changes}),
         vocab_size=VOCABULARY,
         seq_length=POSITIONS,
         position_embedding_type="rope",
@@ -201,8 +201,8 @@ def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """MTP layers run and draft in turn, also where a backend has them all at once."""
-    for backend in BACKENDS.values():
-        monkeypatch.setattr(backend, "draft", lambda *_: False)
+    for kind in BACKENDS.values():
+        monkeypatch.setattr(kind, "draft", lambda *_: False)
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +256,7 @@ class Launches(TorchDispatchMode):
 @torch.inference_mode()
 def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool, **changes: Any) -> float:
     """Of the trunk's forward of a few rows with the norms of CUDA: what two more layers add, halved."""
+    monkeypatch.setattr(backend, "BACKENDS", {"modules": Modules})  # compiled code launches nothing
     monkeypatch.setattr(dense_layer, "short_norm", lambda norm: norm)
     place_static_experts_everywhere(monkeypatch)
     counts = []
@@ -454,4 +455,5 @@ def run(
 def first_rows(cache: KVCache, tables: BlockTables, row: int, count: int) -> list[Tensor | None]:
     """Keys and values of a text's first rows, [G, count, C], layer by layer."""
     held = (*cache.keys, *cache.values)
-    return [None if one is None else tables.first_slots(one, count)[row] for one in held]
+    rows = Rows(tables.table_BL[:, 0], 1, count, tables)
+    return [None if one is None else rows.window_of(one)[row] for one in held]

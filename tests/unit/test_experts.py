@@ -92,17 +92,24 @@ ROUTED_AS_DEEPSEEK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("copies", [0, 100])
+@pytest.mark.parametrize(("copies", "of_all"), [(0, 0), (100, 2)])
 @pytest.mark.parametrize(
-    ("changes", "allowed"), [({}, 30), (ROUTED_AS_DEEPSEEK, 42), ({**ROUTED_AS_DEEPSEEK, "qk_layernorm": True}, 45)]
+    ("kind", "changes", "launches"),
+    [
+        ("moe", {}, 26),
+        ("moe", ROUTED_AS_DEEPSEEK, 37),
+        ("moe", {**ROUTED_AS_DEEPSEEK, "qk_layernorm": True}, 40),
+        ("mla-moe", {}, 64),
+    ],
 )
 def test_launches_of_a_layer(
-    changes: dict[str, Any], allowed: int, copies: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, changes: dict[str, Any], launches: int, copies: int, of_all: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all experts and of a few; blocks that are pages add those of copies."""
+    """Of a few experts and of all; blocks that are pages add copies of keys and values, or of latents alone."""
     monkeypatch.setattr(experts, "COPIES", copies)
-    assert launches_of_a_layer(monkeypatch, "moe", paged=False, **changes) <= allowed
-    assert launches_of_a_layer(monkeypatch, "moe", paged=True, **changes) <= allowed + 4
+    assert launches_of_a_layer(monkeypatch, kind, paged=False, **changes) == launches + of_all
+    pages = 1 if kind == "mla-moe" else 2
+    assert launches_of_a_layer(monkeypatch, kind, paged=True, **changes) == launches + of_all + pages
 
 
 @pytest.mark.parametrize("kind", ["moe", "mla-moe"])

@@ -25,6 +25,7 @@ from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
@@ -255,7 +256,7 @@ def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
     for cache in sequences.memory.depths:
         for held in (*cache.keys, *cache.values):
             assert held is not None
-            yield sequences.tables.first_slots(held, rows)[0]
+            yield Rows(sequences.length_B, 1, rows, sequences.tables).window_of(held)[0]
 
 
 def used_engine(runner: Runner) -> Engine:

@@ -1,8 +1,6 @@
 """Rows in blocks that texts share: through tables they are what a run of slots for each text holds."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ def test_a_table_by_hand() -> None:
     write_rows(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), pages.places(torch.arange(8).unsqueeze(0)))
     assert memory.view(6, 4).tolist() == [[0] * 4, [0] * 4, [5, 6, 7, 8], [0] * 4, [0] * 4, [1, 2, 3, 4]]
     assert read_rows(memory, pages.places(torch.tensor([[7, 0]]))).flatten().tolist() == [8, 1]
-    assert pages.first_slots(memory, 6).flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    assert Rows(torch.tensor([6]), 1, 6, pages).window_of(memory).flatten().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -49,12 +47,16 @@ def test_rows_that_are_written_and_moved_are_those_of_runs_of_slots(heads: int) 
             new = torch.randn(TEXTS, heads, 5, 3, generator=generator)
             windows = []
             for cache, tables in both:
-                rows: Any = SimpleNamespace(memory_places=tables.places(slots_BR), tables=tables, window=13)
+                rows = Rows(slots_BR[:, 0], 5, 13, tables)
+                rows.memory_places = tables.places(slots_BR)
                 windows.append(cache.append(0, new, 2 * new, rows))
             assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
             for cache, tables in both:
                 cache.keep(tables.places(slots_BR), tables.places(to_BR))
-            held = [[at.first_slots(one, SLOTS) for one in cache.take(0, heads, 3, new)] for cache, at in both]
+            held = [
+                [Rows(slots_BR[:, 0], 5, SLOTS, at).window_of(one) for one in cache.take(0, heads, 3, new)]
+                for cache, at in both
+            ]
             assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
             read = [read_rows(cache.take(0, heads, 3, new)[0], at.places(slots_BR)) for cache, at in both]
             assert torch.equal(*read)

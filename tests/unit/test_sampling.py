@@ -90,11 +90,11 @@ def test_numbers_are_uniform_and_independent() -> None:
     assert torch.corrcoef(torch.stack([numbers[1:, 0], numbers[:-1, 0]]))[0, 1].abs() < 5 / 10_000**0.5
 
 
-@pytest.mark.parametrize(("sampling", "most"), [(Sampling(1.0), 18), (Sampling(0.7, 20, 0.9, 0.1), 30)])
+@pytest.mark.parametrize(("sampling", "launches"), [(Sampling(1.0), 18), (Sampling(0.7, 20, 0.9, 0.1), 29)])
 @torch.inference_mode()
-def test_a_token_is_drawn_in_few_launches(sampling: Sampling, most: int) -> None:
+def test_a_token_is_drawn_in_few_launches(sampling: Sampling, launches: int) -> None:
     """From logits in bfloat16, with the random numbers of the round."""
     logits_BV, noise = torch.randn(2, 50).bfloat16(), Noise(torch.tensor([1, 2]), torch.tensor([5, 6]))
-    with Launches() as launches:
+    with Launches() as counted:
         draw(sampling.probabilities(logits_BV), noise.uniform(RECOVER, 1)[:, 0])
-    assert most - 3 < launches.names.total() <= most
+    assert counted.names.total() == launches

@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve
     from megatron_mtp.server.async_engine import Leader, follow, group_of_all
-    from megatron_mtp.server.detokenizer import Codec, TextCodec
+    from megatron_mtp.server.detokenizer import Codec
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
@@ -91,7 +91,7 @@ def run(args: Namespace) -> int:
     folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
     served = Served(
         name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
-        codec=Codec() if tokenizer is None else TextCodec(tokenizer, end_tokens(tokenizer)),
+        codec=Codec() if tokenizer is None else Codec(tokenizer, end_tokens(tokenizer)),
         positions=runner.positions,
         vocabulary=runner.vocab_size,
         most_outputs=args.max_waiting,  # they wait for a step before they run

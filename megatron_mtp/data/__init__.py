@@ -7,7 +7,7 @@ documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
 prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
 chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
-tokenizer.py         load a tokenizer folder, or train a byte-level BPE
+tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
 frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
 checks.py            is the corpus there and whole, and does the vocabulary fit it
 """

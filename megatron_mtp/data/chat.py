@@ -17,7 +17,6 @@ reasoning): what the model wrote is then a document of its own, and each turn co
 model saw when it wrote it.
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -36,7 +35,7 @@ import numpy as np
 
 from megatron_mtp.data.corpus import Work, dataset_writer, worked
 from megatron_mtp.data.documents import Document, find_files
-from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
+from megatron_mtp.data.tokenizer import Encoder, apply_template, end_tokens, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -111,40 +110,6 @@ def is_chat(line: dict[str, Any]) -> bool:
 def place_of(line: Document) -> str:
     """The file and the line, for a message."""
     return f"'{line.path}', line {line.line}"
-
-
-def decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose tool calls have their arguments as objects, which are often sent as JSON.
-
-    Raises:
-        ValueError: arguments are no JSON.
-    """
-    decoded = [copy.deepcopy(message) if message.get("tool_calls") else message for message in messages]
-    for place, message in enumerate(decoded):
-        for call in message.get("tool_calls") or ():
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(given or "{}")
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(
-                        f"arguments of a call in messages.{place} are no JSON ({error}); correct them."
-                    ) from error
-    return decoded
-
-
-def apply_template(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tokenize: bool = False, **arguments: Any
-) -> Any:
-    """What transformers' `apply_chat_template` makes of the messages, whose calls may have their arguments as JSON."""
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=tokenize, **arguments)
-    decoded = decoded_calls(messages)
-    try:
-        return render(decoded)
-    except TypeError:  # a template that joins arguments as text, such as DeepSeek-V3's
-        if decoded == messages:
-            raise
-        return render(messages)
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -7,6 +7,8 @@ Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer
 `transformers` takes seconds to import, so functions import it, and a worker starts without it.
 """
 
+import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -182,6 +184,40 @@ def _object_in(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object; fetch or write it again.")
     return found
+
+
+def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose tool calls have their arguments as objects, which are often sent as JSON.
+
+    Raises:
+        ValueError: arguments are no JSON.
+    """
+    decoded = [copy.deepcopy(message) if message.get("tool_calls") else message for message in messages]
+    for place, message in enumerate(decoded):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(given or "{}")
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"arguments of a call in messages.{place} are no JSON ({error}); correct them."
+                    ) from error
+    return decoded
+
+
+def apply_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tokenize: bool = False, **arguments: Any
+) -> Any:
+    """What transformers' `apply_chat_template` makes of the messages, whose calls may have their arguments as JSON."""
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=tokenize, **arguments)
+    decoded = _decoded_calls(messages)
+    try:
+        return render(decoded)
+    except TypeError:  # a template that joins arguments as text, such as DeepSeek-V3's
+        if decoded == messages:
+            raise
+        return render(messages)
 
 
 @dataclass(frozen=True)

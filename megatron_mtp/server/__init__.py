@@ -2,8 +2,7 @@
 
 protocol.py      bodies of requests, checked, and errors
 detokenizer.py   text to tokens and back, characters as they come, stop strings
-metrics.py       the page that Prometheus reads
 outputs.py       updates of the engine to one answer, or a stream of events
-async_engine.py  the thread that owns the engine, and its steps on other ranks
+async_engine.py  the thread that owns the engine, what Prometheus reads of it, and its steps on other ranks
 api.py           the paths, and uvicorn, which drains
 """

@@ -12,27 +12,27 @@ import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, override
+from typing import Annotated, Any, override
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HTTPRequest
+from fastapi.sse import EventSourceResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_mtp.decoding.requests import EngineCore, Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
-from megatron_mtp.server.metrics import ServerMetrics
 from megatron_mtp.server.outputs import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.protocol import (
     LONGEST_BODY,
@@ -42,7 +42,6 @@ from megatron_mtp.server.protocol import (
     ChatBody,
     CompletionBody,
     add_error_handlers,
-    refused,
 )
 
 PATIENCE = 10
@@ -50,6 +49,9 @@ PATIENCE = 10
 
 GONE = 499
 """Status in logs of a client that went away, as nginx has it; nobody reads it."""
+
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream that proxies pass on as it comes."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,18 @@ class Served:
         named = {"id": self.name, "object": "model", "created": self.created}
         return {**named, "owned_by": "megatron-mtp", "max_model_len": self.positions}
 
-    def check_name(self, asked: str | None) -> None:
-        """Raises APIError for another model."""
-        if asked not in (None, self.name):
-            raise APIError(404, f"the model '{asked}' is not served; '{self.name}' is.", "model", "model_not_found")
+    def check(self, body: Body, prompts: int) -> None:
+        """Raises APIError for another model, and for more outputs of so many prompts than the server ever takes."""
+        if body.model is not None:
+            self.check_name(body.model)
+        if (count := prompts * body.n) > self.most_outputs:
+            most = f"this server takes {self.most_outputs} at once, so send fewer."
+            raise APIError(f"the request has {count} outputs; {most}")
 
-    def check_outputs(self, count: int) -> None:
-        """Raises APIError where one HTTP request has more outputs than the server ever takes."""
-        if count > self.most_outputs:
-            raise refused(
-                f"the request has {count} outputs; this server takes {self.most_outputs} at once, so send fewer."
-            )
+    def check_name(self, asked: str) -> None:
+        """Raises APIError for another model."""
+        if asked != self.name:
+            raise APIError(f"the model '{asked}' is not served; '{self.name}' is.", "model", "model_not_found", 404)
 
     def check_prompt(self, prompt: list[int], limit: int | None) -> None:
         """Raises APIError for a prompt that cannot be continued by so many tokens."""
@@ -96,20 +99,19 @@ class Served:
         try:
             check_prompt(prompt, self.positions, self.vocabulary)
         except ValueError as error:
-            raise refused(str(error), "prompt") from error
+            raise APIError(str(error), "prompt") from error
 
 
 def serve(
     engine: EngineCore, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
 ) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
-    metrics = ServerMetrics()
-    running = AsyncEngine(engine, metrics)
+    running = AsyncEngine(engine)
 
     def ready() -> None:
         print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
 
-    Server(make_app(running, served, metrics, key, origins), running, ready).run([listening])
+    Server(make_app(running, served, key, origins), running, ready).run([listening])
     return int(running.broken)
 
 
@@ -172,15 +174,21 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_app(
-    engine: AsyncEngine, served: Served, metrics: ServerMetrics, key: str | None = None, origins: Sequence[str] = ()
-) -> ASGIApp:
+async def at_the_end() -> AsyncIterator[ExitStack]:
+    """Calls to make when a response has ended, with its last byte or without its client."""
+    with ExitStack() as calls:
+        yield calls
+
+
+Ending = Annotated[ExitStack, Depends(at_the_end)]
+
+
+def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origins: Sequence[str] = ()) -> ASGIApp:
     """The application; it starts and ends the engine's thread.
 
     Args:
         engine: takes the requests.
         served: the model.
-        metrics: those that the engine feeds.
         key: that clients must send, if any.
         origins: of pages whose scripts may call it; "*" for all.
     """
@@ -191,23 +199,23 @@ def make_app(
         yield
         engine.stop()
 
-    metrics.read(lambda: engine.load)
     app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=LONGEST_BODY, docs_url=None, redoc_url=None)
     add_error_handlers(app)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionBody, asked: HTTPRequest) -> Response:
-        served.check_name(body.model)
-        prompts = await run_in_threadpool(_completion_prompts, body, served)
-        return await _answered(asked, engine, served, body, prompts, CompletionAnswer)
+    async def completions(body: CompletionBody, asked: HTTPRequest, ending: Ending) -> Response:
+        served.check(body, len(body.prompt))  # before they are tokenized
+        encode = partial(served.codec.encode, special=body.add_special_tokens, positions=served.positions)
+        prompts = [await run_in_threadpool(encode, one) if isinstance(one, str) else one for one in body.prompt]
+        return await _answered(asked, ending, engine, served, body, prompts, CompletionAnswer)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, asked: HTTPRequest) -> Response:
-        served.check_name(body.model)
+    async def chat(body: ChatBody, asked: HTTPRequest, ending: Ending) -> Response:
+        served.check(body, 1)
         messages, own = [message.plain() for message in body.messages], body.template_arguments()
         variables = body.template_variables()
         prompt = await run_in_threadpool(served.codec.chat, messages, own, variables, served.positions)
-        return await _answered(asked, engine, served, body, [prompt], ChatAnswer)
+        return await _answered(asked, ending, engine, served, body, [prompt], ChatAnswer)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -225,7 +233,7 @@ def make_app(
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     guarded = RequestGuard(app, key)
     if not origins:
@@ -256,34 +264,18 @@ class RequestGuard:
         right = secrets.compare_digest(given.strip().encode("latin-1"), f"{self._key}".encode())
         if guarded and not (right and scheme.lower() == "bearer"):
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
-            return APIError(401, message, code="invalid_api_key").response()
+            return APIError(message, code="invalid_api_key", status=401).response()
         if length.isdecimal() and int(length) > LONGEST_BODY:
-            return APIError(413, TOO_LONG).response()
+            return APIError(TOO_LONG, status=413).response()
         if coding.lower() != "identity":
             message = f"the body has the Content-Encoding {coding}, which is not served; send it as it is."
-            return APIError(415, message).response()
+            return APIError(message, status=415).response()
         return None
-
-
-def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]:
-    """Token ids of all prompts. Raises APIError for what is no prompt."""
-    given = [body.prompt] if isinstance(body.prompt, str) or _are_ids(body.prompt) else body.prompt
-    if not isinstance(given, list) or not given:
-        raise refused("prompt: give a text, a list of token ids, or a list of these.", "prompt")
-    served.check_outputs(len(given) * body.n)  # before they are tokenized
-    encode = partial(served.codec.encode, special=body.add_special_tokens, positions=served.positions)
-    prompts = [encode(one) if isinstance(one, str) else one for one in given]
-    if not all(map(_are_ids, prompts)):
-        raise refused("prompt: a prompt is empty, or neither a text nor a list of token ids; correct it.", "prompt")
-    return prompts
-
-
-def _are_ids(given: object) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(one) is int for one in given)
 
 
 async def _answered[AnyBody: Body](
     asked: HTTPRequest,
+    ending: ExitStack,
     engine: AsyncEngine,
     served: Served,
     body: AnyBody,
@@ -292,17 +284,15 @@ async def _answered[AnyBody: Body](
 ) -> Response:
     """The response to a body with these prompts. Raises APIError for what is not served."""
     requests, choices = _requests(body, served, prompts)
-    answer = form(body, choices, served.name, served.codec)
+    answer, outputs = form(body, choices, served.name, served.codec), Outputs(len(requests))
+    ending.callback(engine.forget, outputs)
     if body.stream:
-        outputs = await engine.submit(requests)
-        return EventStream(engine, outputs, answer.events(outputs))
+        await engine.submit(requests, outputs)
+        return EventSourceResponse(answer.events(outputs), headers=UNBUFFERED)
 
     async def whole() -> Response:
-        outputs = await engine.submit(requests)
-        try:
-            return JSONResponse(await answer.whole(outputs))
-        finally:
-            engine.forget(outputs)
+        await engine.submit(requests, outputs)
+        return JSONResponse(await answer.whole(outputs))
 
     async def gone() -> Response:
         while (await asked.receive())["type"] != "http.disconnect":
@@ -321,16 +311,13 @@ async def _answered[AnyBody: Body](
 def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[list[Request], list[Choice]]:
     """A request of the engine and a choice of the answer for each output. Raises APIError."""
     limit, codec = body.limit, served.codec
-    served.check_outputs(len(prompts) * body.n)
     for prompt in prompts:
         served.check_prompt(prompt, limit)
-    if body.stops and codec.backend is None:
-        raise refused("the checkpoint names no tokenizer to look for stop strings with; use stop_token_ids.", "stop")
     if limit == 0 and not body.echo:
-        raise refused("max_tokens is 0; give 1 or more, or echo for the prompt alone.", "max_tokens")
-    special = codec.special_stops(body.stops)
-    stops = tuple(stop for stop in body.stops if stop not in special)
-    stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *(body.stop_token_ids or ())}
+        raise APIError("max_tokens is 0; give 1 or more, or echo for the prompt alone.", "max_tokens")
+    special = codec.special_stops(body.stop)
+    stops = tuple(stop for stop in body.stop if stop not in special)
+    stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *body.stop_token_ids}
     all_prompts = [prompt for prompt in prompts for _ in range(body.n)]
     choices = [
         Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops, body.min_tokens), muted=limit == 0)
@@ -353,19 +340,3 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
         for choice, seed in zip(choices, body.seeds(len(choices)), strict=True)
     ]
     return requests, choices
-
-
-class EventStream(StreamingResponse):
-    """Events of outputs, which are forgotten however the response ends: with them, or without its client."""
-
-    def __init__(self, engine: AsyncEngine, outputs: Outputs, events: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._engine, self._outputs = engine, outputs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._engine.forget(self._outputs)

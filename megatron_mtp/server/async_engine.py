@@ -1,4 +1,4 @@
-"""The thread that owns the engine, how handlers of HTTP reach it, and its steps on other ranks.
+"""The thread that owns the engine, how handlers of HTTP reach it, what Prometheus reads of it, and other ranks.
 
     event loop    submit -> add        update, update, ...          cancel
                       |                   ^                            |
@@ -21,18 +21,25 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, override
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from megatron_mtp.decoding.requests import EngineCore, Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
-from megatron_mtp.server.metrics import CANCELLED, ServerMetrics
 from megatron_mtp.server.protocol import APIError, failed
+
+CANCELLED = "cancelled"
+"""Why a request ended whose client has gone."""
 
 IDLE = timedelta(days=365)
 """How long ranks wait for a request."""
@@ -44,23 +51,46 @@ logger = logging.getLogger(__name__)
 
 
 class Outputs:
-    """The outputs of one HTTP request while they grow; iterating gives the place of an output and its update."""
+    """The outputs of one HTTP request while they grow; iterating gives the place of an output and its update.
+
+    Attributes:
+        asked: when the request was made, by `time.perf_counter`.
+        numbers: by which the engine knows them.
+        left: how many have not ended.
+    """
 
     def __init__(self, count: int) -> None:
-        self.numbers: list[int] = []
-        self._live, self._updates = count, asyncio.Queue[tuple[int, Update] | APIError]()
+        self.asked, self.numbers, self.left = time.perf_counter(), list[int](), count
+        self._news = asyncio.Queue[list[tuple[int, Update]] | APIError]()
 
-    def put(self, item: tuple[int, Update] | APIError) -> None:
-        """Add an update of an output, by its place, or the reason why there will be no more."""
-        self._updates.put_nowait(item)
+    def put(self, news: list[tuple[int, Update]] | APIError) -> None:
+        """Add the updates of a step, with the places of their outputs, or the reason why there will be no more."""
+        if isinstance(news, list):
+            self.left -= sum(update.finish is not None for _, update in news)
+        self._news.put_nowait(news)
+
+    async def get(self) -> list[tuple[int, Update]]:
+        """The updates of the next step. Raises APIError where there will be none."""
+        news = await self._news.get()
+        if isinstance(news, APIError):
+            raise news
+        return news
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while self._live:
-            item = await self._updates.get()
-            if isinstance(item, APIError):
-                raise item
-            self._live -= item[1].finish is not None
-            yield item
+        while self.left or not self._news.empty():
+            for place, update in await self.get():
+                if update.finish is Finish.ERROR:
+                    raise failed()
+                yield place, update
+
+
+@dataclass
+class Owner:
+    """To whom a request belongs: an output, by its place; `last` is when it last had new tokens."""
+
+    outputs: Outputs
+    place: int
+    last: float | None = None
 
 
 class AsyncEngine:
@@ -70,17 +100,17 @@ class AsyncEngine:
         draining: no request is taken any more.
         load: of the engine after its last step.
         broken: the engine cannot go on after a bug; a bug in a single request ends that request alone.
+        metrics: its page for Prometheus.
     """
 
-    def __init__(self, engine: EngineCore, metrics: ServerMetrics) -> None:
-        self._engine, self._metrics = engine, metrics
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._owners: dict[int, tuple[Outputs, int]] = {}
-        self._asked, self._ended = set[asyncio.Future[None]](), False
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
+        self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.draining, self.broken = False, False
+        self._ended = self.draining = self.broken = False
         self.load: Load = engine.load
+        self.metrics = Metrics(lambda: self.load)
 
     def start(self) -> None:
         """Begin, on the running event loop."""
@@ -94,11 +124,11 @@ class AsyncEngine:
 
     @property
     def idle(self) -> bool:
-        """True where no request is live."""
-        return not self._owners and not self._asked
+        """True where no output grows."""
+        return not any(outputs.left for outputs in self._live)
 
-    async def submit(self, requests: list[Request]) -> Outputs:
-        """Queue requests, all or none; `forget` must be called in the end.
+    async def submit(self, requests: list[Request], outputs: Outputs) -> None:
+        """Queue requests, all or none, to grow these outputs; `forget` must be called in the end.
 
         Raises:
             APIError: 400 for what cannot be served, 429 if the queue is full, 503 while draining, 500 after a bug.
@@ -106,65 +136,20 @@ class AsyncEngine:
         if self.broken:
             raise failed()
         if self.draining:
-            raise APIError(503, "the server is ending; ask another one.", code="draining")
-        outputs, asked = Outputs(len(requests)), time.perf_counter()
-        answer = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._add(requests, outputs, answer, asked))
-        self._asked.add(answer)
-        try:
-            await answer
-        except QueueFull:
-            raise APIError(429, "the queue is full; ask again later.", code="queue_full") from None
-        except ValueError as error:
-            raise APIError(400, str(error), code="not_servable") from error
-        finally:
-            self._asked.discard(answer)
-        return outputs
+            raise APIError("the server is ending; ask another one.", code="draining", status=503)
+        self._live.add(outputs)
+        self._commands.put(partial(self._add, requests, outputs))
+        await outputs.get()
 
     def forget(self, outputs: Outputs) -> None:
         """Cancel what has not ended, since nobody waits for it."""
-        live = [number for number in outputs.numbers if self._owners.pop(number, None) is not None]
-        for number in live:
-            self._metrics.ended(number, CANCELLED)
-        if live:
-            self._commands.put(lambda: self._cancel(live))
-
-    # --- on the event loop, called by the thread ---
-
-    def _registered(self, numbers: list[int], outputs: Outputs, answer: "asyncio.Future[None]", asked: float) -> None:
-        """From here on the requests have an owner, unless it has gone meanwhile."""
-        if answer.done():
-            self._commands.put(lambda: self._cancel(numbers))
-            return
-        outputs.numbers = numbers
-        for place, number in enumerate(numbers):
-            self._owners[number] = (outputs, place)
-            self._metrics.began(number, asked)
-        answer.set_result(None)
-
-    def _refused(self, answer: "asyncio.Future[None]", error: Exception) -> None:
-        if not answer.done():
-            answer.set_exception(error)
-
-    def _deliver(self, updates: list[Update], now: float) -> None:
-        for update in updates:
-            owner = self._owners.get(update.request)
-            if owner is None:
-                continue
-            outputs, place = owner
-            self._metrics.grew(update, now)
-            if update.finish is not None:
-                del self._owners[update.request]
-                self._metrics.ended(update.request, update.finish)
-            outputs.put(failed() if update.finish is Finish.ERROR else (place, update))
+        self._live.discard(outputs)
+        self._commands.put(partial(self._cancel, outputs))
 
     def _break(self) -> None:
         self.broken = True
-        for answer in self._asked:
-            self._refused(answer, failed())
-        for outputs, _ in self._owners.values():
+        for outputs in self._live:
             outputs.put(failed())
-        self._owners.clear()
 
     # --- on the thread ---
 
@@ -177,32 +162,151 @@ class AsyncEngine:
                 if self._engine.busy and not self._ended:
                     updates = self._engine.step()
                     self.load = self._engine.load
-                    self._post(self._deliver, updates, time.perf_counter())
+                    self._deliver(updates)
         except Exception:
             logger.exception("the engine has failed")
             self._post(self._break)
 
-    def _add(self, requests: list[Request], outputs: Outputs, answer: "asyncio.Future[None]", asked: float) -> None:
-        numbers: list[int] = []
+    def _post(self, what: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(what)
+
+    def _add(self, requests: list[Request], outputs: Outputs) -> None:
+        """Queue all requests; the first news of the outputs are none, or why they were not queued."""
+        news: list[tuple[int, Update]] | APIError = []
         try:
             for request in requests:
-                numbers.append(self._engine.add(request))
-        except Exception as error:
-            if not isinstance(error, QueueFull | ValueError):
-                logger.exception("a request cannot be queued")
-                error = failed()
-            self._cancel(numbers)
-            self._post(self._refused, answer, error)
+                outputs.numbers.append(self._engine.add(request))
+        except QueueFull:
+            news = APIError("the queue is full; ask again later.", code="queue_full", status=429)
+        except ValueError as error:
+            news = APIError(str(error), code="not_servable")
+        except Exception:
+            logger.exception("a request cannot be queued")
+            news = failed()
+        if news:
+            for number in outputs.numbers:
+                self._engine.cancel(number)
+        else:
+            self._owners |= {number: Owner(outputs, place) for place, number in enumerate(outputs.numbers)}
+        self._post(partial(outputs.put, news))
+
+    def _cancel(self, outputs: Outputs) -> None:
+        for number in outputs.numbers:
+            if (owner := self._owners.pop(number, None)) is not None:
+                self.metrics.ended(owner, CANCELLED)
+                self._engine.cancel(number)
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """Hand the updates of a step to their owners, and time them."""
+        news, now = defaultdict[Outputs, list[tuple[int, Update]]](list), time.perf_counter()
+        for update in updates:
+            owner = self._owners[update.request]
+            news[owner.outputs].append((owner.place, update))
+            self.metrics.grew(owner, len(update.tokens), now)
+            if update.finish is not None:
+                del self._owners[update.request]
+                self.metrics.ended(owner, update.finish)
+
+        def hand_over() -> None:
+            for outputs, some in news.items():
+                outputs.put(some)
+
+        self._post(hand_over)
+
+
+# --- the page that Prometheus reads ----------------------------------------------------------------------------------
+
+PREFIX = "megatron_mtp_"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Borders of the histograms."""
+
+Rows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
+"""Name to what it is, and its value, or one for each position of a draft.
+
+Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
+"""
+
+GAUGES: Rows = {
+    "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
+    "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
+    "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
+    "cache_blocks_used": ("blocks that live requests hold", lambda load: load.blocks_used),
+    "cache_usage_ratio": ("share of blocks that they hold", lambda load: load.blocks_used / (load.blocks or 1)),
+    "recurrent_states": ("requests for whose recurrent states there is room; 0 without any", lambda load: load.states),
+    "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
+    # Beside accepted over drafted tokens of a position, which is the measured one.
+    "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
+}
+COUNTERS: Rows = {
+    "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
+    "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
+    "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
+    "generation_tokens": ("tokens that were emitted", lambda load: load.stats.emitted),
+    "target_forwards": ("forwards of the trunk, counted for every request", lambda load: load.stats.target_forwards),
+    "spec_decode_num_drafts": ("drafts that were verified", lambda load: next(iter(load.stats.offered_at), 0)),
+    "spec_decode_num_draft_tokens": ("drafted tokens", lambda load: load.stats.drafted),
+    "spec_decode_num_accepted_tokens": ("drafted tokens that were accepted", lambda load: load.stats.accepted),
+    "spec_decode_num_draft_tokens_per_pos": ("drafted tokens by position", lambda load: load.stats.offered_at),
+    "spec_decode_num_accepted_tokens_per_pos": ("accepted tokens by position", lambda load: load.stats.accepted_at),
+}
+
+
+class Metrics(Collector):
+    """The engine's counts as they are when they are asked for, and how long clients wait."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load, self._registry = load, CollectorRegistry()
+        histogram = partial(Histogram, namespace=PREFIX[:-1], registry=self._registry, buckets=SECONDS)
+        self._first = histogram("time_to_first_token_seconds", "from the request to its first token")
+        self._between = histogram(
+            "time_per_output_token_seconds", "between tokens of an output: time since its last ones, by the new ones"
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "from the request to its end")
+        about = "requests that have ended, by reason"
+        self._ends = Counter(PREFIX + "requests", about, ["finished_reason"], registry=self._registry)
+        for reason in (*Finish, CANCELLED):
+            self._ends.labels(reason)  # 0 before the first one
+        self._registry.register(self)
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of a load."""
+        load = self._load()
+        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (about, value) in rows.items():
+                found = value(load)
+                if isinstance(found, Sequence):
+                    family = kind(PREFIX + name, about, labels=["position"])
+                    for position, one in enumerate(found):
+                        family.add_metric([str(position)], one)
+                    yield family
+                else:
+                    yield kind(PREFIX + name, about, found)
+
+    def page(self) -> bytes:
+        """The metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def grew(self, owner: Owner, count: int, now: float) -> None:
+        """Time the new tokens of an output; none where a step only ran a part of the prompt."""
+        if not count:
             return
-        self._post(self._registered, numbers, outputs, answer, asked)
+        if owner.last is None:
+            self._first.observe(now - owner.outputs.asked)
+        else:
+            for _ in range(count):
+                self._between.observe((now - owner.last) / count)
+        owner.last = now
 
-    def _cancel(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._engine.cancel(number)
+    def ended(self, owner: Owner, reason: str) -> None:
+        """Count an output that has ended, or whose client has gone (`CANCELLED`)."""
+        self._ends.labels(reason).inc()
+        if owner.last is not None and reason != CANCELLED:
+            self._whole.observe(owner.last - owner.outputs.asked)
 
-    def _post(self, what: Callable[..., None], *arguments: Any) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(what, *arguments)
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
 
 
 class Leader:

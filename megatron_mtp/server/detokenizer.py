@@ -9,13 +9,13 @@ import inspect
 import json
 import threading
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, override
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.data.chat import apply_template
-from megatron_mtp.server.protocol import APIError, refused
+from megatron_mtp.data.tokenizer import apply_template
+from megatron_mtp.server.protocol import APIError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,14 +144,59 @@ class OutputText:
 
 
 class Codec:
-    """No tokenizer: text is refused, and outputs have no text; clients send and read token ids."""
+    """The model's tokenizer, of which only the compiled part is used, which any number of threads may read.
 
-    ends: frozenset[int] = frozenset()
-    backend: Tokenizer | None = None
+    Without one, text is refused, and outputs have none: clients send and read token ids.
+
+    Args:
+        tokenizer: of the model.
+        ends: ids that end a text.
+
+    Raises:
+        ValueError: it has no compiled part.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, ends: frozenset[int] = frozenset()) -> None:
+        self.ends, self._tokenizer, self._long = ends, tokenizer, threading.Lock()
+        self.backend: Tokenizer | None = None
+        self._added, self._bytes = dict[int, AddedToken](), dict[str, int]()
+        self._longest: int | None = None
+        if tokenizer is None:
+            return
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
+            )
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self._added, form = self.backend.get_added_tokens_decoder(), json.loads(self.backend.to_str())
+        decoder = form["decoder"] or {}
+        if any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part):
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+            self._longest = longest_token(form, self.backend)
 
     def encode(self, text: str, special: bool, positions: int) -> list[int]:
         """The tokens of a text, with the tokenizer's own beginning if `special`. Raises APIError, also for too many."""
-        raise refused("the checkpoint names no tokenizer; send token ids as the prompt.", "prompt")
+        if self.backend is None:
+            raise APIError("the checkpoint names no tokenizer; send token ids as the prompt.", "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise APIError(
+                f"the text holds {text[error.start]!a} at character {error.start + 1}, which is no Unicode "
+                "character; take it out."
+            ) from error
+        if self._longest is not None and len(text) > positions * self._longest:
+            raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
+        with self._long if len(text) > LONG else nullcontext():
+            # This function alone lets other threads run meanwhile, and keeps no offsets.
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        if len(encoded) > positions:
+            raise too_long(str(len(encoded)), positions)
+        return list(encoded.ids)
 
     def chat(
         self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
@@ -164,121 +209,59 @@ class Codec:
             variables: further ones for the template.
             positions: tokens, at most.
         """
-        raise refused("the checkpoint names no tokenizer, so it has no chat template; use /v1/completions.", "messages")
+        if self._tokenizer is None or self._tokenizer.chat_template is None:
+            why = "checkpoint names no tokenizer, so it" if self._tokenizer is None else "model's tokenizer"
+            raise APIError(f"the {why} has no chat template; use /v1/completions.", "messages")
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        if reserved := sorted(variables.keys() & known):
+            raise APIError(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
+        try:
+            text = apply_template(self._tokenizer, messages, **{**variables, **own})
+        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
+            raise APIError(f"the chat template refuses these messages: {error}", "messages") from error
+        return self.encode(str(text), False, positions)
 
-    def special_stops(self, stops: tuple[str, ...]) -> dict[str, int]:
+    def special_stops(self, stops: list[str]) -> dict[str, int]:
         """Those stop strings that are special tokens, which have no text, and their ids. Raises APIError."""
-        return {}
+        if stops and self.backend is None:
+            why = "the checkpoint names no tokenizer to look for stop strings with"
+            raise APIError(f"{why}; use stop_token_ids.", "stop")
+        special = {added.content: token for token, added in self._added.items() if added.special}
+        for stop in (stop for stop in stops if stop not in special):
+            for held in (content for content in special if content in stop):
+                raise APIError(f"'{held}' is a special token, which has no text; send it as a stop of its own.", "stop")
+        return {stop: special[stop] for stop in stops if stop in special}
 
     def decode(self, ids: list[int]) -> str:
         """The text of tokens, without special ones."""
-        return ""
+        return "" if self.backend is None else self.backend.decode(ids, skip_special_tokens=True)
 
     def detokenizer(self, context: list[int]) -> Detokenizer:
         """Reads what continues the context."""
         return Detokenizer(self.backend, context, self.ends)
 
     def written(self, token: int) -> tuple[str, list[int] | None]:
-        """A token on its own as text, and its bytes."""
-        return f"token_id:{token}", None
-
-
-class TextCodec(Codec):
-    """A tokenizer, of which only the compiled part is used, which any number of threads may read.
-
-    Args:
-        tokenizer: of the model.
-        ends: ids that end a text.
-
-    Raises:
-        ValueError: it has no compiled part.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> None:
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
-            )
-        self._tokenizer = tokenizer
-        self.backend = backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.no_truncation()
-        backend.no_padding()
-        self.ends = ends
-        self._added = {number: added.content for number, added in backend.get_added_tokens_decoder().items()}
-        self._special = {one.content: id for id, one in backend.get_added_tokens_decoder().items() if one.special}
-        form = json.loads(backend.to_str())
-        self._bytes = _bytes_of_characters() if _is_byte_level(form) else {}
-        self._longest = longest_token(form, backend) if self._bytes else None
-        self._backend, self._long = backend, threading.Lock()
-
-    @override
-    def encode(self, text: str, special: bool, positions: int) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise refused(
-                f"the text holds {text[error.start]!a} at character {error.start + 1}, which is no Unicode "
-                "character; take it out."
-            ) from error
-        if self._longest is not None and len(text) > positions * self._longest:
-            raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
-        with self._long if len(text) > LONG else nullcontext():
-            # This function alone lets other threads run meanwhile, and keeps no offsets.
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        if len(encoded) > positions:
-            raise too_long(str(len(encoded)), positions)
-        return list(encoded.ids)
-
-    @override
-    def chat(
-        self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
-    ) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise refused("the model's tokenizer has no chat template; use /v1/completions.", "messages")
-        known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
-        if reserved := sorted(variables.keys() & known):
-            raise refused(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
-        try:
-            text = apply_template(self._tokenizer, messages, **{**variables, **own})
-        except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
-            raise refused(f"the chat template refuses these messages: {error}", "messages") from error
-        return self.encode(str(text), False, positions)
-
-    @override
-    def special_stops(self, stops: tuple[str, ...]) -> dict[str, int]:
-        for stop in stops:
-            held = next((token for token in self._special if token in stop and token != stop), None)
-            if held is not None and stop not in self._special:
-                raise refused(f"'{held}' is a special token, which has no text; send it as a stop of its own.", "stop")
-        return {stop: self._special[stop] for stop in stops if stop in self._special}
-
-    @override
-    def decode(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=True))
-
-    @override
-    def written(self, token: int) -> tuple[str, list[int] | None]:
-        """A token on its own; bytes that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
-        found = self._bytes_of(token)
+        """A token on its own, and its bytes; those that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
+        if self.backend is None:
+            return f"token_id:{token}", None
+        piece = self.backend.id_to_token(token) or ""
+        if token in self._added:
+            found = self._added[token].content.encode()
+        elif self._bytes and all(character in self._bytes for character in piece):
+            found = bytes(self._bytes[character] for character in piece)
+        elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            found = bytes([int(piece[3:5], 16)])
+        else:
+            found = piece.replace("▁", " ").encode()
         try:
             return found.decode(), list(found)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), list(found)
 
-    def _bytes_of(self, token: int) -> bytes:
-        if token in self._added:
-            return self._added[token].encode()
-        piece = self._backend.id_to_token(token) or ""
-        if self._bytes and all(character in self._bytes for character in piece):
-            return bytes(self._bytes[character] for character in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode()
-
 
 def too_long(tokens: str, positions: int) -> APIError:
     """Status 400 for a prompt of so many tokens."""
-    return refused(
+    return APIError(
         f"the prompt has {tokens} tokens, and the model has {positions} positions for it and the new ones; send less, "
         "or ask for fewer tokens.",
         "prompt",
@@ -294,15 +277,3 @@ def longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
     if strips or any(part["type"] != "NFC" for part in parts):
         return None
     return max(map(len, backend.get_vocab())) * (COMPOSED if parts else 1)
-
-
-def _is_byte_level(form: dict[str, Any]) -> bool:
-    decoder = form["decoder"] or {}
-    return any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part)
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character stands for in pieces of a byte-level BPE."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}

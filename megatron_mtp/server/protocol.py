@@ -72,20 +72,26 @@ Integer = Annotated[
 ]
 """An integer, also as clients write it that know floats alone: 16.0."""
 
+Stops = Annotated[
+    list[str],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
+]
+"""Stop strings; one may be sent without a list."""
+
 
 class APIError(Exception):
     """An answer that is an error.
 
     Attributes:
-        status: of HTTP.
         message: a sentence.
         param: the field of the body that is wrong.
         code: a word that programs compare.
+        status: of HTTP; 400 for what cannot be served.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, _sendable(message), code
+        self.message, self.code, self.status = _sendable(message), code, status
         self.param = None if param is None else _sendable(param)
 
     def response(self) -> JSONResponse:
@@ -106,14 +112,9 @@ def _sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def refused(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """Status 400: what cannot be served."""
-    return APIError(400, message, param, code)
-
-
 def failed() -> APIError:
     """Status 500: a bug, whose traceback stands in the server's log."""
-    return APIError(500, "the engine has failed; the server's log has the reason.", code="engine_failed")
+    return APIError("the engine has failed; the server's log has the reason.", code="engine_failed", status=500)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -141,7 +142,7 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
         message = f"{what} is not served; this path has {allowed}."
     elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         message = TOO_LONG
-    return APIError(error.status_code, message)
+    return APIError(message, status=error.status_code)
 
 
 def _of_a_body(error: RequestValidationError) -> APIError:
@@ -149,18 +150,18 @@ def _of_a_body(error: RequestValidationError) -> APIError:
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         place = first["loc"][1] + 1
-        return refused(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
+        return APIError(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
     param = ".".join(part for part in map(str, first["loc"][1:]) if not part.startswith("list["))
     said = first["msg"].removeprefix("Value error, ")
     if not param and first["type"] == "value_error":  # of several fields
-        return refused(f"{said}.")
+        return APIError(f"{said}.")
     if not param:
-        return refused("the body is no JSON object; send one, with Content-Type: application/json.")
+        return APIError("the body is no JSON object; send one, with Content-Type: application/json.")
     if first["type"] == "extra_forbidden":
         known = " or ".join(json.dumps(value) for value in NEUTRAL.get(param, ()))
         but = f" with another value than {known}" if known else ""
-        return refused(f"'{param}' is not served here{but}; leave it out.", param, "unknown_parameter")
-    return refused(f"{param}: {said}", param)
+        return APIError(f"'{param}' is not served here{but}; leave it out.", param, "unknown_parameter")
+    return APIError(f"{param}: {said}", param)
 
 
 class StreamOptions(BaseModel):
@@ -187,10 +188,10 @@ class Body(BaseModel):
     seed: Annotated[Integer, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     best_of: Integer | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: Stops = []
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: list[Integer] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -205,9 +206,9 @@ class Body(BaseModel):
         """The number of most probable tokens listed with each token; None for no log-probabilities."""
 
     @property
-    @abstractmethod
     def limit(self) -> int | None:
         """New tokens, at most; None for as many as there are positions."""
+        return self.max_tokens
 
     @model_validator(mode="before")
     @classmethod
@@ -239,29 +240,22 @@ class Body(BaseModel):
 
     @field_validator("stop")
     @classmethod
-    def _can_be_looked_for(cls, given: str | list[str] | None) -> str | list[str] | None:
-        stops = [given] if isinstance(given, str) else given or []
-        if len(stops) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
+    def _can_be_looked_for(cls, given: list[str]) -> list[str]:
+        if len(given) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in given):
             raise ValueError(f"give at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
         return given
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
     def penalties(self, ends: frozenset[int]) -> Penalties:
         """Changes of the logits, of an output that may end with these tokens."""
-        bias, ends = tuple(sorted((self.logit_bias or {}).items())), ends if self.min_tokens else frozenset()
-        own = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return Penalties(*own, bias, self.min_tokens, ends)
+        own, bias = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty), self.logit_bias.items()
+        return Penalties(*own, tuple(sorted(bias)), self.min_tokens, ends if self.min_tokens else frozenset())
 
     def seeds(self, count: int) -> list[int]:
         """The given seed and the numbers after it, or random ones. Raises APIError."""
         if self.seed is None:
             return [secrets.randbelow(SEEDS) for _ in range(count)]
         if self.seed + count > SEEDS:
-            raise refused(f"seed + n exceeds a signed 64-bit integer (seed={self.seed}, n={count}).", "seed")
+            raise APIError(f"seed + n exceeds a signed 64-bit integer (seed={self.seed}, n={count}).", "seed")
         return list(range(self.seed, self.seed + count))
 
     def speculative(self) -> SpeculativeConfig | None:
@@ -271,28 +265,39 @@ class Body(BaseModel):
         try:
             config = config_from(self.speculative_config)
         except (ValueError, TypeError) as error:
-            raise refused(str(error), "speculative_config") from error
+            raise APIError(str(error), "speculative_config") from error
         if config.method == "draft_model":
-            raise refused("a request names no draft model; the server is started with one.", "speculative_config")
+            raise APIError("a request names no draft model; the server is started with one.", "speculative_config")
         return config
 
 
 class CompletionBody(Body):
     """/v1/completions; a prompt is a string or token ids, or a list of these."""
 
-    prompt: Any
+    prompt: list[Any]
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = USUAL_LIMIT
     logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _are_prompts(cls, given: Any) -> Any:
+        """Texts and lists of token ids; one may be sent without a list."""
+        listed = [given] if isinstance(given, str) or _are_ids(given) else given
+        if not isinstance(listed, list) or not listed:
+            raise ValueError("give a text, a list of token ids, or a list of these")
+        if not all(one and (isinstance(one, str) or _are_ids(one)) for one in listed):
+            raise ValueError("a prompt is empty, or neither a text nor a list of token ids; correct it")
+        return listed
 
     @property
     @override
     def top(self) -> int | None:
         return self.logprobs
 
-    @property
-    @override
-    def limit(self) -> int | None:
-        return USUAL_LIMIT if self.max_tokens is None else self.max_tokens
+
+def _are_ids(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(one) is int for one in given)
 
 
 class MessagePart(BaseModel):

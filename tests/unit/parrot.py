@@ -19,8 +19,7 @@ from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
-from megatron_mtp.server.detokenizer import Codec, TextCodec
-from megatron_mtp.server.metrics import ServerMetrics
+from megatron_mtp.server.detokenizer import Codec
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (
@@ -173,11 +172,10 @@ class Running:
 @contextmanager
 def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[str, ...] = ()) -> Iterator[Running]:
     """A server in a thread, on a port of its own."""
-    metrics = ServerMetrics()
-    service, ready = AsyncEngine(engine, metrics), threading.Event()
+    service, ready = AsyncEngine(engine), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)
-    server = Server(make_app(service, served, metrics, key, origins), service, ready.set)
+    server = Server(make_app(service, served, key, origins), service, ready.set)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -191,7 +189,7 @@ def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[st
         assert not thread.is_alive()
 
 
-def words(folder: Path, template: str | None = TEMPLATE) -> TextCodec:
+def words(folder: Path, template: str | None = TEMPLATE) -> Codec:
     """The codec of `tokenizer_in`."""
     tokenizer = tokenizer_in(folder, template)
-    return TextCodec(tokenizer, end_tokens(tokenizer))
+    return Codec(tokenizer, end_tokens(tokenizer))

@@ -12,17 +12,17 @@ import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
 from megatron_mtp.decoding.requests import Penalties
-from megatron_mtp.server.detokenizer import Codec, TextCodec
+from megatron_mtp.server.detokenizer import Codec
 from megatron_mtp.server.protocol import LONGEST_BODY
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     return words(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def server(codec: TextCodec) -> Iterator[Running]:
+def server(codec: Codec) -> Iterator[Running]:
     with running(Parrot(), codec) as served:
         yield served
 
@@ -222,7 +222,7 @@ def test_drafts_of_each_step_for_those_who_ask(server: Running) -> None:
     assert streamed[1]["choices"][0]["prompt_token_ids"] is None
 
 
-def test_an_answer_has_the_version_of_the_weights_that_made_it(codec: TextCodec) -> None:
+def test_an_answer_has_the_version_of_the_weights_that_made_it(codec: Codec) -> None:
     parrot = Parrot()
     with running(parrot, codec) as served:
         first = completion(served, max_tokens=3)["choices"][0]
@@ -374,7 +374,7 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_what_a_chat_has_reaches_the_template(name: str, server: Running, codec: TextCodec) -> None:
+def test_what_a_chat_has_reaches_the_template(name: str, server: Running, codec: Codec) -> None:
     fields, text = PROMPTS[name]
     done = server.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **fields})
     assert done.status_code == 200, done.text

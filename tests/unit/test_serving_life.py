@@ -14,18 +14,18 @@ from parrot import NAME, Parrot, Running, Text, running, words
 
 from megatron_mtp.decoding.requests import Finish, Update
 from megatron_mtp.server.api import listener
-from megatron_mtp.server.detokenizer import TextCodec
+from megatron_mtp.server.detokenizer import Codec
 
 TIMEOUT = 20
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     return words(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
-def server(codec: TextCodec) -> Iterator[Running]:
+def server(codec: Codec) -> Iterator[Running]:
     """Two texts run and two wait."""
     with running(Parrot(running=2, waiting=2), codec) as served:
         yield served
@@ -110,15 +110,15 @@ def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -
     first = raw(server, {"prompt": "ab", "max_tokens": 4})
     until(server.engine.held.is_set)
     gone = raw(server, {"prompt": "ab", "max_tokens": 400})
-    until(lambda: len(server.service._asked) == 1)
+    until(lambda: len(server.service._live) == 2)
     gone.close()
-    until(lambda: not server.service._asked)
+    until(lambda: len(server.service._live) == 1)
     server.engine.go.set()
     assert b"200 OK" in answer(first)
     until(lambda: server.engine.cancelled == 1 and live(server) == 0)
 
 
-def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: TextCodec) -> None:
+def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Codec) -> None:
     with running(Parrot(), codec) as server:
         server.engine.go.clear()
         began = raw(server, {"prompt": "ab", "max_tokens": 4, "temperature": 0})
@@ -134,7 +134,7 @@ def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: TextCodec) -> 
         assert b'"text":"abab"' in answer(began)
 
 
-def test_a_broken_engine_fails_all_texts_and_ends_the_server(codec: TextCodec) -> None:
+def test_a_broken_engine_fails_all_texts_and_ends_the_server(codec: Codec) -> None:
     with running(Parrot(pace=0.01), codec) as server:
         stream = server.client().completions.create(model=NAME, prompt="ab", max_tokens=400, stream=True)
         assert next(iter(stream)).choices[0].text
@@ -156,7 +156,7 @@ def test_a_request_that_the_engine_stumbles_over_fails_alone(server: Running, mo
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
-    stream: bool, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    stream: bool, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two texts of a request one fails; another request, which shares the steps, does not notice."""
     real, failing = Parrot._update, list[int]()
@@ -180,7 +180,7 @@ def test_a_text_that_fails_in_a_step_is_a_500_of_its_own(
         assert 'requests_total{finished_reason="error"} 1.0' in httpx2.get(f"{server.url}/metrics").text
 
 
-def test_64_connections_at_once(codec: TextCodec) -> None:
+def test_64_connections_at_once(codec: Codec) -> None:
     """Streams and whole answers, each with its own text."""
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
@@ -202,7 +202,7 @@ def test_64_connections_at_once(codec: TextCodec) -> None:
     assert texts == [(f"[{number}]" * 20)[:40] for number in range(64)]
 
 
-def test_metrics_are_the_engines_counts(codec: TextCodec) -> None:
+def test_metrics_are_the_engines_counts(codec: Codec) -> None:
     with running(Parrot(), codec) as server:
         for prompt in ("ab", "abc"):
             server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 20})
@@ -241,7 +241,7 @@ def test_an_address_that_is_taken_is_one_sentence() -> None:
 
 
 @pytest.mark.matrix
-def test_5000_requests_with_random_disconnects_leak_nothing(codec: TextCodec) -> None:
+def test_5000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> None:
     """Half of the clients leave: before the answer, or after some events."""
     chosen = random.Random(0)
 
@@ -274,5 +274,5 @@ def test_5000_requests_with_random_disconnects_leak_nothing(codec: TextCodec) ->
         assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 5000
         assert server.engine.cancelled > 500
         assert server.engine.load.blocks_used == 0
-        assert not server.service._metrics._requests
+        assert not server.service._owners
         assert len(server.server.server_state.tasks) <= 1

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, TextCodec, longest_token
+from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, longest_token
 from megatron_mtp.server.outputs import finite
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     return words(tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -31,7 +31,7 @@ def read(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 @given(prompt=LETTERS, text=LETTERS, cut=st.integers(0, 60))
 @example(prompt="€", text="", cut=1)
-def test_characters_are_whole_wherever_the_prompt_ends(codec: TextCodec, prompt: str, text: str, cut: int) -> None:
+def test_characters_are_whole_wherever_the_prompt_ends(codec: Codec, prompt: str, text: str, cut: int) -> None:
     """Also where it ends inside of a character, which then belongs to the text."""
     ids = codec.encode(prompt + text, special=False, positions=512)
     cut = min(cut, len(ids))
@@ -39,7 +39,7 @@ def test_characters_are_whole_wherever_the_prompt_ends(codec: TextCodec, prompt:
     assert whole + "".join(read(codec.detokenizer(ids[:cut]), ids[cut:])) == prompt + text
 
 
-def test_the_euro_sign_appears_with_its_last_byte(codec: TextCodec) -> None:
+def test_the_euro_sign_appears_with_its_last_byte(codec: Codec) -> None:
     ids = codec.encode("a€b", special=False, positions=512)
     assert read(codec.detokenizer([]), ids) == ["a", "", "", "€", "b", ""]
     assert read(codec.detokenizer([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
@@ -94,7 +94,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: TextCodec, text: str, stop: str) -> None:
+def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: Codec, text: str, stop: str) -> None:
     ids = codec.encode(text, special=False, positions=512)
     kept = next((end for end in range(1, len(ids) + 1) if stop in codec.decode(ids[:end])), None)
     at_once = OutputText(codec.detokenizer([]), (stop,))
@@ -106,7 +106,7 @@ def test_the_cut_keeps_the_token_that_completes_a_stop_string(codec: TextCodec, 
 
 
 @given(text=st.text(alphabet="ab€", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3))
-def test_a_token_is_read_once_whoever_comes_first(codec: TextCodec, text: str, stop: str) -> None:
+def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop: str) -> None:
     """The engine reads a step before the answer does; what goes out is what an answer alone would read."""
     ids = codec.encode(text, special=False, positions=512)
     alone, shared = (OutputText(codec.detokenizer([]), (stop,)) for _ in range(2))
@@ -120,7 +120,7 @@ def test_a_token_is_read_once_whoever_comes_first(codec: TextCodec, text: str, s
     assert reads == ids
 
 
-def test_single_tokens_as_text_and_bytes(codec: TextCodec, tmp_path: Path) -> None:
+def test_single_tokens_as_text_and_bytes(codec: Codec, tmp_path: Path) -> None:
     a, *euro = codec.encode("a€", special=False, positions=512)
     assert codec.written(a) == ("a", [97])
     assert [codec.written(token) for token in euro] == [
@@ -134,7 +134,7 @@ def test_byte_tokens_of_other_tokenizers(monkeypatch: pytest.MonkeyPatch, tmp_pa
     codec = words(tmp_path)
     pieces: dict[int, str] = {3: "▁word", 4: "<0xE2>"}
     monkeypatch.setattr(codec, "_bytes", {})
-    monkeypatch.setattr(codec, "_backend", type("Backend", (), {"id_to_token": lambda self, token: pieces[token]})())
+    monkeypatch.setattr(codec, "backend", type("Backend", (), {"id_to_token": lambda self, token: pieces[token]})())
     assert codec.written(3) == (" word", list(b" word"))
     assert codec.written(4) == ("bytes:\\xe2", [0xE2])
 
@@ -143,10 +143,10 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     tokenizer: Any = tokenizer_in(tmp_path)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
-        TextCodec(tokenizer, frozenset())
+        Codec(tokenizer, frozenset())
 
 
-def test_other_threads_run_while_a_long_text_is_tokenized(codec: TextCodec) -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized(codec: Codec) -> None:
     encoding, turns = threading.Thread(target=codec.encode, args=("a" * 3_000_000, False, 10**7)), 0
     encoding.start()
     while encoding.is_alive():
@@ -166,7 +166,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(codec: TextCodec) -> N
     ],
 )
 def test_texts_are_too_long_before_they_are_tokenized(
-    normalizer: dict[str, Any] | None, strips: bool, longest: int | None, codec: TextCodec
+    normalizer: dict[str, Any] | None, strips: bool, longest: int | None, codec: Codec
 ) -> None:
     """The longest token is <|endoftext|>; a text that a normalizer or an added token may shorten is tokenized."""
     assert codec.backend is not None

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     open_streams()
     with sentences(PROGRAM):
-        verb = parser().parse_args(arguments[:1]).verb
+        known = bool(arguments) and arguments[0] in VERBS  # asks other packages only for a verb that is not ours
+        verb = arguments[0] if known else parser().parse_args(arguments[:1]).verb
     return run(verb, f"{PROGRAM} {verb}", arguments[1:])
 
 

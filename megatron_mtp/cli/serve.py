@@ -64,9 +64,8 @@ def run(args: Namespace) -> int:
 
     from megatron_mtp.cpu import substitutions
     from megatron_mtp.data.tokenizer import end_tokens, sampling_defaults
-    from megatron_mtp.decoding.engine import Engine
+    from megatron_mtp.decoding.engine import Engine, blocks_for, blocks_in
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
-    from megatron_mtp.decoding.memory import blocks_for, blocks_in
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve

@@ -11,10 +11,9 @@ from typing import Any
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.kv_cache import CHUNK
+from megatron_mtp.decoding.kv_cache import CHUNK, rounded
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.requests import Request, TokenLogprob, Update, check_prompt
-from megatron_mtp.decoding.rows import rounded
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings

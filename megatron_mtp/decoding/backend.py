@@ -8,7 +8,7 @@ less in between. Packages add others by an entry point:
 
 The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
 methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
-`Stack` and `MTPRows`. rows.py, kv_cache.py and recurrent_state.py say what rows and caches hold,
+`Stack` and `MTPRows`. kv_cache.py and recurrent_state.py say what rows and caches hold,
 recurrent_layers.py what a layer is made of.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
-from megatron_mtp.decoding.kv_cache import KVCache, write_rows
-from megatron_mtp.decoding.recurrent_state import RecurrentScope
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope, write_rows
 from megatron_mtp.model.block_drafter import BlockDrafterLayer, context_keys
 from megatron_mtp.model.eagle3 import Eagle3Layer
 from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
@@ -95,7 +93,7 @@ class Modules:
         all_short: whether `dense_layer` has a forward for every layer.
     """
 
-    def __init__(self, model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> None:
+    def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
         self.model, self.scope, self.head_VH = model, scope, head_VH
         has_own_norm = isinstance(model, MTPHybridModel)
         last = model.decoder.final_norm if has_own_norm else model.decoder.final_layernorm
@@ -129,14 +127,14 @@ class Modules:
             given_SBH: the states that an MTP layer continues; None for the trunk and for a block drafter.
         """
         if (own := rows.without_padding()) is not None:
-            given_SBH = None if given_SBH is None else own.packed_states(given_SBH)
-            return own.unpacked_states(self._run(number, own.packed(tokens_BR), given_SBH, own, cache))
+            given_SBH = None if given_SBH is None else own.packed(given_SBH, 1, 0)
+            return own.unpacked(self._run(number, own.packed(tokens_BR), given_SBH, own, cache), 1, 0)
         return self._run(number, tokens_BR, given_SBH, rows, cache)
 
     def keep_context(self, feature_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
         """Keep the keys and values that a block drafter's layers make of the features [S, B, H] of these rows."""
         if (own := rows.without_padding()) is not None:
-            feature_SBH, rows = own.packed_states(feature_SBH), own
+            feature_SBH, rows = own.packed(feature_SBH, 1, 0), own
         _, angles = self._rotary(rows)
         for number, layer in enumerate(self.stacks[1].layers):
             key_SBGC, value_SBGC = context_keys(layer.self_attention, feature_SBH)
@@ -204,7 +202,7 @@ class Modules:
 BACKENDS: Registry[type[Modules]] = Registry("megatron_mtp.backends", {"modules": Modules})
 
 
-def backend_for(model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> Modules:
+def backend_for(model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> Modules:
     """The first backend of another package that fits the model, else `Modules`; arguments as theirs.
 
     Raises:

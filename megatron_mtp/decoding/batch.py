@@ -8,25 +8,25 @@ the trunk, keeps what the verifier accepts and adds one token of the target's ow
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.graphs import GraphedStep, KeptTensors
+from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, rounded
 from megatron_mtp.decoding.penalties import NO_PENALTIES, PenalizedVerifier, logprobs_of, penalized
-from megatron_mtp.decoding.proposers.base import Method, Proposer
-from megatron_mtp.decoding.recurrent_state import ROLLED_BACK
 from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
-from megatron_mtp.decoding.rows import Rows, rounded
 from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
-from megatron_mtp.decoding.sequences import Progress, Sequences
-from megatron_mtp.decoding.types import Draft, Round, StepOutput, Verdict
+from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
+from megatron_mtp.decoding.types import Draft, Method, Proposer, Round, StepOutput
 from megatron_mtp.decoding.verifiers import VERIFIERS
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.auto import AutoK
+    from megatron_mtp.decoding.graphs import GraphedStep
 
 FAR_BEHIND = 32
 """Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
@@ -129,12 +129,10 @@ class PrefillBatch:
     def step(self) -> list[Update]:
         """Run the rows; every sequence has its first token, or an update without any while its prompt runs."""
         self.run(self.counts)
-        first = {update.request: update for update in self.begin()}
-        for update in first.values():
+        first = self.begin()
+        for update in first:
             self.stats.count(0, 0, len(update.tokens))
-        return [
-            first.get(seq.number, Update(seq.number, [])) for seq in self.seqs if seq.number in first or not seq.has_run
-        ]
+        return first + [Update(seq.number, []) for seq in self.seqs if not seq.has_run]
 
     def run(self, counts: list[int]) -> None:
         """Run so many rows of each sequence; it then is those of its rows that have run, and one token more."""
@@ -238,20 +236,17 @@ class DecodeBatch:
     does not know are bounded by `Sequences.ahead`.
 
     Attributes:
-        method: how they draft; its `stats` are the last step's.
+        method: how they draft.
+        stats: what the last step has cost and gained.
     """
 
     def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors, overlap: bool = False) -> None:
         self.sequences, self.method, self._kept, self._overlap = sequences, seqs[0].method, kept, overlap
         self._auto: AutoK | None = None
+        self._graphed: GraphedStep | None = None
         self._pending: PendingOutput | None = None
         self._rows: list[Sequence] = seqs
         self._select([*range(len(seqs))])
-
-    @property
-    def stats(self) -> AcceptanceStats:
-        """What the last step has cost and gained."""
-        return self.method.stats
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -286,7 +281,7 @@ class DecodeBatch:
 
     def step(self) -> list[Update]:
         """Take a step; returns what it gave, with overlap what the one before gave."""
-        stats = self.method.stats = AcceptanceStats()
+        stats = self.stats = self.method.stats = AcceptanceStats()
         if self._pending is not None and not self._overlaps:
             return self._arrived()
         count, sequences, graphed = self.choose(), self.sequences, self._graphed
@@ -353,7 +348,7 @@ class DecodeBatch:
     def _select(self, rows: list[int]) -> None:
         """Go on with these rows alone, and find out anew what a step of them is."""
         seqs, sequences = [self._rows[row] for row in rows], self.sequences
-        self._graphed: GraphedStep | None = None
+        self._graphed = None
         if not seqs:
             self._rows, sequences.live = [], []
             return
@@ -385,6 +380,8 @@ class DecodeBatch:
             sequences.reach = proposer.nodes(own.count) + 1
         if records:
             recorded = self._kept.move(sequences, (own.config, sampling))
+            from megatron_mtp.decoding.graphs import GraphedStep
+
             take = lambda count: step(sequences, self.method, count)  # noqa: E731
             self._graphed = GraphedStep(take, sequences, proposer, recorded)
 
@@ -393,13 +390,15 @@ def can_record(runner: Any, proposer: Proposer, count: int, verifier: str) -> bo
     """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
     runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and all(one.recordable and one.device.type == "cuda" for one in runners)
+    return recordable and all(one.device.type == "cuda" and one.recordable for one in runners)
 
 
-def auto_of(method: Method, seqs: int) -> AutoK | None:
+def auto_of(method: Method, seqs: int) -> "AutoK | None":
     """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
+    from megatron_mtp.decoding.auto import AutoK
+
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
     return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count, method.proposer.at_once))
 
@@ -411,10 +410,12 @@ def _few_sizes(seqs: int) -> int:
 
 def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
     """All of a step that the device does; nothing is read back to the host."""
+    proposer = method.proposer
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     draft = propose(sequences, method, round, count)
-    verdict = verify(sequences, method, draft, round)
-    return sequences.accept(draft, verdict)
+    logits_BRV = proposer.runner.verify(sequences, draft)
+    proposer.observe(sequences, draft, logits_BRV)
+    return sequences.accept(draft, method.verifier(logits_BRV, draft, round))
 
 
 def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:
@@ -423,18 +424,6 @@ def propose(sequences: Sequences, method: Method, round: Round, count: int) -> D
     draft = method.proposer.propose(sequences, round, count) if count else Draft(sequences.tokens_BT[:, :0])
     method.stats.drafter_seconds += time.perf_counter() - began
     return draft
-
-
-def verify(sequences: Sequences, method: Method, draft: Draft, round: Round) -> Verdict:
-    """Score the newest tokens and a draft in one forward of the trunk, and judge the draft."""
-    rows, runner = sequences.rows_of(draft), method.proposer.runner
-    newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
-    tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
-    hidden_SBH = runner.trunk(tokens_BR, rows, sequences.memory.cache)
-    sequences.put_states(hidden_SBH, rows)
-    logits_BRV = runner.logits(hidden_SBH)
-    method.proposer.observe(sequences, draft, logits_BRV)
-    return method.verifier(logits_BRV, draft, round)
 
 
 def catch_up(sequences: Sequences, method: Method, count: int) -> None:

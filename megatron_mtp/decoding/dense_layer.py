@@ -21,7 +21,7 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from torch.linalg import vector_norm
 
-from megatron_mtp.decoding.cached_attention import CachedAttention, attend
-from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn
+from megatron_mtp.decoding.kv_cache import attend
 from megatron_mtp.model.portable import PortableNorm
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
@@ -145,6 +145,29 @@ def is_dense(layer: Any) -> bool:
     return whole and _is_plain(layer) and not _are_experts(getattr(layer, "mlp", None)) and _is_known(layer.config)
 
 
+def mixer_of(layer: Any) -> Any:
+    """What stands in the place of a layer's recurrence (recurrent_layers.py); None for a layer of another kind."""
+    mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
+    return mixer if isinstance(mixer, StandIn) else None
+
+
+def norm_before(layer: Any) -> Any:
+    """The norm before a layer's recurrence or attention."""
+    return layer.norm if isinstance(layer, MambaLayer) else layer.input_layernorm
+
+
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer; None for a layer without."""
+    found = getattr(layer, "self_attention", None)
+    return found if isinstance(found, Attention) else None
+
+
+def mlp_of(layer: Any) -> Any:
+    """The MLP of a layer; None for a layer without."""
+    found = getattr(layer, "mlp", None)
+    return found if isinstance(found, MLP) else None
+
+
 def _is_plain(layer: Any) -> bool:
     """Whether the layer has the modules that `lean` knows, and nothing beside them."""
     if type(layer) is MambaLayer:
@@ -166,7 +189,7 @@ def _is_plain_attention(attention: Any) -> bool:
 
 
 def _is_plain_mixer(mixer: Any) -> bool:
-    return isinstance(mixer, CachedRecurrence) and _are_plain(mixer.own.in_proj, mixer.own.out_proj)
+    return isinstance(mixer, StandIn) and _are_plain(mixer.own.in_proj, mixer.own.out_proj)
 
 
 def _is_plain_mlp(mlp: Any) -> bool:
@@ -263,7 +286,7 @@ def rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     return front if rest is None else torch.cat((front, rest), dim=-1)
 
 
-def _mixed(mixer: CachedRecurrence, product: Product) -> Forward:
+def _mixed(mixer: Any, product: Product) -> Forward:
     widen, narrow = product(mixer.own.in_proj.weight), _summed(mixer.own.out_proj, product)
     return lambda hidden_SBH, _: narrow(mixer.between(widen(hidden_SBH)))
 

@@ -13,12 +13,15 @@ import torch
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
-from megatron_mtp.decoding.kv_cache import BEYOND
+from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK
 from megatron_mtp.decoding.method import make_method
-from megatron_mtp.decoding.proposers.base import Method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_request
-from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.runner import Keeping, Runner
 from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler
+from megatron_mtp.decoding.types import Method
+
+MOST_GIB = 4.0
+"""Cache that is taken unasked."""
 
 _logger = logging.getLogger(__name__)
 
@@ -135,3 +138,51 @@ class Engine:
                 )
             self._methods[kind] = method
         return replace(self._methods[kind], sampling=request.sampling)
+
+
+def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
+    """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
+    kept = sum(one.attending * _slot_numbers(of) * of.dtype.itemsize for of, one in _keeping(runner, drafter))
+    return (kept + runner.state_size * runner.dtype.itemsize) * BLOCK
+
+
+def entry_bytes(runner: Runner, drafter: Runner | None = None) -> int:
+    """Bytes that the recurrent layers of all these keep of one sequence; 0 where there are none."""
+    return sum(size.state_bytes(of.dtype) for of, one in _keeping(runner, drafter) for size in one.states)
+
+
+def _keeping(runner: Runner, drafter: Runner | None) -> list[tuple[Runner, Keeping]]:
+    small = [] if drafter is None else [(drafter, drafter.trunk_keeps)]
+    return [*((runner, one) for one in (runner.trunk_keeps, *runner.depths_keep)), *small]
+
+
+def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so much memory holds, beside what recurrent layers keep of so many running sequences.
+
+    Raises:
+        ValueError: not even one.
+    """
+    each, states = block_bytes(runner, drafter), running * entry_bytes(runner, drafter)
+    blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
+    if blocks < 1:
+        least = (2 * each + states) / 2**30
+        beside, fewer = (f" beside the states of {running} sequences", ", or run fewer") if states else ("", "")
+        raise ValueError(
+            f"a cache of {gib} GiB holds no block of {BLOCK} tokens{beside}; give at least {least:.6f}{fewer}."
+        )
+    return blocks
+
+
+def blocks_for(running: int, runner: Runner, drafter: Runner | None = None) -> int:
+    """Blocks that so many sequences of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
+    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
+    return min(running * each, blocks_in(MOST_GIB, running, runner, drafter))
+
+
+def _slot_numbers(runner: Runner) -> int:
+    """Numbers that a layer keeps of a token."""
+    config = runner.model.config
+    if config.multi_latent_attention:
+        return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    groups = config.num_query_groups or config.num_attention_heads
+    return int(2 * config.kv_channels * groups // config.tensor_model_parallel_size)

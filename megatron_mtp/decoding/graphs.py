@@ -17,23 +17,18 @@ A device that refuses to record a step takes this and all further ones in Python
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.sequences import DEVICE, Sequences
-from megatron_mtp.decoding.types import StepOutput
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Proposer, StepOutput
 
 logger = logging.getLogger(__name__)
 
-MOST_BATCHES = 32
-"""Kinds and sizes of batches whose tensors and graphs are kept; the one that was not used for longest goes first."""
-
 MOST_GRAPHS = 32
-"""Graphs that are kept of each; likewise."""
+"""Graphs that are kept of each kind and size of batches; the one that was not used for longest goes first."""
 
 Step = Callable[[int], StepOutput]
 """A step with K drafts, all that the device does."""
@@ -71,34 +66,6 @@ def record_on_cuda(step: Callable[[], StepOutput], pool: Any) -> Recorded:
 
 Graphs = dict[Hashable, Recorded | None]
 """Recorded steps; None for one that has run once and may be recorded."""
-
-
-class KeptTensors:
-    """The tensors that recorded steps read and write, with these steps: of each kind and size of batches.
-
-    Attributes:
-        failed: whether a step could not be recorded; then no other is.
-    """
-
-    def __init__(self) -> None:
-        self.failed = False
-        self._kept: dict[Hashable, tuple[dict[str, Tensor], Tensor, Graphs]] = {}
-
-    def move(self, sequences: Sequences, kind: Hashable) -> Graphs:
-        """Have a batch in the tensors of its kind and size; returns the steps that were recorded there."""
-        own, tables = {name: getattr(sequences, name) for name in DEVICE}, sequences.tables
-        key = kind, len(sequences.token_ids)
-        if key not in self._kept:
-            self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, tables.table_BL.clone(), {}
-        kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last
-        for unused in list(self._kept)[:-MOST_BATCHES]:
-            del self._kept[unused]
-        for name, tensor in kept.items():
-            tensor.copy_(own[name])
-            setattr(sequences, name, tensor)
-        table_BL.copy_(tables.table_BL)
-        sequences.tables = replace(tables, table_BL=table_BL)
-        return graphs
 
 
 class GraphedStep:

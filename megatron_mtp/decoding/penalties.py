@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from megatron_mtp.decoding.kv_cache import ancestors_of
 from megatron_mtp.decoding.requests import Penalties, TokenLogprob
-from megatron_mtp.decoding.rows import ancestors_of
-from megatron_mtp.decoding.types import Draft, Round, Verdict
-from megatron_mtp.decoding.verifiers.base import Rule
+from megatron_mtp.decoding.types import Draft, Round, Rule, Verdict
 
 NO_PENALTIES = Penalties()
 

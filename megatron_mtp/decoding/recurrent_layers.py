@@ -1,39 +1,20 @@
 """Mamba-2 and Gated DeltaNet row by row, in the places of the layers that a model was trained with.
 
-`attach_stack` prepares a hybrid's stack of layers: attention gets its part of the cache, recurrent layers a memory. The
-projections, convolutions and norms are the trained modules'; states are in recurrent_state.py.
+The projections, convolutions and norms are the trained modules'; states are in recurrent_state.py.
 
 Letters in names: as in recurrent_state.py, and S rows of a forward.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, override
+from typing import Any, override
 
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron_mtp.decoding.cached_attention import StandIn, attach
-from megatron_mtp.decoding.recurrent_state import RecurrentMemory, RecurrentScope, RowPiece, Sizes
+from megatron_mtp.decoding.cached_attention import StandIn
+from megatron_mtp.decoding.kv_cache import Scope
+from megatron_mtp.decoding.recurrent_state import RecurrentMemory, RowPiece, Sizes, recurrence_of
 from megatron_mtp.model.recurrent import of_length_one
-
-
-class Keeping(NamedTuple):
-    """What the layers of a trunk or a depth keep of a sequence.
-
-    Attributes:
-        attending: layers with keys and values.
-        states: sizes of the layers with a state.
-    """
-
-    attending: int
-    states: list[Sizes]
 
 
 class CachedRecurrence(StandIn):
@@ -44,7 +25,7 @@ class CachedRecurrence(StandIn):
         layer: its number in the stack.
     """
 
-    def __init__(self, own: Any, scope: RecurrentScope, layer: int) -> None:
+    def __init__(self, own: Any, scope: Scope, layer: int) -> None:
         super().__init__()
         self.own, self.scope, self.layer = own, scope, layer
         self.sizes = self.sizes_of_own()
@@ -71,16 +52,17 @@ class CachedRecurrence(StandIn):
         """All rows of the forward, [S, B, H * P]."""
         rows = self.scope.rows
         if rows.padded is not None:  # a state must not go on from one sequence to the next
-            mixed_SBC, steps_SBC = rows.unpacked_states(mixed_SBC), rows.unpacked_states(steps_SBC)
+            mixed_SBC, steps_SBC = rows.unpacked(mixed_SBC, 1, 0), rows.unpacked(steps_SBC, 1, 0)
         mixed_BSC, steps_BSC = mixed_SBC.transpose(0, 1), steps_SBC.transpose(0, 1)
-        memory = self.scope.recurrence.memory(self.layer, self.sizes, mixed_BSC)
+        recurrence = recurrence_of(self.scope.cache, mixed_SBC.device)
+        memory = recurrence.memory(self.layer, self.sizes, mixed_BSC)
         made = []
-        for piece in self.scope.pieces():
+        for piece in recurrence.pieces(rows):
             if piece.dropped_B is not None:
                 memory.drop(piece.dropped_B, piece.tables)
             made.append(self.run(memory, piece, mixed_BSC[:, piece.rows], steps_BSC[:, piece.rows]))
         made_SBC = (made[0] if len(made) == 1 else torch.cat(made, dim=1)).transpose(0, 1)
-        return made_SBC if rows.padded is None else rows.packed_states(made_SBC)
+        return made_SBC if rows.padded is None else rows.packed(made_SBC, 1, 0)
 
 
 class CachedMamba(CachedRecurrence):
@@ -175,51 +157,3 @@ def solved(overlap_BHRR: Tensor, wanted_BHRP: Tensor) -> Tensor:
 def by_heads(values_BRC: Tensor, heads: int) -> Tensor:
     """[B, R, heads * channels] as [B, heads, R, channels]."""
     return values_BRC.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def mixer_of(layer: Any) -> CachedRecurrence | None:
-    """The recurrence of a layer; None for a layer of another kind."""
-    mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
-    return mixer if isinstance(mixer, CachedRecurrence) else None
-
-
-def norm_before(layer: Any) -> Any:
-    """The norm before a layer's recurrence or attention."""
-    return layer.norm if isinstance(layer, MambaLayer) else layer.input_layernorm
-
-
-def attention_of(layer: Any) -> Any:
-    """The attention of a layer; None for a layer without."""
-    found = getattr(layer, "self_attention", None)
-    return found if isinstance(found, Attention) else None
-
-
-def mlp_of(layer: Any) -> Any:
-    """The MLP of a layer; None for a layer without."""
-    found = getattr(layer, "mlp", None)
-    return found if isinstance(found, MLP) else None
-
-
-def attach_stack(
-    layers: Iterable[torch.nn.Module], scope: RecurrentScope, config: TransformerConfig, positions: int
-) -> Keeping:
-    """Prepare the layers of a trunk or a depth.
-
-    Args:
-        positions: that a sequence may have.
-
-    Raises:
-        ValueError: a layer's attention cannot run over a cache of all keys.
-    """
-    attending, recurrent = [], list[CachedRecurrence]()
-    for layer in layers:
-        if isinstance(layer, MambaLayer):
-            layer.mixer = CachedMamba(layer.mixer, scope, len(recurrent))
-            recurrent.append(layer.mixer)
-        elif isinstance(layer.self_attention, GatedDeltaNet):
-            layer.self_attention = CachedDelta(layer.self_attention, scope, len(recurrent))
-            recurrent.append(layer.self_attention)
-        elif not isinstance(layer.self_attention, IdentityOp):  # an MLP or experts alone
-            attending.append(layer)
-    attach(attending, scope, config, positions)
-    return Keeping(len(attending), [one.sizes for one in recurrent])

@@ -23,13 +23,11 @@ that share keys, N channels of a key, P of a value, C of the convolution.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import override
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import KVCache, Scope, read_rows, write_rows
-from megatron_mtp.decoding.rows import BlockTables, Places, Rows
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Places, Rows, read_rows, write_rows
 
 ROLLED_BACK = 32
 """How far behind the rows of one forward the next may begin: 15 drafts are rejected, and as many rows that another
@@ -52,6 +50,10 @@ class Sizes:
     value_channels: int
     convolved: int
     width: int
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Of one sequence's entry in a layer's memory."""
+        return sum(part.nbytes for part in RecurrentMemory(self, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,20 @@ class Recurrence:
         self.end_E = torch.zeros_like(self.start_E)
         self.held = [0] * entries
         self.layers: dict[int, RecurrentMemory] = {}
+        self._cut: tuple[Rows, list[RowPiece]] | None = None
 
     def pieces(self, rows: Rows) -> list[RowPiece]:
-        """The rows that are about to run, cut into pieces. Every layer has to run them once, one after another.
+        """The rows of the forward that runs, cut into pieces, which every layer has to run once.
 
         Raises:
             ValueError: the rows are no chain.
         """
-        chain = _chain(rows)
-        count = chain.counts_BR.size(1)
-        return [self._piece(chain, slice(at, min(at + PIECE, count))) for at in range(0, count, PIECE)]
+        if self._cut is None or self._cut[0] is not rows:
+            chain = _chain(rows)
+            count = chain.counts_BR.size(1)
+            slices = [slice(at, min(at + PIECE, count)) for at in range(0, count, PIECE)]
+            self._cut = rows, [self._piece(chain, part) for part in slices]
+        return self._cut[1]
 
     def make_room(self, rows: Rows, count: int) -> None:
         """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
@@ -297,33 +303,8 @@ class RecurrentMemory:
         return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
 
 
-def state_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
-    """Of one sequence's entry in a layer's memory."""
-    return sum(part.nbytes for part in RecurrentMemory(sizes, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
-
-
 def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
     """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
     first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
     moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), tables)) - less
     write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, tables))
-
-
-class RecurrentScope(Scope):
-    """A `Scope` that also says how the forward's rows are cut."""
-
-    @override
-    def enter(self, cache: KVCache, rows: Rows) -> None:
-        super().enter(cache, rows)
-        self._pieces: list[RowPiece] | None = None
-
-    def pieces(self) -> list[RowPiece]:
-        """Of the forward that runs; the same for all layers."""
-        if self._pieces is None:
-            self._pieces = self.recurrence.pieces(self.rows)
-        return self._pieces
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """That of the cache."""
-        return recurrence_of(self.cache, self.rows.slots_BR.device)

@@ -4,29 +4,47 @@ Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_mtp.acceptance import Alarm
-from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.backend import backend_for, layers_of
+from megatron_mtp.decoding.cached_attention import attach, cache_latents
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.dense_layer import is_dense
-from megatron_mtp.decoding.experts import place_static_experts, reads_nothing_back
-from megatron_mtp.decoding.kv_cache import BEYOND, KVCache, Memory
-from megatron_mtp.decoding.latent_attention import cache_latents
-from megatron_mtp.decoding.recurrent_layers import attach_stack
-from megatron_mtp.decoding.recurrent_state import RecurrentScope
-from megatron_mtp.decoding.rows import BlockTables, Rows
+from megatron_mtp.decoding.kv_cache import BEYOND, BlockTables, KVCache, Memory, Rows, Scope
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.trunk import MTPTrunk
 
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.auto import AutoK
+    from megatron_mtp.decoding.recurrent_state import Sizes
+
 PLACES = ("rope", "yarn", "none")
 """Position embeddings that can give every row the angles of its own position."""
+
+
+class Keeping(NamedTuple):
+    """What the layers of a trunk or a depth keep of a sequence.
+
+    Attributes:
+        attending: layers with keys and values.
+        states: sizes of the layers with a state.
+    """
+
+    attending: int
+    states: "list[Sizes]"
 
 
 class Runner:
@@ -38,6 +56,10 @@ class Runner:
             vocabulary beyond them is never chosen.
 
     Attributes:
+        device, dtype, hidden_size: of the weights, and H.
+        trunk_layers, depth_layers: of the trunk, and of a depth.
+        state_size: numbers of a state of the trunk that sequences keep: H, and as many of the feature that a drafter
+            reads.
         depths: D; 0 without MTP.
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
@@ -50,9 +72,7 @@ class Runner:
         alarm: compares what is accepted with what was recorded.
         trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence; of a drafter, one depth.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
-        depth_layers: layers of a depth.
         backend: runs rows through the layers.
-        recordable: whether a forward of few rows reads nothing back to the host.
 
     Raises:
         ValueError: a kind of model that drafting does not support.
@@ -67,6 +87,9 @@ class Runner:
                 f"support; give a model with {' or '.join(PLACES)}."
             )
         self.model = model.eval()
+        weight, self.hidden_size = model.embedding.word_embeddings.weight, model.config.hidden_size
+        self.device, self.dtype, self.trunk_layers = weight.device, weight.dtype, len(model.decoder.layers)
+        self.state_size = self.hidden_size * (1 if model.drafter is None else 2)
         self.positions: int = model.max_sequence_length
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
@@ -79,13 +102,10 @@ class Runner:
         self.kept: Any = None
         self.source: Path | None = None
         self.alarm = Alarm()
-        self._scope = RecurrentScope()
-        self._place_attention(self._scope)
+        self._scope = Scope()
+        self._place_caches()
         self._place_experts()
         self.read_weights()
-        self.recordable = not (self.recurrent_trunk or self.recurrent_depths) and (
-            all(is_dense(layer) or reads_nothing_back(layer) for layer in self._transformer_layers())
-        )
 
     def read_weights(self) -> None:
         """Make anew what is made of the weights, to be called when they have changed; recorded steps are void."""
@@ -94,30 +114,14 @@ class Runner:
         self._draft_head, self.drafted = self._make_draft_head()
         self.kept = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.model.embedding.word_embeddings.weight.device
+    @cached_property
+    def recordable(self) -> bool:
+        """Whether a forward of few rows reads nothing back to the host."""
+        from megatron_mtp.decoding.experts import reads_nothing_back
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.model.embedding.word_embeddings.weight.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        """H, the hidden size."""
-        return self.model.config.hidden_size
-
-    @property
-    def trunk_layers(self) -> int:
-        """Layers of the trunk."""
-        return len(self.model.decoder.layers)
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of a state of the trunk, as sequences keep it: H, and as many of the feature that a drafter reads."""
-        return self.hidden_size * (1 if self.model.drafter is None else 2)
+        return not (self.recurrent_trunk or self.recurrent_depths) and (
+            all(is_dense(layer) or reads_nothing_back(layer) for layer in self._layers())
+        )
 
     def new_memory(self, tables: BlockTables, drafter: "Runner | None" = None) -> Memory:
         """Memory for sequences whose slots such tables name, and for a small model that drafts."""
@@ -146,6 +150,15 @@ class Runner:
         """States [S, B, H] of a block of a drafter, before its norm; later rows overwrite its keys and values."""
         return self.backend.run(1, tokens_BR, None, rows, cache)
 
+    def verify(self, sequences: Sequences, draft: Draft) -> Tensor:
+        """Score the newest tokens and a draft in one forward of the trunk, [B, R, V]; its states are kept."""
+        rows = sequences.rows_of(draft)
+        newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
+        tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
+        hidden_SBH = self.trunk(tokens_BR, rows, sequences.memory.cache)
+        sequences.put_states(hidden_SBH, rows)
+        return self.logits(hidden_SBH)
+
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""
         return self._head(hidden_SBH[..., : self.hidden_size])[..., : self.vocab_size].transpose(0, 1)
@@ -154,35 +167,49 @@ class Runner:
         """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
-    def _place_attention(self, scope: RecurrentScope) -> None:
-        config = self.model.config
+    def _place_caches(self) -> None:
         stacks = self._stacks()
-        keeping = [attach_stack(stack, scope, config, self.positions + BEYOND) for stack in stacks]
+        keeping = [self._cached(stack) for stack in stacks]
         self.trunk_keeps = keeping[0]
         caches = self.depths if self.model.drafter is None else 1
         self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(caches if self.depths else 0)]
         self.recurrent_trunk = bool(self.trunk_keeps.states)
         self.recurrent_depths = any(one.states for one in self.depths_keep)
         self.depth_layers = max(map(len, stacks[1:]), default=1)
-        cache_latents(one for one in self._transformer_layers() if hasattr(one, "self_attention"))
+        cache_latents(one for one in self._layers() if hasattr(one, "self_attention"))
 
-    @property
-    def _is_hybrid(self) -> bool:
-        return isinstance(self.model, MTPHybridModel)
+    def _cached(self, layers: list[Any]) -> Keeping:
+        """Give the attention of a stack's layers its part of the cache, and recurrent layers a memory."""
+        attending, states = list[Any](), list[Any]()
+        for layer in layers:
+            place = "mixer" if isinstance(layer, MambaLayer) else "self_attention"
+            own = getattr(layer, place)
+            if isinstance(own, MambaMixer | GatedDeltaNet):
+                from megatron_mtp.decoding.recurrent_layers import CachedDelta, CachedMamba
+
+                kind = CachedMamba if isinstance(own, MambaMixer) else CachedDelta
+                setattr(layer, place, made := kind(own, self._scope, len(states)))
+                states.append(made.sizes)
+            elif not isinstance(own, IdentityOp):  # an MLP or experts alone
+                attending.append(layer)
+        attach(attending, self._scope, self.model.config, self.positions + BEYOND)
+        return Keeping(len(attending), states)
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
         """The layers of the trunk, and of every depth."""
         depths = self.model.mtp.layers if self.depths else []
         return [list(self.model.decoder.layers), *map(layers_of, depths)]
 
-    def _transformer_layers(self) -> list[Any]:
-        """Those of the trunk and of the depths; of a hybrid, layers of all kinds."""
+    def _layers(self) -> list[Any]:
+        """Those of the trunk and of the depths."""
         return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
         """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
-        if self.device.type == "cuda" and not self._is_hybrid:
-            for layer in self._transformer_layers():
+        if self.device.type == "cuda" and not isinstance(self.model, MTPHybridModel):
+            from megatron_mtp.decoding.experts import place_static_experts
+
+            for layer in self._layers():
                 place_static_experts(layer)
 
     def _plain_head(self) -> Tensor | None:
@@ -206,10 +233,14 @@ class Runner:
         return project
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """A depth's states to logits, and how many tokens it may draft; a whole head is cut to their rows."""
+        """A depth's or a drafter's states to logits, and how many tokens may be drafted."""
         model, draft_vocabulary = self.model, self.model.draft_vocabulary
-        if model.drafter is not None:
-            return self._make_drafter_head()
+        if model.drafter is not None:  # its head has a norm before it, and may have rows of its own
+            layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary
+            if tokens_N is None or layer.head is None:
+                return lambda state_SBH: self._head(layer.norm(state_SBH)), self.vocab_size
+            spread = self._spread(layer.head.detach(), tokens_N, model.vocab_size)
+            return lambda state_SBH: spread(layer.norm(state_SBH)), min(tokens_N.numel(), self.vocab_size)
         if draft_vocabulary is None:
             return self._head, self.vocab_size
         left_out_V = draft_vocabulary.index_V == NOT_DRAFTED
@@ -217,28 +248,18 @@ class Runner:
         if not self._has_whole_head():
             return lambda hidden_SBH: self._head(hidden_SBH).masked_fill(left_out_V, -torch.inf), drafted
         rows_K = draft_vocabulary.rows_K
-        multiply = self.backend.product(self._head_weight()[rows_K])
+        return self._spread(self._head_weight()[rows_K], rows_K, left_out_V.numel()), drafted
+
+    def _spread(self, weight_KH: Tensor, tokens_K: Tensor, vocabulary: int) -> Callable[[Tensor], Tensor]:
+        """A head of some tokens: states to logits of the whole vocabulary, -inf for the others."""
+        multiply = self.backend.product(weight_KH)
 
         def project(hidden_SBH: Tensor) -> Tensor:
-            logits_SBK = model._scale_logits(multiply(hidden_SBH))
-            logits_SBV = logits_SBK.new_full((*logits_SBK.shape[:-1], left_out_V.numel()), -torch.inf)
-            return logits_SBV.index_copy_(-1, rows_K, logits_SBK)
+            logits_SBK = self.model._scale_logits(multiply(hidden_SBH))
+            logits_SBV = logits_SBK.new_full((*logits_SBK.shape[:-1], vocabulary), -torch.inf)
+            return logits_SBV.index_copy_(-1, tokens_K, logits_SBK)
 
-        return project, drafted
-
-    def _make_drafter_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """The same of a drafter, whose head has a norm before it and may have rows of its own."""
-        layer, tokens_N = self.model.mtp.layer, self.model.mtp.draft_vocabulary
-        if tokens_N is None or layer.head is None:
-            return lambda state_SBH: self._head(layer.norm(state_SBH)), self.vocab_size
-        multiply, rows = self.backend.product(layer.head.detach()), self.model.vocab_size
-
-        def project(state_SBH: Tensor) -> Tensor:
-            logits_SBN = self.model._scale_logits(multiply(layer.norm(state_SBH)))
-            logits_SBV = logits_SBN.new_full((*logits_SBN.shape[:-1], rows), -torch.inf)
-            return logits_SBV.index_copy_(-1, tokens_N, logits_SBN)
-
-        return project, min(tokens_N.numel(), self.vocab_size)
+        return project
 
     def _head_weight(self) -> Tensor:
         model = self.model

@@ -19,8 +19,7 @@ from typing import Any
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.memory import blocks_for
+from megatron_mtp.decoding.engine import Engine, blocks_for
 from megatron_mtp.decoding.requests import Finish, Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling

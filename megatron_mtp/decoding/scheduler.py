@@ -22,11 +22,9 @@ import torch
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.graphs import KeptTensors
-from megatron_mtp.decoding.kv_cache import BEYOND, CHUNK, Memory
+from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables, Memory
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
-from megatron_mtp.decoding.rows import BLOCK, BlockTables
-from megatron_mtp.decoding.sequences import Progress, Sequences
+from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
 
 Kind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
@@ -41,7 +39,7 @@ class EngineSettings:
 
     Attributes:
         running, waiting: sequences in its steps, and requests that wait for a place, at most.
-        blocks, block_size: of its memory, and slots of each; see `memory.blocks_in`.
+        blocks, block_size: of its memory, and slots of each; see `engine.blocks_in`.
         slots: of a sequence, at most; None for those of all positions, and of drafts behind the last one.
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that sequences share run once; those of a model with recurrent layers never do.

@@ -9,20 +9,24 @@ Letters in names: B batch, R rows of a forward, P rows of a path, T slots, H hid
 
 import copy
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import Memory, read_rows, write_rows
-from megatron_mtp.decoding.rows import BlockTables, Rows, ancestors_of, rounded
+from megatron_mtp.decoding.kv_cache import BlockTables, Memory, Rows, ancestors_of, read_rows, rounded, write_rows
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
 HOST = ("token_ids", "prompt_lengths", "live", "progress")
 DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
 """What `Sequences` has of every sequence, in lists and in the rows of tensors."""
+
+
+MOST_BATCHES = 32
+"""Kinds and sizes of batches whose tensors and steps are kept; the one that was not used for longest goes first."""
 
 
 def wants_few_shapes(device: torch.device) -> bool:
@@ -249,3 +253,31 @@ class Sequences:
 
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B
+
+
+class KeptTensors:
+    """The tensors that recorded steps read and write, with these steps: of each kind and size of batches.
+
+    Attributes:
+        failed: whether a step could not be recorded; then no other is.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._kept: dict[Hashable, tuple[dict[str, Tensor], Tensor, dict[Hashable, Any]]] = {}
+
+    def move(self, sequences: Sequences, kind: Hashable) -> dict[Hashable, Any]:
+        """Have a batch in the tensors of its kind and size; returns the steps that were recorded there."""
+        own, tables = {name: getattr(sequences, name) for name in DEVICE}, sequences.tables
+        key = kind, len(sequences.token_ids)
+        if key not in self._kept:
+            self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, tables.table_BL.clone(), {}
+        kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last
+        for unused in list(self._kept)[:-MOST_BATCHES]:
+            del self._kept[unused]
+        for name, tensor in kept.items():
+            tensor.copy_(own[name])
+            setattr(sequences, name, tensor)
+        table_BL.copy_(tables.table_BL)
+        sequences.tables = replace(tables, table_BL=table_BL)
+        return graphs

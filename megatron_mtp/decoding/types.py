@@ -1,4 +1,4 @@
-"""What passes between the parts of a step: run -> propose -> verify -> keep -> emit.
+"""The parts of a step, run -> propose -> verify -> keep -> emit, and what passes between them.
 
 The trunk scores R = N + 1 rows of a sequence in one forward: row 0 is t_m, the newest token, and rows 1 .. N are the
 drafted nodes. A draft is a tree: every node names the row that it continues, and a chain is a tree with one branch.
@@ -10,15 +10,23 @@ drafted nodes. A draft is a tree: every node names the row that it continues, an
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, override
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.config import Settings, SpeculativeConfig
 from megatron_mtp.decoding.sampling import Noise, Sampling, SamplingOfEach
+
+Sequences = Any
+"""A batch of the file sequences.py, which keeps what stands here."""
+
+Kind = Literal["sequential", "parallel", "eagle3", "dflash", "dspark"]
+"""Depths that continue one another, heads that all read the trunk's state, or a drafter (`config.DRAFTERS`)."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +132,165 @@ class Round:
     config: SpeculativeConfig
     token_ids: Sequence[list[int]] = ()
     tokens_BT: Tensor | None = None
+
+
+class Proposer:
+    """A way to draft. A class states its facts; lists, checks, help texts and the pages' tables are made of them.
+
+    Args:
+        runner: the target, a `Runner`; its type stands with those that run its layers.
+        config: the method's settings among others.
+        drafter: the small model, for a method that needs one; else None.
+
+    Attributes:
+        line: what it drafts from, in a line.
+        settings_kind: the class of its own settings, which `settings` is an object of.
+        depths: the kind of depths that it drafts with; None if it needs none.
+        drafts_trees: whether a row may have several candidates.
+        keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
+            back by few (`recurrent_state.ROLLED_BACK`).
+        leaves_rows_out: whether the rows that it runs follow from where its rounds began, so that a sequence that
+            begins anew repeats its rounds (`Progress.rounds`), and no other sequence may use its rows. Rows left out
+            are zero.
+        recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
+        at_once: whether a draft of any K takes one pass.
+        limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
+    """
+
+    line: ClassVar[str]
+    settings_kind: ClassVar[type[Settings]] = Settings
+    depths: ClassVar[Kind | None] = None
+    drafts_trees: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
+    leaves_rows_out: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False
+    at_once: ClassVar[bool] = False
+    limit: ClassVar[str] = ""
+    remedy: ClassVar[str] = ""
+    drafter: Any = None
+    runner: Any
+
+    def __init__(self, runner: Any, config: SpeculativeConfig, drafter: Any = None) -> None:
+        self.runner, self.config, self.settings = runner, config, config.settings
+
+    @classmethod
+    def recurrent_layers(cls) -> str:
+        """Where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
+        trunk, depths = not cls.drafts_trees, cls.depths is None or cls.keeps_states
+        return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in depths"}.get(
+            (trunk, depths), "no"
+        )
+
+    @property
+    def most(self) -> int | None:
+        """The largest K that it can be asked for; None without a limit."""
+        return None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether recurrent layers draft."""
+        return self.depths is not None and self.runner.recurrent_depths
+
+    @property
+    def draws_siblings(self) -> bool:
+        """Whether the candidates of a row are independent samples of one q; a chain has one a row."""
+        return not self.drafts_trees
+
+    def nodes(self, count: int) -> int:
+        """Rows that a draft of K = `count` adds to the trunk's forward."""
+        return count
+
+    def missed(self, sequences: Sequences, count: int) -> int:
+        """Tokens of a sequence whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
+        return 0
+
+    def mark_seen(self, sequences: Sequences, count: int) -> None:
+        """The drafter has run the rows of all tokens so far, in a draft of `count`."""
+
+    def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
+        """A draft of depth `count`, at least 1."""
+        raise NotImplementedError
+
+    def catch_up(self, sequences: Sequences, round: Round, count: int) -> None:
+        """Run the rows that it has missed before it can draft `count`."""
+        self.propose(sequences, round, count)
+
+    def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
+        """The target's logits of the rows, before the verdict."""
+
+
+class Plain(Proposer):
+    """Plain decoding: nothing is drafted, and every forward of the trunk gives one token."""
+
+    line = "nothing: one token a forward"
+    limit = "since it is plain decoding"
+    remedy = "choose another method"
+    recordable = True
+
+    @property
+    @override
+    def most(self) -> int:
+        return 0
+
+    @override
+    def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
+        return Draft(sequences.tokens_BT[:, :0])
+
+
+Rule = Callable[[Tensor, Draft, Round], Verdict]
+"""From the target's logits [B, R, V] to a verdict; pure, its random numbers are the round's."""
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A rule with its facts; is called as the rule is.
+
+    Attributes:
+        line: the rule in a line, for tables.
+        lossless: whether it keeps the target's distribution; one that does not runs only where a user names it.
+        judges_trees: whether it can judge more than chains.
+        needs_samples: whether the candidates of a row must be independent samples of one q.
+        greedy_only: whether it is for temperature 0.
+        takes_path_probs: whether it reads q as the score of a path, and not as what the path was sampled from.
+        recordable: whether it reads nothing back to the host (`graphs.py`).
+        settings_kind: the class of its own settings.
+    """
+
+    rule: Rule
+    line: str
+    lossless: bool = True
+    judges_trees: bool = True
+    needs_samples: bool = False
+    greedy_only: bool = False
+    takes_path_probs: bool = False
+    recordable: bool = False
+    settings_kind: type[Settings] = Settings
+
+    def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+        """The verdict on a draft, from the target's logits [B, R, V] of its rows."""
+        return self.rule(logits_BRV, draft, round)
+
+
+@dataclass
+class Method:
+    """A proposer with its verifier (method.py makes one).
+
+    Attributes:
+        config: with the verifier's name filled in.
+        count: K of every step.
+        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
+        stats: what the last step has cost and gained.
+    """
+
+    proposer: Proposer
+    verifier: Rule
+    config: SpeculativeConfig
+    sampling: Sampling | SamplingOfEach
+    count: int
+    auto: bool = False
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    @property
+    def slots(self) -> int:
+        """Slots behind the tokens of a sequence that two steps may write."""
+        return 2 + self.proposer.nodes(self.count) + self.count

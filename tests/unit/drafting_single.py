@@ -22,15 +22,13 @@ from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.experts import place_static_experts
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.decoding.rows import BlockTables, Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Proposer, Round
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.sharing import Head
@@ -215,7 +213,7 @@ def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a runner puts `StaticExperts` in the place of experts."""
 
     def place_experts(self: Runner) -> None:
-        for layer in self._transformer_layers():
+        for layer in self._layers():
             place_static_experts(layer)
 
     monkeypatch.setattr(Runner, "_place_experts", place_experts)

@@ -39,13 +39,12 @@ from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import PROPOSERS, base, block_drafter, mtp
+from megatron_mtp.decoding.proposers import PROPOSERS, block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
@@ -145,10 +144,11 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], int, Tensor]] = []
         run_every_step_in_python(monkeypatch)
+        real = mtp.pick
 
         def pick(logits_BV: Tensor, round: Any, position: int) -> tuple[Tensor, Tensor | None]:
             self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
-            return base.pick(logits_BV, round, position)
+            return real(logits_BV, round, position)
 
         for module in (mtp, block_drafter):
             monkeypatch.setattr(module, "pick", pick)

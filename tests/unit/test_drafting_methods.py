@@ -11,15 +11,13 @@ from torch import Tensor
 
 from megatron_mtp.decoding import api
 from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
 from megatron_mtp.decoding.proposers import PROPOSERS, mtp
-from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.proposers.mtp import Vanilla
 from megatron_mtp.decoding.requests import Update
-from megatron_mtp.decoding.rows import BlockTables
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Proposer, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

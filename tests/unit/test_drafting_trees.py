@@ -17,17 +17,15 @@ from drafting_single import (
 )
 from torch import Tensor
 
-from megatron_mtp.decoding.batch import verify
+from megatron_mtp.decoding.kv_cache import ancestors_of
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import base, mtp
-from megatron_mtp.decoding.proposers.base import Method
+from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.lookahead import JacobiWindow, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
-from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Round, Verdict
+from megatron_mtp.decoding.types import Draft, Method, Round, Verdict
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 
@@ -66,7 +64,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
     tree = Draft(tokens_BN, None, torch.tensor(PARENTS, device="cuda").expand(len(PATHS), -1))
     method.verifier = accepting(PATHS, tree.nodes + 1)
     round = Round(Sampling(), sequences.noise, config)
-    sequences.accept(tree, verify(sequences, method, tree, round))
+    sequences.accept(tree, method.verifier(target.verify(sequences, tree), tree, round))
     for row, gained in enumerate(read_back(sequences)):
         assert gained == [*(9 + node for node in PATHS[row][1:]), 1]
         sequences.settle(row, gained, ended=False)
@@ -75,17 +73,10 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
         ours, theirs = (first_rows(one.memory.cache, one.tables, row, len(text) - 1) for one in (sequences, fresh))
         assert ours[0] is not None
         torch.testing.assert_close(ours, theirs)
-    seen: list[Tensor] = []
-
-    def noting(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
-        seen.append(logits_BRV)
-        return Verdict(torch.ones_like(logits_BRV[:, :, 0], dtype=torch.bool), logits_BRV[:, 0].argmax(-1))
-
-    method.verifier = noting
     texts = [list(text) for text in sequences.token_ids]
-    verify(sequences, method, Draft(sequences.tokens_BT[:, :0]), round)
+    logits_BRV = target.verify(sequences, Draft(sequences.tokens_BT[:, :0]))
     for row, text in enumerate(texts):
-        torch.testing.assert_close(seen[0][row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(logits_BRV[row, 0], trained_forward(twin, text)[0][-1], rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -172,11 +163,11 @@ def test_every_draft_of_a_reused_module_is_what_it_says(monkeypatch: pytest.Monk
     """CONF for `mtp_eagle`: the first position is depth 1 of training, further ones the module on its own states."""
     target, twin = runner_of(dtype=torch.float32), model_of("gqa", dtype=torch.float32)
     text = run(target, [[4, 8, 15, 16, 23]], 1, None)[0].token_ids[0]
-    said: list[Tensor] = []
+    said, real = list[Tensor](), mtp.pick
 
     def noting(logits_BV: Tensor, round: Round, position: int) -> Any:
         said.append(logits_BV[0])
-        return base.pick(logits_BV, round, position)
+        return real(logits_BV, round, position)
 
     run_every_step_in_python(monkeypatch)
     monkeypatch.setattr(mtp, "pick", noting)

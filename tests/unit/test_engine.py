@@ -18,8 +18,7 @@ from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
-from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.memory import block_bytes, blocks_in
+from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.penalties import PenalizedVerifier, penalized
 from megatron_mtp.decoding.requests import EngineCore, Finish, Penalties, QueueFull, Request, Update

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.decoding import batch, graphs, rows
+from megatron_mtp.decoding import batch, graphs, kv_cache, sequences
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.batch import can_record
@@ -36,13 +36,12 @@ from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.proposers.base import Proposer
 from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import StepOutput
+from megatron_mtp.decoding.types import Proposer, StepOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -114,7 +113,7 @@ class Counted(GraphedStep):
 def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "replays", 0)
     monkeypatch.setattr(Counted, "recorded", [])
-    monkeypatch.setattr(batch, "GraphedStep", Counted)
+    monkeypatch.setattr(graphs, "GraphedStep", Counted)
     want_few_shapes(monkeypatch)
     allowed = lambda _, proposer, count, __: count == 0 or proposer.recordable  # noqa: E731
     monkeypatch.setattr(batch, "can_record", allowed)
@@ -122,7 +121,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "FEW_WINDOWS_STEP", 16)
+    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
@@ -321,7 +320,7 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     target, settings = runner_of(), settings_of("mtp", 2)
     answers = {batch: generate(target, prompts_of(batch), 60).token_ids for batch in (1, 2, 3)}
     request.getfixturevalue("on_tape")
-    monkeypatch.setattr(graphs, "MOST_BATCHES", 2)
+    monkeypatch.setattr(sequences, "MOST_BATCHES", 2)
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     for texts in (1, 2, 3, 2, 1):
         assert generate(target, prompts_of(texts), 60, speculative=settings).token_ids == answers[texts]
@@ -532,7 +531,7 @@ def test_a_device_that_refuses_to_record_decodes_all_the_same(
 
             super().__init__(step, sequences, proposer, kept, record)
 
-    monkeypatch.setattr(batch, "GraphedStep", Refused)
+    monkeypatch.setattr(graphs, "GraphedStep", Refused)
     assert generate(target, prompts, budgets, speculative=settings_of("mtp")).token_ids == answers
     assert len(asked) == 1
     assert [record.getMessage() for record in caplog.records if record.name == graphs.__name__] == [

@@ -26,15 +26,13 @@ from megatron_mtp.decoding import api, recurrent_state
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.batch import step
-from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import base, mtp
-from megatron_mtp.decoding.proposers.base import Plain
-from megatron_mtp.decoding.rows import BlockTables
+from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Plain, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -90,11 +88,12 @@ def test_drafts_are_the_training_forwards(pattern: str, architecture: str, monke
     target, prompts = runner_of(pattern, architecture=architecture), prompts_of(3)
     answers, drafted = plain(target, prompts, 80), list[tuple[list[int], list[int], int, Tensor]]()
     run_every_step_in_python(monkeypatch)
+    real = mtp.pick
 
     def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
         noise = round.noise
         drafted.append((noise.seed_B.tolist(), noise.position_B.tolist(), position, logits_BV.clone()))
-        return base.pick(logits_BV, round, position)
+        return real(logits_BV, round, position)
 
     monkeypatch.setattr(mtp, "pick", pick)
     run(target, prompts, 60, MTP if architecture == "sequential" else {"method": "parallel_heads"}, answers)

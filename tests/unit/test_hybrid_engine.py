@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megatron_mtp.decoding import recurrent_state
 from megatron_mtp.decoding.batch import DecodeBatch
-from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.memory import block_bytes, blocks_in, entry_bytes
+from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, entry_bytes
+from megatron_mtp.decoding.kv_cache import Rows
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings

@@ -26,8 +26,7 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
 from megatron_mtp.decoding.types import Draft, Round, Verdict
 from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.decoding.verifiers.base import chosen, walk
-from megatron_mtp.decoding.verifiers.lossless import block, greedy, rejection, solve_rho
+from megatron_mtp.decoding.verifiers.lossless import block, chosen, greedy, rejection, solve_rho, walk
 from megatron_mtp.decoding.verifiers.lossy import bild, joint, relaxed
 
 CHAIN, TREE = (1, 1), (3, 2)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.sampling import Noise, Sampling, draw
-from megatron_mtp.decoding.types import Draft, Round
-from megatron_mtp.decoding.verifiers.base import Rule
+from megatron_mtp.decoding.types import Draft, Round, Rule
 
 V, K = 3, 2
 SAMPLES = 200_000

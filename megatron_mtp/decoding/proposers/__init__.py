@@ -1,6 +1,5 @@
-"""Proposers: each drafts in its own way, and states its facts and settings in its own file.
+"""Proposers: each drafts in its own way, and states its facts and settings in its own file (`types.Proposer`).
 
-    base.py         Proposer; plain decoding, which drafts nothing
     mtp.py          trained depths: sequential, one reused, on the trunk's states, parallel heads; EAGLE-3
     tree.py         trees and beams of the first depth's or an EAGLE-3 drafter's tokens
     block_drafter.py  blocks of tokens in one pass of a drafter
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_mtp.registry import Imported, Registry
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.proposers.base import Proposer
+    from megatron_mtp.decoding.types import Proposer
 
 PROPOSERS: "Registry[type[Proposer]]" = Registry(
     "megatron_mtp.proposers",
@@ -36,7 +35,7 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
             "lookahead": "megatron_mtp.decoding.proposers.lookahead:Lookahead",
-            "plain": "megatron_mtp.decoding.proposers.base:Plain",
+            "plain": "megatron_mtp.decoding.types:Plain",
         }
     ),
 )

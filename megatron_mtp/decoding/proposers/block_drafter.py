@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from megatron_mtp.decoding.config import Settings, setting
-from megatron_mtp.decoding.proposers.base import Kind, OneCache, pick
-from megatron_mtp.decoding.proposers.mtp import chain_of, windows
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
+from megatron_mtp.decoding.types import Draft, Kind, Round
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, override
 import torch
 
 from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
-from megatron_mtp.decoding.proposers.base import OneCache, pick
-from megatron_mtp.decoding.proposers.mtp import chain_of, windows
+from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
 from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers.lossy import BildSettings
 

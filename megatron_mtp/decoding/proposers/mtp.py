@@ -19,12 +19,31 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows
 from megatron_mtp.decoding.kv_cache import CHUNK
-from megatron_mtp.decoding.proposers.base import Kind, OneCache, Proposer, pick
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.sampling import DRAFT, draw
+from megatron_mtp.decoding.types import Draft, Kind, Proposer, Round
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
     from megatron_mtp.decoding.sequences import Sequences
+
+
+class OneCache(Proposer):
+    """A drafter whose rows are all in one cache, which may fall behind the sequences.
+
+    Attributes:
+        own: the number of its cache, by which `Sequences.progress` knows it; depths have theirs, from 0 on.
+    """
+
+    own: ClassVar[int] = 0
+
+    @override
+    def missed(self, sequences: "Sequences", count: int) -> int:
+        return sequences.growth_since(self.own) if count else 0
+
+    @override
+    def mark_seen(self, sequences: "Sequences", count: int) -> None:
+        if count:
+            sequences.mark_seen(self.own)
 
 
 class Vanilla(Proposer):
@@ -248,3 +267,12 @@ def chain_of(picked: list[tuple[Tensor, Tensor | None]]) -> Draft:
     tokens_BN = torch.stack([token_B for token_B, _ in picked], dim=1)
     probs = [q_BV for _, q_BV in picked if q_BV is not None]
     return Draft(tokens_BN, torch.stack(probs, dim=1) if probs else None)
+
+
+def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
+    """The drafted token [B] at a position of the draft, and the q [B, V] that it was sampled from; greedy has none."""
+    if round.sampling.greedy:
+        return logits_BV.argmax(dim=-1), None
+    q_BV = round.sampling.probabilities(logits_BV)
+    token_B = draw(q_BV, round.noise.uniform(DRAFT, position + 1)[:, position])
+    return token_B, q_BV if round.config.use_draft_probs else None

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.config import Settings, setting
-from megatron_mtp.decoding.proposers.base import Proposer
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Proposer, Round
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.sequences import Sequences

@@ -1,6 +1,5 @@
-"""Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts beside it.
+"""Verifiers (`types.Verifier`): pure functions from the target's logits and a draft to a verdict, each with its facts.
 
-    base.py       Verifier: a rule with its facts; the accepted path through a tree
     lossless.py   rules that keep the target's distribution: greedy, rejection, block, spectr, specinfer
     lossy.py      rules that change it
 
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_mtp.registry import Imported, Registry
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.verifiers.base import Verifier
+    from megatron_mtp.decoding.types import Verifier
 
 VERIFIERS: "Registry[Verifier]" = Registry(
     "megatron_mtp.verifiers",

@@ -3,6 +3,7 @@
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
-from megatron_mtp.decoding.types import Draft, Round, Verdict
-from megatron_mtp.decoding.verifiers.base import Verifier, chosen, row_of, walk
+from megatron_mtp.decoding.types import Draft, Round, Verdict, Verifier
 
 HALVINGS = 40
 """Bisection steps: rho to 1e-11."""
@@ -187,3 +187,31 @@ def _of_rows(draft: Draft, p_BRV: Tensor) -> tuple[Tensor, Tensor]:
     source_BNV = torch.where(valid_BN.unsqueeze(-1), q_BNV, 0.0)
     index_BNV = parents_BN.unsqueeze(-1).expand_as(source_BNV)
     return torch.zeros_like(p_BRV).scatter_reduce_(1, index_BNV, source_BNV, "amax"), count_BR
+
+
+def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows on the accepted path [B, R], and the last of them [B].
+
+    Args:
+        accepts: called for every node in turn with its number, the row that each sequence has reached and whether the
+            node is a candidate there; returns where it is accepted, and is ignored where it is no candidate.
+    """
+    parents_BN, valid_BN = draft.parents(), draft.valid()
+    here_B = torch.zeros_like(parents_BN[:, 0]) if draft.nodes else parents_BN.new_zeros(parents_BN.size(0))
+    kept = [torch.ones_like(here_B, dtype=torch.bool)]
+    for node in range(draft.nodes):
+        tried_B = (parents_BN[:, node] == here_B) & valid_BN[:, node]
+        accepted_B = accepts(node, here_B, tried_B) & tried_B
+        here_B = torch.where(accepted_B, node + 1, here_B)
+        kept.append(accepted_B)
+    return torch.stack(kept, dim=1), here_B
+
+
+def row_of(values_BRV: Tensor, row_B: Tensor) -> Tensor:
+    """[B, V]: one row of every sequence."""
+    return values_BRV.gather(1, row_B.view(-1, 1, 1).expand(-1, 1, values_BRV.size(-1))).squeeze(1)
+
+
+def chosen(values_BV: Tensor, token_B: Tensor) -> Tensor:
+    """[B]: the value of one token of every sequence."""
+    return values_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.sampling import RECOVER, draw
-from megatron_mtp.decoding.types import Draft, Round, Verdict
-from megatron_mtp.decoding.verifiers.base import Verifier, chosen, row_of, walk
+from megatron_mtp.decoding.types import Draft, Round, Verdict, Verifier
+from megatron_mtp.decoding.verifiers.lossless import chosen, row_of, walk
 
 
 @dataclass(frozen=True)

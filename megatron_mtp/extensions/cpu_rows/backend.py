@@ -7,9 +7,7 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules, MTPRows, Stack, Unfit
 from megatron_mtp.decoding.dense_layer import Multiply, is_dense
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.recurrent_state import RecurrentScope
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product
@@ -26,7 +24,7 @@ class CpuRows(Modules):
         Unfit: there is no compiled code, or none for weights of this kind.
     """
 
-    def __init__(self, model: MTPTrunk, scope: RecurrentScope, positions: int, head_VH: Tensor | None) -> None:
+    def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
         if not is_compiled(model.embedding.word_embeddings.weight) or library() is None:
             raise Unfit
         super().__init__(model, scope, positions, head_VH)

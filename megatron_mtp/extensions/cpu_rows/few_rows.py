@@ -20,17 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows
-from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.recurrent_layers import (
-    CachedMamba,
-    CachedRecurrence,
-    attention_of,
-    mixer_of,
-    mlp_of,
-    norm_before,
-)
+from megatron_mtp.decoding.dense_layer import attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.recurrent_layers import CachedMamba, CachedRecurrence
 from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
-from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.portable import PortableNorm
 from megatron_mtp.model.recurrent import GatedNorm

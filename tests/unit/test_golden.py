@@ -54,7 +54,16 @@ def differences(recorded: object, found: object, where: str = "") -> list[str]:
     if isinstance(recorded, list) and isinstance(found, list) and recorded != found:
         lacks = [f"- {where}{one}" for one in recorded if one not in found]
         return lacks + [f"+ {where}{one}" for one in found if one not in recorded] or [f"{where}another order"]
-    return [] if recorded == found else [f"- {where}{recorded}", f"+ {where}{found}"]
+    same = recorded == found or (
+        isinstance(recorded, str) and isinstance(found, str) and flags(recorded) == flags(found)
+    )
+    return [] if same else [f"- {where}{recorded}", f"+ {where}{found}"]
+
+
+def flags(line: str) -> list[str] | dict[str, list[str]]:
+    """The flags of a command line with their values, in no order; of two of a name the last counts."""
+    words = [part.split() for part in f" {line}".split(" --")]
+    return {name: values for name, *values in words[1:]} if line.startswith("--") else [line]
 
 
 def swapped(rule: Rule) -> Rule:

@@ -32,7 +32,9 @@ from megatron_mtp.checkpoint.families.flags import (
     RMS_NORM,
     UntrainableError,
     by_layer,
+    expert_flags,
     gqa_flags,
+    latent_flags,
     pairs,
     rope_flags,
     rotated_part,
@@ -47,8 +49,10 @@ from megatron_mtp.checkpoint.families.trunk import (
     depth_frames,
     depth_places,
     frame,
+    gqa,
     is_dense,
     layers,
+    sparse_layers,
     trunk_places,
 )
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -74,6 +78,18 @@ class Multipliers:
     scores: float
 
 
+def no_windows(config: HFConfig) -> list[bool]:
+    """Refuse windows where the class has none, or their rule is not known here."""
+    if config.flag("use_sliding_window") or "sliding_attention" in (config.keys.get("layer_types") or ()):
+        raise UntrainableError("sliding windows")
+    return []
+
+
+def mlp_bias_refused(config: HFConfig) -> str | None:
+    """Refuse biases of MLPs where the class has those of all projections at most in part."""
+    return PARTLY_BIASED if config.flag("mlp_bias") else None
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What a class of transformers computes, where it differs from Llama.
@@ -90,11 +106,12 @@ class Decoder:
         partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
         interleaved: whether rotary positions turn neighbouring channels, not those of both halves.
         sinks: whether every head has an attention sink (`self_attn.sinks`), whose score is trained.
-        windows: for each layer whether it has a sliding window of `sliding_window` positions.
+        windows: for each layer whether it has a sliding window of `sliding_window` positions; it refuses a config with
+            windows that the class does not have.
         unplaced: for each layer whether it is without rotary positions.
         experts: routed experts; None if all layers are dense.
         sparse: for each layer whether it has experts.
-        expert_flags: Megatron's flags of the experts.
+        expert_flags: Megatron's flags of the experts, DeepSeek-V3's if the class has no others.
         depths: the depths, whose layers are like those of the trunk; None if the class has none.
         multipliers: factors of muP; None if the class has none.
         refused: why Megatron cannot run this model, beside what this file finds; None if nothing else hinders it.
@@ -110,11 +127,11 @@ class Decoder:
     partial: bool = False
     interleaved: bool = False
     sinks: bool = False
-    windows: Callable[[HFConfig], list[bool]] = lambda config: []
+    windows: Callable[[HFConfig], list[bool]] = no_windows
     unplaced: Callable[[HFConfig], list[bool]] = lambda config: []
     experts: Callable[[HFConfig, Layout], MoE] | None = None
-    sparse: Callable[[HFConfig], list[bool]] = lambda config: [True] * layers(config)
-    expert_flags: Callable[[HFConfig], list[str]] = lambda config: []
+    sparse: Callable[[HFConfig], list[bool]] = sparse_layers
+    expert_flags: Callable[[HFConfig], list[str]] = expert_flags
     depths: Depths | None = None
     multipliers: Callable[[HFConfig], Multipliers] | None = None
     refused: Callable[[HFConfig], str | None] = lambda config: None
@@ -142,18 +159,20 @@ class Decoder:
         Raises:
             UntrainableError: Megatron cannot run the model.
         """
-        attention = self.attention(config)
-        assert isinstance(attention, GQA), "latent attention has flags of its own"
+        attention, sparse = self.attention(config), self._sparse(config)
         self._check(config, attention)
         width = config.integer("intermediate_size", "moe_intermediate_size")
         norms = [*self.norms, *["--disable-bias-linear"] * (not self._has_all_biases(config, attention))]
         flags = [*size_flags(config, layout.depths, layers(config), width, norms), *self.activation(config)]
-        flags += [*gqa_flags(attention), *rope_flags(config, self.interleaved)]
+        if isinstance(attention, MLA):
+            flags += latent_flags(config)
+        else:
+            flags += [*gqa_flags(attention), *rope_flags(config, self.interleaved)]
         flags += ["--softmax-type", "learnable"] * self.sinks
         flags += [*self._window_flags(config), *_where("no-rope-freq", self.unplaced(config))]
-        if self.experts is not None and any(self._sparse(config)):
-            flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", self._sparse(config))]
-        return flags + self._multiplier_flags(config, attention)
+        if any(sparse) and not is_dense(config):
+            flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", sparse)]
+        return flags + self._multiplier_flags(config)
 
     def layer(self, config: HFConfig, layout: Layout, place: Place, sparse: bool) -> list[Rule]:
         """Rules of a layer, of the trunk or of a depth; the experts of a sparse one may be parts of a dense MLP."""
@@ -187,20 +206,20 @@ class Decoder:
     def _sparse(self, config: HFConfig) -> list[bool]:
         return [False] * layers(config) if self.experts is None else self.sparse(config)
 
-    def _has_all_biases(self, config: HFConfig, attention: GQA) -> bool:
-        return attention.bias and attention.out_bias and self._has_mlp_bias(config)
+    def _has_all_biases(self, config: HFConfig, attention: GQA | MLA) -> bool:
+        return isinstance(attention, GQA) and attention.bias and attention.out_bias and self._has_mlp_bias(config)
 
     def _has_mlp_bias(self, config: HFConfig) -> bool:
         return self.mlp_bias is not None and config.flag(self.mlp_bias)
 
-    def _check(self, config: HFConfig, attention: GQA) -> None:
-        some = attention.out_bias or self._has_mlp_bias(config)
+    def _check(self, config: HFConfig, attention: GQA | MLA) -> None:
+        some = (isinstance(attention, GQA) and attention.out_bias) or self._has_mlp_bias(config)
         if some and not self._has_all_biases(config, attention):
             raise UntrainableError(PARTLY_BIASED)
-        if not self.partial and rotated_part(config) != 1:
-            raise UntrainableError(IGNORED_PART)
         if (reason := self.refused(config)) is not None:
             raise UntrainableError(reason)
+        if not self.partial and not isinstance(attention, MLA) and rotated_part(config) != 1:
+            raise UntrainableError(IGNORED_PART)
 
     def _window_flags(self, config: HFConfig) -> list[str]:
         """Flags of sliding windows: transformers counts a query's own position, Megatron those before it."""
@@ -209,19 +228,14 @@ class Decoder:
         before = config.integer("sliding_window") - 1
         return [*pairs({"window-size": f"{before},0"}), *by_layer("window-attn-skip-freq", windows)]
 
-    def _multiplier_flags(self, config: HFConfig, attention: GQA) -> list[str]:
+    def _multiplier_flags(self, config: HFConfig) -> list[str]:
         """Flags of muP: Megatron multiplies the scores by sqrt(base) / width, with a base that gives the factor."""
         if self.multipliers is None:
             return []
         factors = self.multipliers(config)
-        base = (factors.scores * attention.widths[0]) ** 2
+        base = (factors.scores * gqa(config).widths[0]) ** 2
         sizes = {"mup-embedding-mult": factors.embedding, "mup-output-mult": factors.logits, "mup-base-head-dim": base}
         return ["--use-mup", *pairs(sizes)]
-
-
-def sliding_refused(config: HFConfig) -> str | None:
-    """Refuse windows where the family's rule for them is not known here."""
-    return "sliding windows" if config.flag("use_sliding_window") else None
 
 
 def _where(flag: str, chosen: list[bool]) -> list[str]:
@@ -254,7 +268,7 @@ LAYER_NORM = ["--normalization", "LayerNorm"]
 def family_of_decoder(
     title: str, published: str, model_types: tuple[str, ...], decoder: Decoder, **others: Any
 ) -> Family:
-    """A family whose rules and depths, and flags if there are no others, are those of its decoder.
+    """A family whose rules, depths and flags are those of its decoder.
 
     Args:
         title, published, model_types: as of `Family`.
@@ -262,7 +276,5 @@ def family_of_decoder(
         others: what else a `Family` has; `features` beside a stored head.
     """
     forms = {**STORED_HEAD, **others.pop("features", {})}
-    flags = others.pop("flags", decoder.flags)
-    return Family(
-        title, published, model_types, decoder.rules, features=forms, depths=decoder.depths, flags=flags, **others
-    )
+    others |= {"features": forms, "depths": decoder.depths, "flags": decoder.flags}
+    return Family(title, published, model_types, decoder.rules, **others)

@@ -13,10 +13,10 @@ from megatron_mtp.checkpoint.families.decoder import (
     Decoder,
     Multipliers,
     family_of_decoder,
-    sliding_refused,
+    mlp_bias_refused,
 )
 from megatron_mtp.checkpoint.families.family import Depths, Family
-from megatron_mtp.checkpoint.families.flags import dense_flags, squared_relu_flags
+from megatron_mtp.checkpoint.families.flags import squared_relu_flags
 from megatron_mtp.checkpoint.families.trained import TrainedForm, dense_keys, is_dense_trunk
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL_WEIGHTS,
@@ -57,13 +57,9 @@ class MiMoConfig(Qwen2Config):
 """transformers has no class of this `model_type`, so engines read the config through this one."""
 
 
-def _ministral_windows(config: HFConfig) -> list[bool]:
-    return windows_by_type(config, all_windows(config))
-
-
-def _three_windows(config: HFConfig) -> list[bool]:
-    """Three windows after each full attention, unless the config says otherwise."""
-    return windows_by_type(config, [bool(index % 4) for index in range(layers(config))])
+_ministral_windows = partial(windows_by_type, lambda index: True)
+_three_windows = partial(windows_by_type, lambda index: bool(index % 4))
+"""Three windows after each full attention, unless the config says otherwise."""
 
 
 def _unplaced(config: HFConfig) -> list[bool]:
@@ -127,6 +123,7 @@ _MIMO = Decoder(
     biased,
     zero_bias=True,
     mlp_bias=None,
+    refused=mlp_bias_refused,
     depths=Depths(
         r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$",
         "model.mtp_layers.{k}.",
@@ -145,7 +142,6 @@ DENSE: tuple[Family, ...] = (
         "MiMo-7B",
         ("mimo",),
         _MIMO,
-        flags=partial(dense_flags, biased),
         trained=TrainedForm(
             models="dense with depths, `--family mimo`",
             engines=("vLLM", "SGLang"),
@@ -161,8 +157,7 @@ DENSE: tuple[Family, ...] = (
         "Llama",
         "Llama 2 and 3, SmolLM2",
         ("llama",),
-        _LLAMA,
-        flags=partial(dense_flags, llama_attention),
+        replace(_LLAMA, refused=mlp_bias_refused),
         trained=_dense_form("", "LlamaForCausalLM", lambda args: not (args.qk_layernorm or args.add_qkv_bias)),
     ),
     family_of_decoder(
@@ -170,7 +165,6 @@ DENSE: tuple[Family, ...] = (
         "Qwen2, Qwen2.5",
         ("qwen2",),
         Decoder(_qwen2_attention),
-        flags=partial(dense_flags, _qwen2_attention),
         trained=_dense_form(
             ", `--add-qkv-bias`", "Qwen2ForCausalLM", lambda args: bool(args.add_qkv_bias and not args.qk_layernorm)
         ),
@@ -179,13 +173,17 @@ DENSE: tuple[Family, ...] = (
         "Qwen3",
         "Qwen3, dense",
         ("qwen3",),
-        Decoder(qwen3_attention),
-        flags=partial(dense_flags, qwen3_attention),
+        Decoder(qwen3_attention, refused=mlp_bias_refused),
         trained=_dense_form(", `--qk-layernorm`", "Qwen3ForCausalLM", lambda args: bool(args.qk_layernorm)),
     ),
     family_of_decoder("Mistral", "Mistral 7B, Nemo, Small", ("mistral",), replace(_PLAIN, windows=all_windows)),
-    family_of_decoder("Ministral", "Ministral 8B", ("ministral",), replace(_PLAIN, windows=_ministral_windows)),
-    family_of_decoder("SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced, refused=sliding_refused)),
+    family_of_decoder(
+        "Ministral",
+        "Ministral 8B",
+        ("ministral",),
+        replace(_PLAIN, windows=_ministral_windows),
+    ),
+    family_of_decoder("SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced)),
     family_of_decoder("Seed-OSS", "Seed-OSS", ("seed_oss",), Decoder(partial(biased, out="attention_out_bias"))),
     family_of_decoder(
         "Jais 2",

@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.families.flags import (
     ALL_LAYERS,
     CENTRED,
     UntrainableError,
-    common_flags,
+    depth_flags,
     expert_flags,
     framed_depths,
     gqa_depths,
@@ -166,8 +166,7 @@ def _longcat_layer(config: HFConfig, layout: Layout, place: Place, depth: int) -
 
 
 def _longcat_flags(config: HFConfig, layout: Layout) -> list[str]:
-    width = config.integer("ffn_hidden_size", "intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *latent_flags(config)]
+    return [*depth_flags(config, layout), *latent_flags(config)]
 
 
 def _longcat_scales(config: HFConfig) -> dict[str, float]:

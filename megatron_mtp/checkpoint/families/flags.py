@@ -11,7 +11,7 @@ from typing import Any
 from megatron_mtp.checkpoint.families.blocks import GQA
 from megatron_mtp.checkpoint.families.family import Layout
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
-from megatron_mtp.checkpoint.families.trunk import gqa, is_dense, latent_attention, layers, sparse_layers
+from megatron_mtp.checkpoint.families.trunk import gqa, latent_attention
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
@@ -23,43 +23,6 @@ PARTLY_BIASED = "biases of the output projection or the MLP, which Megatron has 
 IGNORED_PART = "a 'partial_rotary_factor', which transformers ignores in this family and vLLM does not"
 
 
-def dense_flags(make: Callable[[HFConfig], GQA], config: HFConfig, layout: Layout) -> list[str]:
-    """Flags of a dense model with grouped-query attention.
-
-    Raises:
-        UntrainableError: Megatron cannot run the model; so in all functions of this file.
-    """
-    attention = make(config)
-    if attention.out_bias or config.flag("mlp_bias"):
-        raise UntrainableError(PARTLY_BIASED)
-    windows = config.flag("use_sliding_window") or (config.words("layer_types", 0) is not None and _slides(config))
-    if windows:
-        raise UntrainableError("sliding windows")
-    if rotated_part(config) != 1:
-        raise UntrainableError(IGNORED_PART)
-    return [
-        *common_flags(config, layout.depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(attention),
-        *rope_flags(config),
-    ]
-
-
-def moe_flags(make: Callable[[HFConfig], GQA], config: HFConfig, layout: Layout) -> list[str]:
-    """Flags of a model with experts, grouped-query attention and DeepSeek's router."""
-    return [
-        *common_flags(config, layout.depths, layers(config), config.integer("intermediate_size")),
-        *gqa_flags(make(config)),
-        *rope_flags(config),
-        *expert_flags(config),
-    ]
-
-
-def mla_flags(config: HFConfig, layout: Layout) -> list[str]:
-    """Flags of a dense model with latent attention."""
-    sizes = common_flags(config, layout.depths, layers(config), config.integer("intermediate_size"))
-    return [*sizes, *latent_flags(config)]
-
-
 def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
     """Flags of a hybrid model without activation and positions; the pattern names its layers and depths."""
     trunk, *depths = pattern.split("/")
@@ -67,11 +30,6 @@ def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
     return [
         "--hybrid-layer-pattern", pattern, *size_flags(config, len(depths), len(trunk), width), *gqa_flags(attention)
     ]  # fmt: skip
-
-
-def common_flags(config: HFConfig, depths: int, count: int, width: int) -> list[str]:
-    """Flags for sizes, norms, gated MLP and rotary positions; arguments as of `size_flags`."""
-    return [*size_flags(config, depths, count, width), *swiglu_flags(config), "--position-embedding-type", "rope"]
 
 
 def swiglu_flags(config: HFConfig) -> list[str]:
@@ -96,14 +54,10 @@ PLAIN = (*RMS_NORM, "--disable-bias-linear")
 
 
 def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = PLAIN) -> list[str]:
-    """Flags for sizes, norms and biases.
+    """Flags for sizes, norms and biases of so many depths and layers, with MLPs of this width.
 
-    Args:
-        config: the model's config.
-        depths: number of MTP depths.
-        count: number of layers.
-        width: size of the MLP.
-        norms: flags of the norms, and of the projections' biases.
+    Raises:
+        UntrainableError: Megatron cannot run the model; so in all functions of this file.
     """
     longest = config.integer("max_position_embeddings")
     vocabulary = config.integer("vocab_size")
@@ -139,7 +93,8 @@ def latent_flags(config: HFConfig) -> list[str]:
         "kv-lora-rank": attention.key_rank, "qk-head-dim": attention.content,
         "qk-pos-emb-head-dim": attention.position, "v-head-dim": attention.value, "kv-channels": attention.value,
     }  # fmt: skip
-    return ["--multi-latent-attention", *pairs(sizes), "--qk-layernorm", *_latent_rope_flags(config)]
+    flags = ["--position-embedding-type", "rope", "--multi-latent-attention", *pairs(sizes), "--qk-layernorm"]
+    return [*flags, *_latent_rope_flags(config)]
 
 
 def gqa_flags(attention: GQA) -> list[str]:
@@ -290,13 +245,11 @@ def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> 
 
 
 def expert_flags(config: HFConfig) -> list[str]:
-    """Flags of experts with DeepSeek-V3's router; none if the experts are the parts of a dense MLP.
+    """Flags of experts with DeepSeek-V3's router.
 
     The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalised, scaled weights.
     """
-    if is_dense(config):
-        return []
-    return [*by_layer("moe-layer-freq", sparse_layers(config)), *shared_flags(config), *routed_flags(config)]
+    return [*shared_flags(config), *routed_flags(config)]
 
 
 def shared_flags(config: HFConfig) -> list[str]:
@@ -374,10 +327,6 @@ def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
     return pairs({"moe-router-num-groups": groups, "moe-router-group-topk": some})
 
 
-def _slides(config: HFConfig) -> bool:
-    return "sliding_attention" in (config.words("layer_types", 0) or config.keys["layer_types"])
-
-
 def pairs(values: Mapping[str, object]) -> list[str]:
     """Flags and their values as command-line arguments."""
     return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]
@@ -388,14 +337,18 @@ NO_POSITIONS = pairs({"position-embedding-type": "none"})
 
 
 def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
-    """Flags of dense depths with grouped-query attention, without positions."""
+    """Flags of depths with grouped-query attention, without positions."""
     if attention.out_bias:
         raise UntrainableError("biases of all projections, which Megatron has only together with all others")
-    width = config.integer("intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(attention), *NO_POSITIONS]
+    return [*depth_flags(config, layout), *gqa_flags(attention), *NO_POSITIONS]
 
 
 def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
     """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
-    width = config.integer("intermediate_size", "moe_intermediate_size")
-    return [*common_flags(config, layout.depths, 1, width), *gqa_flags(gqa(config)), *NO_POSITIONS]
+    return gqa_depths(config, layout, gqa(config))
+
+
+def depth_flags(config: HFConfig, layout: Layout) -> list[str]:
+    """Flags of depths behind one layer, but for their attention; MLPs are gated."""
+    width = config.integer("ffn_hidden_size", "intermediate_size", "moe_intermediate_size")
+    return [*size_flags(config, layout.depths, 1, width), *swiglu_flags(config)]

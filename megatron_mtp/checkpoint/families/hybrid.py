@@ -14,7 +14,7 @@ Megatron; transformers' own class ignores `time_step_limit` and takes `time_step
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from megatron_mtp.checkpoint.families.blocks import Place, depth_frame, gqa_rules, mlp_rules, moe_rules, plain_mlp_rules
@@ -33,6 +33,7 @@ from megatron_mtp.checkpoint.families.rules import ByKind, HFTensor, Map, MinusO
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
+    check_words,
     depth_frames,
     frame,
     gqa,
@@ -44,110 +45,76 @@ from megatron_mtp.checkpoint.families.trunk import (
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
-@dataclass(frozen=True)
-class DeltaNet:
-    """Gated DeltaNet (arXiv:2412.06464).
-
-    Attributes:
-        hidden: size of the hidden state.
-        keys, values: number of key heads, which queries have too, and of value heads.
-        key_width, value_width: size of a head.
-        kernel: positions of the convolution.
-        by_group: whether HF stores two projections, whose rows stand key head by key head (Qwen3-Next), or four.
-    """
-
-    hidden: int
-    keys: int
-    values: int
-    key_width: int
-    value_width: int
-    kernel: int
-    by_group: bool
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows of the projection by what they make, under Megatron's names and in its order."""
-        keys, values = self.keys * self.key_width, self.values * self.value_width
-        return {"query": keys, "key": keys, "value": values, "z": values, "beta": self.values, "alpha": self.values}
-
-    @property
-    def convolved(self) -> dict[str, int]:
-        """Those rows that the convolution takes."""
-        return {part: self.rows[part] for part in ("query", "key", "value")}
-
-
-def delta_rules(place: Place, d: DeltaNet, layout: Layout) -> list[Rule]:
-    """Rules of Gated DeltaNet and of the norm before it, which Megatron's projection holds."""
-    hf, mcore, rows = f"{place.hf}linear_attn.", f"{place.mcore}self_attention.", d.rows
+def delta_rules(place: Place, config: HFConfig, layout: Layout) -> list[Rule]:
+    """Rules of Gated DeltaNet (arXiv:2412.06464) and of the norm before it, which Megatron's projection holds."""
+    hf, mcore, hidden = f"{place.hf}linear_attn.", f"{place.mcore}self_attention.", config.integer("hidden_size")
+    heads, width = config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")
+    rows, kernel = _delta_rows(config), config.integer("linear_conv_kernel_dim")
+    convolved = {part: rows[part] for part in ("query", "key", "value")}
+    projected = _grouped if config.model_type == "qwen3_next" else _by_kind
     return [
-        rename(f"{place.hf}input_layernorm.weight", f"{mcore}in_proj.layer_norm_weight", (d.hidden,)),
-        *(_grouped if d.by_group else _by_kind)(hf, f"{mcore}in_proj.weight.", d),
-        _split(f"{hf}conv1d.weight", f"{mcore}conv1d.weight.", d.convolved, (1, d.kernel)),
-        rename(f"{hf}A_log", f"{mcore}A_log", (d.values,)),
-        rename(f"{hf}dt_bias", f"{mcore}dt_bias", (d.values,)),
-        _delta_norm(f"{hf}norm.weight", f"{mcore}out_norm.weight", d.value_width, layout.has(ORIGINAL_NORMS)),
-        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (d.hidden, rows["z"])),
+        rename(f"{place.hf}input_layernorm.weight", f"{mcore}in_proj.layer_norm_weight", (hidden,)),
+        *projected(hf, f"{mcore}in_proj.weight.", rows, config),
+        _split(f"{hf}conv1d.weight", f"{mcore}conv1d.weight.", convolved, (1, kernel)),
+        rename(f"{hf}A_log", f"{mcore}A_log", (heads,)),
+        rename(f"{hf}dt_bias", f"{mcore}dt_bias", (heads,)),
+        _delta_norm(f"{hf}norm.weight", f"{mcore}out_norm.weight", width, layout.has(ORIGINAL_NORMS)),
+        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (hidden, rows["z"])),
     ]
 
 
-def _grouped(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
+def _delta_rows(config: HFConfig) -> dict[str, int]:
+    """Rows of the projection by what they make, under Megatron's names and in its order; queries are like keys."""
+    keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if values % keys:
+        raise ConfigError(
+            f"{config.source}: 'linear_num_value_heads' {values} is no multiple of 'linear_num_key_heads' {keys}."
+        )
+    key, value = keys * config.integer("linear_key_head_dim"), values * config.integer("linear_value_head_dim")
+    return {"query": key, "key": key, "value": value, "z": value, "beta": values, "alpha": values}
+
+
+def _grouped(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> list[Rule]:
     """A key head's query, key, values and gates, then those of the next; and so its values' betas and alphas."""
-    shared = d.values // d.keys
-    in_group = {"query": d.key_width, "key": d.key_width, **dict.fromkeys(("value", "z"), shared * d.value_width)}
-    of_values = {"beta": shared, "alpha": shared}
-    rules = []
-    for name, rows in {"in_proj_qkvz": in_group, "in_proj_ba": of_values}.items():
-        whole = {part: d.rows[part] for part in rows}
-        by_kind = ByKind(d.keys, tuple(rows.values()))
-        rules.append(_split(f"{hf}{name}.weight", mcore, whole, (d.hidden,), by_kind))
+    keys, hidden, rules = config.integer("linear_num_key_heads"), config.integer("hidden_size"), []
+    for name, parts in {"in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha")}.items():
+        whole = {part: rows[part] for part in parts}
+        by_kind = ByKind(keys, tuple(count // keys for count in whole.values()))
+        rules.append(_split(f"{hf}{name}.weight", mcore, whole, (hidden,), by_kind))
     return rules
 
 
-def _by_kind(hf: str, mcore: str, d: DeltaNet) -> list[Rule]:
-    others = {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}
+def _by_kind(hf: str, mcore: str, rows: dict[str, int], config: HFConfig) -> list[Rule]:
+    others, hidden = {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}, config.integer("hidden_size")
+    convolved = {part: count for part, count in rows.items() if part not in others}
     return [
-        _split(f"{hf}in_proj_qkv.weight", mcore, d.convolved, (d.hidden,)),
-        *(rename(f"{hf}{name}.weight", f"{mcore}{part}", (d.rows[part], d.hidden)) for part, name in others.items()),
+        _split(f"{hf}in_proj_qkv.weight", mcore, convolved, (hidden,)),
+        *(rename(f"{hf}{name}.weight", f"{mcore}{part}", (rows[part], hidden)) for part, name in others.items()),
     ]
 
 
-@dataclass(frozen=True)
-class Mamba:
-    """Mamba-2 (arXiv:2405.21060).
-
-    Attributes:
-        hidden: size of the hidden state.
-        heads, width: number of heads, and channels of a head.
-        groups, state: number of groups of heads that share B and C, and size of a state.
-        kernel: positions of the convolution.
-    """
-
-    hidden: int
-    heads: int
-    width: int
-    groups: int
-    state: int
-    kernel: int
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows of the projection by what they make, in the order of both sides."""
-        inner, shared = self.heads * self.width, self.groups * self.state
-        return {"z": inner, "x": inner, "B": shared, "C": shared, "dt": self.heads}
-
-
-def mamba_rules(place: Place, m: Mamba) -> list[Rule]:
-    """Rules of Mamba-2 without the norm before it, under the same names on both sides."""
-    hf, mcore, rows = f"{place.hf}mixer.", f"{place.mcore}mixer.", m.rows
+def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
+    """Rules of Mamba-2 (arXiv:2405.21060) without the norm before it, under the same names on both sides."""
+    if config.flag("use_bias") or config.flag("mamba_proj_bias") or not config.flag("use_conv_bias"):
+        raise ValueError(
+            f"{config.source}: Megatron's Mamba-2 has a bias in its convolution and none in its projections, so "
+            "'use_conv_bias' must be true, and 'use_bias' and 'mamba_proj_bias' false; another model does not convert."
+        )
+    heads, groups = config.integer("mamba_num_heads"), config.integer("n_groups")
+    if heads % groups:
+        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
+    hf, mcore, hidden = f"{place.hf}mixer.", f"{place.mcore}mixer.", config.integer("hidden_size")
+    inner, shared = heads * config.integer("mamba_head_dim"), groups * config.integer("ssm_state_size")
+    rows, kernel = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads}, config.integer("conv_kernel")
     return [
-        _split(f"{hf}in_proj.weight", f"{mcore}in_proj.weight.", rows, (m.hidden,)),
+        _split(f"{hf}in_proj.weight", f"{mcore}in_proj.weight.", rows, (hidden,)),
         *(
             _split(f"{hf}conv1d.{kind}", f"{mcore}conv1d.{kind}.", {part: rows[part] for part in "xBC"}, rest)
-            for kind, rest in {"weight": (1, m.kernel), "bias": ()}.items()
+            for kind, rest in {"weight": (1, kernel), "bias": ()}.items()
         ),
-        *(rename(f"{hf}{name}", f"{mcore}{name}", (m.heads,)) for name in ("A_log", "dt_bias", "D")),
-        rename(f"{hf}norm.weight", f"{mcore}norm.weight", (rows["z"],)),
-        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (m.hidden, rows["z"])),
+        *(rename(f"{hf}{name}", f"{mcore}{name}", (heads,)) for name in ("A_log", "dt_bias", "D")),
+        rename(f"{hf}norm.weight", f"{mcore}norm.weight", (inner,)),
+        rename(f"{hf}out_proj.weight", f"{mcore}out_proj.weight", (hidden, inner)),
     ]
 
 
@@ -186,7 +153,7 @@ def _qwen_layer(config: HFConfig, layout: Layout, kinds: str, places: list[Place
     first, second = places
     channels = _qwen_channel_rules(config, layout, kinds[1], second, packed)
     if kinds[0] == "G":
-        return delta_rules(first, _qwen_delta(config), layout) + channels
+        return delta_rules(first, config, layout) + channels
     norm, hidden = f"{first.mcore}self_attention.linear_qkv.layer_norm_weight", config.integer("hidden_size")
     rules = [rename(f"{first.hf}input_layernorm.weight", norm, (hidden,)), *gqa_rules(first, _qwen_attention(config))]
     return rules + channels
@@ -207,32 +174,13 @@ def _qwen_channel_rules(config: HFConfig, layout: Layout, kind: str, place: Plac
 _qwen_attention = partial(llama_attention, norms=True, gated=True)
 
 
-def _qwen_delta(config: HFConfig) -> DeltaNet:
-    keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
-    if values % keys:
-        raise ConfigError(
-            f"{config.source}: 'linear_num_value_heads' {values} is no multiple of 'linear_num_key_heads' {keys}."
-        )
-    return DeltaNet(
-        config.integer("hidden_size"),
-        keys,
-        values,
-        key_width=config.integer("linear_key_head_dim"),
-        value_width=config.integer("linear_value_head_dim"),
-        kernel=config.integer("linear_conv_kernel_dim"),
-        by_group=config.model_type == "qwen3_next",
-    )
-
-
 def _qwen_trunk(config: HFConfig) -> list[str]:
     """Megatron's two symbols of every layer."""
     count = layers(config)
     interval = config.integer("full_attention_interval", default=4)
     usual = ["linear_attention" if number % interval else "full_attention" for number in range(1, count + 1)]
     kinds = config.words("layer_types", count) or usual
-    unknown = sorted(set(kinds) - MIXERS.keys())
-    if unknown:
-        raise ValueError(f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are {', '.join(MIXERS)}.")
+    check_words(config, "layer_types", kinds, tuple(MIXERS))
     return [MIXERS[kind] + _qwen_channels(config, index) for index, kind in enumerate(kinds)]
 
 
@@ -252,15 +200,9 @@ def _qwen_flags(config: HFConfig, layout: Layout) -> list[str]:
         raise UntrainableError("biases of all projections of attention, which Megatron has only with all others")
     if config.rope["rope_type"] != "default":
         raise UntrainableError("a rotary scaling, which Megatron's hybrid model does not have")
-    delta, pattern = (
-        _qwen_delta(config),
-        "/".join(["".join(_qwen_trunk(config)), *[_qwen_depth(config)] * layout.depths]),
-    )
-    sizes = {
-        "linear-num-key-heads": delta.keys, "linear-num-value-heads": delta.values,
-        "linear-key-head-dim": delta.key_width, "linear-value-head-dim": delta.value_width,
-        "linear-conv-kernel-dim": delta.kernel,
-    }  # fmt: skip
+    pattern = "/".join(["".join(_qwen_trunk(config)), *[_qwen_depth(config)] * layout.depths])
+    names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim".split()
+    sizes = {f"linear-{name.replace('_', '-')}": config.integer(f"linear_{name}") for name in names}
     return [
         *hybrid_flags(config, pattern, _qwen_attention(config)), *swiglu_flags(config), *CENTRED,
         "--position-embedding-type", "rope", *rope_flags(config), "--attention-output-gate", *pairs(sizes),
@@ -299,7 +241,7 @@ def _nemotron_layer(config: HFConfig, layout: Layout, kind: str, place: Place) -
     hidden = config.integer("hidden_size")
     norm = rename(f"{place.hf}norm.weight", f"{place.mcore}{NORMS[kind]}", (hidden,))
     if kind == "M":
-        return [norm, *mamba_rules(place, _nemotron_mamba(config))]
+        return [norm, *mamba_rules(place, config)]
     if kind == "*":
         return [norm, *gqa_rules(place, gqa(config, attention="mixer"))]
     if kind == "-":
@@ -313,19 +255,6 @@ def _nemotron_layer(config: HFConfig, layout: Layout, kind: str, place: Place) -
 def _nemotron_latent(config: HFConfig) -> int | None:
     """Size of the latent between hidden state and experts; None without one."""
     return config.integer("moe_latent_size") if config.has("moe_latent_size") else None
-
-
-def _nemotron_mamba(config: HFConfig) -> Mamba:
-    if config.flag("use_bias") or config.flag("mamba_proj_bias") or not config.flag("use_conv_bias"):
-        raise ValueError(
-            f"{config.source}: Megatron's Mamba-2 has a bias in its convolution and none in its projections, so "
-            "'use_conv_bias' must be true, and 'use_bias' and 'mamba_proj_bias' false; another model does not convert."
-        )
-    heads, groups = config.integer("mamba_num_heads"), config.integer("n_groups")
-    if heads % groups:
-        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
-    width, state = config.integer("mamba_head_dim"), config.integer("ssm_state_size")
-    return Mamba(config.integer("hidden_size"), heads, width, groups, state, config.integer("conv_kernel"))
 
 
 def _nemotron_trunk(config: HFConfig) -> str:
@@ -360,13 +289,11 @@ def _symbols(config: HFConfig, *keys: str) -> str | None:
 
 def _nemotron_flags(config: HFConfig, layout: Layout) -> list[str]:
     _nemotron_check(config)
-    mamba, pattern = (
-        _nemotron_mamba(config),
-        "/".join([_nemotron_trunk(config), *[_nemotron_row(config)] * layout.depths]),
-    )
+    pattern = "/".join([_nemotron_trunk(config), *[_nemotron_row(config)] * layout.depths])
     sizes = {
-        "mamba-num-heads": mamba.heads, "mamba-head-dim": mamba.width, "mamba-num-groups": mamba.groups,
-        "mamba-state-dim": mamba.state, "position-embedding-type": "none",
+        "mamba-num-heads": config.integer("mamba_num_heads"), "mamba-head-dim": config.integer("mamba_head_dim"),
+        "mamba-num-groups": config.integer("n_groups"), "mamba-state-dim": config.integer("ssm_state_size"),
+        "position-embedding-type": "none",
     }  # fmt: skip
     flags = [*hybrid_flags(config, pattern, gqa(config)), *pairs(sizes), "--squared-relu"]
     if "E" not in pattern:

@@ -6,23 +6,11 @@ from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder
-from megatron_mtp.checkpoint.families.family import COPIES, NESTED, PACKED, Depths, Family, Layout
-from megatron_mtp.checkpoint.families.flags import (
-    UntrainableError,
-    by_layer,
-    expert_flags,
-    mla_flags,
-    pairs,
-    shared_flags,
-    softmax_router_flags,
-)
+from megatron_mtp.checkpoint.families.family import COPIES, NESTED, PACKED, Depths, Family
+from megatron_mtp.checkpoint.families.flags import UntrainableError, pairs, shared_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys
-from megatron_mtp.checkpoint.families.trunk import latent_attention, moe, sparse_layers
+from megatron_mtp.checkpoint.families.trunk import latent_attention, moe
 from megatron_mtp.checkpoint.hf.config import HFConfig
-
-
-def _v3_flags(config: HFConfig, layout: Layout) -> list[str]:
-    return [*mla_flags(config, layout), *expert_flags(config)]
 
 
 def _trained_keys(args: Namespace) -> dict[str, Any]:
@@ -42,12 +30,10 @@ def _trained_keys(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _v2_flags(config: HFConfig, layout: Layout) -> list[str]:
+def _v2_expert_flags(config: HFConfig) -> list[str]:
     scaling = {"moe-router-topk-scaling-factor": config.number("routed_scaling_factor")}
-    return [
-        *mla_flags(config, layout), *softmax_router_flags(config, normed=False), *pairs(scaling),
-        *_group_flags(config), *shared_flags(config), *by_layer("moe-layer-freq", sparse_layers(config)),
-    ]  # fmt: skip
+    router = [*softmax_router_flags(config, normed=False), *pairs(scaling), *_group_flags(config)]
+    return [*router, *shared_flags(config)]
 
 
 def _group_flags(config: HFConfig) -> list[str]:
@@ -74,8 +60,8 @@ def _group_flags(config: HFConfig) -> list[str]:
 
 
 _DENSE = Decoder(latent_attention, mlp_bias=None)
-_V2 = replace(_DENSE, experts=partial(moe, bias=None), sparse=sparse_layers)
-_V3 = replace(_V2, experts=moe, depths=Depths())
+_V2 = replace(_DENSE, experts=partial(moe, bias=None), expert_flags=_v2_expert_flags)
+_V3 = replace(_DENSE, experts=moe, depths=Depths())
 
 LATENT: tuple[Family, ...] = (
     family_of_decoder(
@@ -83,7 +69,6 @@ LATENT: tuple[Family, ...] = (
         "DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5",
         ("deepseek_v3", "kimi_k2", "kimi_k25"),
         _V3,
-        flags=_v3_flags,
         features={**COPIES, **PACKED, **NESTED},
         carried=(r"^(vision_tower|mm_projector)\.",),
         trained=TrainedForm(
@@ -99,7 +84,6 @@ LATENT: tuple[Family, ...] = (
         "GLM-4.7-Flash",
         ("glm4_moe_lite",),
         _V3,
-        flags=_v3_flags,
         features={**COPIES, **PACKED},
         defaults={"first_k_dense_replace": 1},
     ),
@@ -108,9 +92,8 @@ LATENT: tuple[Family, ...] = (
         "DeepSeek-V2, V2-Lite, Coder-V2",
         ("deepseek_v2",),
         _V2,
-        flags=_v2_flags,
         features=PACKED,
         defaults={"rope_interleave": True, "n_routed_experts": 64},
     ),
-    family_of_decoder("Youtu-LLM", "Youtu-LLM", ("youtu",), _DENSE, flags=mla_flags),
+    family_of_decoder("Youtu-LLM", "Youtu-LLM", ("youtu",), _DENSE),
 )

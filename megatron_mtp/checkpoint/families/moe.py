@@ -9,14 +9,12 @@ from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
-from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder, sliding_refused
+from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder, mlp_bias_refused
 from megatron_mtp.checkpoint.families.dense import FACTORED, GRANITE
 from megatron_mtp.checkpoint.families.family import COPIES, PACKED, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
-    PARTLY_BIASED,
     UntrainableError,
     expert_flags,
-    moe_flags,
     pairs,
     softmax_expert_flags,
     softmax_router_flags,
@@ -24,14 +22,13 @@ from megatron_mtp.checkpoint.families.flags import (
 from megatron_mtp.checkpoint.families.rules import HFTensor, InTurn, Map, Piece, Rule, Same, Then, Transposed, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys, rotary_keys
 from megatron_mtp.checkpoint.families.trunk import (
+    all_layers,
     all_windows,
     biased,
     gqa,
-    layers,
     llama_attention,
     moe,
     qwen3_attention,
-    sparse_layers,
     stepped_layers,
     windows_by_type,
 )
@@ -56,11 +53,9 @@ def _bailing_attention(config: HFConfig) -> GQA:
     return biased(config, "use_qkv_bias", "use_bias", norms=config.flag("use_qk_norm"), fused=True, **names)
 
 
-def _hunyuan_flags(config: HFConfig, layout: Layout) -> list[str]:
-    if config.flag("attention_bias") or config.flag("mlp_bias"):
-        raise UntrainableError(PARTLY_BIASED)
+def _hunyuan_flags(config: HFConfig) -> list[str]:
     router = {"routed_scaling_factor": config.number("router_scaling_factor"), "norm_topk_prob": True}
-    return moe_flags(qwen3_attention, config.with_defaults(router), layout)
+    return expert_flags(config.with_defaults(router))
 
 
 def _qwen2_experts(config: HFConfig, layout: Layout) -> MoE:
@@ -80,8 +75,8 @@ def _qwen_flags(config: HFConfig) -> list[str]:
 
 def _dots_windows(config: HFConfig) -> list[bool]:
     """Windows from layer `max_window_layers` on, unless `layer_types` says otherwise."""
-    count, first = layers(config), config.integer("max_window_layers", default=62, least=0)
-    return windows_by_type(config, [index >= first for index in range(count)])
+    first = config.integer("max_window_layers", default=62, least=0)
+    return windows_by_type(lambda index: index >= first, config)
 
 
 ALPHA = 1.702
@@ -111,11 +106,6 @@ class _GptOss(Decoder):
 def _moved(name: str, shape: tuple[int, ...], key: str, how: Map) -> Rule:
     ours = (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
     return Rule((HFTensor(name, shape),), (Piece(key, ours),), how)
-
-
-def _oss_windows(config: HFConfig) -> list[bool]:
-    """A window in every second layer from the first on, unless the config says otherwise."""
-    return windows_by_type(config, [index % 2 == 0 for index in range(layers(config))])
 
 
 def _oss_activation(config: HFConfig) -> list[str]:
@@ -161,20 +151,22 @@ def _granite_flags(config: HFConfig) -> list[str]:
 
 
 _OWN_NORM = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-_GLM = Decoder(_glm_attention, mlp_bias=None, experts=moe, sparse=sparse_layers, depths=Depths())
+_GLM = Decoder(_glm_attention, partial=True, mlp_bias=None, experts=moe, depths=Depths())
 _BAILING = Decoder(
     _bailing_attention,
+    partial=True,
     embedding="word_embeddings",
     mlp_bias=None,
     experts=partial(moe, bias="gate.expert_bias"),
-    sparse=sparse_layers,
     depths=Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", names=_OWN_NORM),
 )
 _HUNYUAN = Decoder(
     qwen3_attention,
+    partial=True,
     mlp_bias=None,
+    refused=mlp_bias_refused,
     experts=partial(moe, shared_name="shared_mlp", bias="expert_bias", router="router.gate"),
-    sparse=sparse_layers,
+    expert_flags=_hunyuan_flags,
     depths=Depths(names=_OWN_NORM),
 )
 _QWEN3 = Decoder(
@@ -182,26 +174,32 @@ _QWEN3 = Decoder(
     experts=partial(moe, shared=0, bias=None),
     sparse=stepped_layers,
     expert_flags=_qwen_flags,
-    refused=sliding_refused,
 )
 _QWEN2 = replace(
     _QWEN3, attention=partial(biased, key="qkv_bias"), experts=_qwen2_experts, expert_flags=softmax_expert_flags
 )
 _MIXTRAL = Decoder(
-    gqa, windows=all_windows, experts=_mixtral_experts, expert_flags=partial(softmax_router_flags, normed=True)
+    gqa,
+    windows=all_windows,
+    experts=_mixtral_experts,
+    sparse=all_layers,
+    expert_flags=partial(softmax_router_flags, normed=True),
 )
-_DOTS = Decoder(qwen3_attention, windows=_dots_windows, experts=moe, sparse=sparse_layers, expert_flags=expert_flags)
+_DOTS = Decoder(qwen3_attention, windows=_dots_windows, experts=moe)
 _GPT_OSS = _GptOss(
     llama_attention,
     mlp_bias="attention_bias",
     activation=_oss_activation,
     sinks=True,
-    windows=_oss_windows,
+    windows=partial(windows_by_type, lambda index: index % 2 == 0),
     experts=moe,
+    sparse=all_layers,
     expert_flags=partial(softmax_router_flags, normed=True),
     refused=_oss_refused,
 )
-_GRANITE = _GraniteExperts(llama_attention, multipliers=GRANITE.multipliers, experts=moe, expert_flags=_granite_flags)
+_GRANITE = _GraniteExperts(
+    llama_attention, multipliers=GRANITE.multipliers, experts=moe, sparse=all_layers, expert_flags=_granite_flags
+)
 
 MOE: tuple[Family, ...] = (
     family_of_decoder(
@@ -209,7 +207,6 @@ MOE: tuple[Family, ...] = (
         "GLM-4.5, 4.6 and 4.7",
         ("glm4_moe",),
         _GLM,
-        flags=partial(moe_flags, _glm_attention),
         features={**COPIES, **PACKED},
         trained=TrainedForm(
             models="experts, or depths",
@@ -225,7 +222,6 @@ MOE: tuple[Family, ...] = (
         "Ling, Ring",
         ("bailing_moe", "bailing_moe_v2"),
         _BAILING,
-        flags=partial(moe_flags, _bailing_attention),
         defaults={
             "num_key_value_heads": 4,
             "head_dim": 128,
@@ -246,7 +242,6 @@ MOE: tuple[Family, ...] = (
         "Hy3",
         ("hy_v3",),
         _HUNYUAN,
-        flags=_hunyuan_flags,
         features=PACKED,
         defaults={
             "num_experts": 192,
@@ -269,7 +264,7 @@ MOE: tuple[Family, ...] = (
         "Solar Open",
         "Solar Open",
         ("solar_open",),
-        Decoder(biased, experts=moe, sparse=sparse_layers, expert_flags=expert_flags),
+        Decoder(biased, experts=moe),
         features=PACKED,
         defaults={"num_experts_per_tok": 8, "n_routed_experts": 128},
     ),

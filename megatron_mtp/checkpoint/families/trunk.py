@@ -1,6 +1,6 @@
 """Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of depths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA, MoE, Place, depth_frame
@@ -73,21 +73,25 @@ def all_windows(config: HFConfig) -> list[bool]:
     return [config.has("sliding_window")] * layers(config)
 
 
-def windows_by_type(config: HFConfig, usual: list[bool]) -> list[bool]:
-    """Windows of the layers that `layer_types` names so, those of `usual` without it; none without `sliding_window`.
+def windows_by_type(usual: Callable[[int], bool], config: HFConfig) -> list[bool]:
+    """Windows of the layers that `layer_types` names so; without it of those for whose index `usual` is true.
+
+    There are none without `sliding_window`.
 
     Raises:
         ValueError: a kind of layer is unknown.
     """
     kinds = config.words("layer_types", layers(config))
     if kinds is None:
-        return [config.has("sliding_window") and one for one in usual]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"{config.source}: 'layer_types' has '{unknown[0]:.40}'; known are full_attention, sliding_attention."
-        )
+        return [config.has("sliding_window") and usual(index) for index in range(layers(config))]
+    check_words(config, "layer_types", kinds, ("full_attention", "sliding_attention"))
     return [config.has("sliding_window") and kind == "sliding_attention" for kind in kinds]
+
+
+def check_words(config: HFConfig, key: str, words: list[str], known: Sequence[str]) -> None:
+    """Raises ValueError where a list with a word per layer has an unknown one."""
+    if unknown := sorted(set(words) - {*known}):
+        raise ValueError(f"{config.source}: '{key}' has '{unknown[0]:.40}'; known are {', '.join(known)}.")
 
 
 def latent_attention(config: HFConfig) -> MLA:
@@ -146,10 +150,13 @@ def sparse_layers(config: HFConfig) -> list[bool]:
     kinds = config.words("mlp_layer_types", count)
     if kinds is None:
         return usual
-    unknown = sorted(set(kinds) - {"dense", "sparse"})
-    if unknown:
-        raise ValueError(f"{config.source}: 'mlp_layer_types' has '{unknown[0]:.40}'; known are dense, sparse.")
+    check_words(config, "mlp_layer_types", kinds, ("dense", "sparse"))
     return [kind == "sparse" for kind in kinds]
+
+
+def all_layers(config: HFConfig) -> list[bool]:
+    """Experts in every layer."""
+    return [True] * layers(config)
 
 
 def stepped_layers(config: HFConfig) -> list[bool]:

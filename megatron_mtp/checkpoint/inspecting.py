@@ -9,7 +9,7 @@ from megatron_mtp.checkpoint.audit import NOTE
 from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
-from megatron_mtp.checkpoint.convert.drafter_form import VOCABULARY
+from megatron_mtp.checkpoint.convert.drafter_form import stored_form
 from megatron_mtp.checkpoint.convert.drafters import described
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
@@ -111,17 +111,12 @@ def _megatron(folder: Path) -> dict[str, Any]:
     common = reader.common()
     reason = getattr(common["args"], "megatron_mtp_untrainable", None)
     sizes = {key: torch.Size(reader.shape(key)).numel() for key in reader.keys}
-    drafter: dict[str, Any] = {}
-    if reader.has_drafter:
-        read = " ".join(map(str, common["args"].drafter_layers))
-        drafted = f"{sizes[VOCABULARY]} tokens" if VOCABULARY in sizes else "all tokens"
-        drafter["drafter"] = f"{common['args'].drafter}, reads the trunk after {read} layers, drafts {drafted}"
     return {
         "form": "Megatron distributed checkpoint",
         "iteration": common.get("iteration", 0),
         **({} if (pattern := pattern_of(reader)) is None else {"hybrid layer pattern": pattern}),
         "depths": StoredDepths.of(reader.keys).layers,
-        **drafter,
+        **({"drafter": stored_form(common["args"], reader).says} if reader.has_drafter else {}),
         **({"draft vocabulary": reader.shape(DRAFT_VOCABULARY)[0]} if reader.holds(DRAFT_VOCABULARY) else {}),
         "tensors": len(sizes),
         "parameters": sum(sizes.values()),

@@ -45,7 +45,12 @@ def parser(program: str) -> Parser:
         epilog=EXAMPLES,
     )
     add = made.add_argument
-    add("a", type=named, metavar="A", help="a Hugging Face folder, a name on the Hub, or a Megatron checkpoint")
+    add(
+        "a",
+        type=named,
+        metavar="A",
+        help="a Hugging Face folder of a model or drafter, a name on the Hub, or a Megatron checkpoint",
+    )
     add("b", type=named, metavar="B", nargs="?", help="what to compare with A, of either form")
     add("--logits", action="store_true", help="run both on the same tokens: logits of trunk and depths, acceptance")
     add("--text", type=named, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
@@ -100,15 +105,18 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def _side(side: dict[str, Any]) -> list[str]:
-    kind = side.get("model_type") or side.get("model") or "no model_type"
-    counts = " and ".join(f"{part} {_count(side[part])}" for part in ("layers", "depths"))
+    kind = side.get("model_type") or side.get("model") or side.get("drafter") or "no model_type"
+    counts = " and ".join(f"{part} {_count(side[part])}" for part in ("layers", "depths")) + "; "
+    drafter = ""
+    if side.get("drafter"):
+        counts, drafter = ("", "") if kind == side["drafter"] else (counts, f", drafter {side['drafter']}")
     types = ", ".join(f"{count} {name}" for name, count in side["types"].items()) or "no tensors"
     quantised = f", quant_method {side['quant_method']}" if side.get("quant_method") else ""
     pattern = f", pattern {side['hybrid layer pattern']}" if side.get("hybrid layer pattern") else ""
     copies = f", {side['copies']} of them copies" if side["copies"] else ""
     return [
-        f"{side['side']}  {side['path']}: {side['form']}, {kind}{pattern}{quantised}",
-        f"   {counts}; {side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
+        f"{side['side']}  {side['path']}: {side['form']}, {kind}{drafter}{pattern}{quantised}",
+        f"   {counts}{side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
         *_optimizer(side.get("optimizer")),
     ]
 

@@ -14,19 +14,36 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, ordered
-from megatron_mtp.checkpoint.audit.comparing import check_copies, check_numbers, compare, copies_of, pairing, read_rest
+from megatron_mtp.checkpoint.audit.comparing import (
+    check_copies,
+    check_numbers,
+    compare,
+    copies_of,
+    is_drafter_beside_trunk,
+    pairing,
+    read_rest,
+)
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side, older_format, open_saved
-from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, HEAD, KINDS, TRUNK, HFSide, Parts
+from megatron_mtp.checkpoint.audit.side import (
+    DEPTH,
+    DEPTH_KEYS,
+    HEAD,
+    KINDS,
+    TRUNK,
+    UNFIT,
+    DrafterSide,
+    HFSide,
+    Parts,
+)
 from megatron_mtp.checkpoint.convert import computation
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.checkpoint.hf.folder import ADAPTER, drafter_kind
+from megatron_mtp.checkpoint.hf.folder import ADAPTER
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, is_checkpoint
-from megatron_mtp.config import DRAFTERS
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""
@@ -50,6 +67,11 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         ValueError: a path is no model at all.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
+    if run is not None and (drafter := next((one for one in sides.values() if isinstance(one, DrafterSide)), None)):
+        raise ValueError(
+            f"--logits computes models, and {drafter.path} is a drafter; leave it out, or compare what it drafts with "
+            "its checkpoint: megatron-mtp convert verify."
+        )
     findings: list[Finding] = []
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
     size = sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
@@ -89,10 +111,6 @@ def open_side(path: Path) -> Side:
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise ValueError(f"{path} {what}; give the folder of a Hugging Face model or of a Megatron checkpoint.")
-    if (kind := drafter_kind(path)) is not None:
-        raise ValueError(
-            f"{path} is {DRAFTERS[kind]} and no model by itself; check it by megatron-mtp convert inspect {path}."
-        )
     older = older_format(path)
     if older is not None:
         return older
@@ -105,7 +123,14 @@ def open_side(path: Path) -> Side:
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
     """What is there: trunk, depths, copies, types, quantisation."""
-    if isinstance(side, HFSide):
+    own: dict[str, Any]
+    if isinstance(side, DrafterSide):
+        own = {
+            "architectures": side.keys.get("architectures"),
+            "drafter": None if side.drafter is None else side.drafter.says,
+            "files": len(side.files),
+        }
+    elif isinstance(side, HFSide):
         own = {
             "model_type": None if side.config is None else side.config.model_type,
             "family": None if side.family is None else side.family.title,
@@ -118,6 +143,7 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         own = {
             "model": "hybrid" if side.pattern is not None else "GPT",
             "iteration": side.iteration,
+            **({"drafter": side.argument("drafter")} if side.argument("drafter") else {}),
             **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
             "arguments from": side.args_from or None,
             "optimizer": side.optimizer or None,
@@ -170,6 +196,8 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
         a, b: the sides.
         same_head: whether both sides compute with the same head; then it does not matter which of them ties it.
     """
+    if is_drafter_beside_trunk(a, b):
+        return _unfit(*((a, b) if isinstance(a, DrafterSide) else (b, a)))
     try:
         ours, theirs = _settings(a, b)
     except (ValueError, AttributeError) as error:  # Megatron refuses the settings of one, or lacks them
@@ -187,10 +215,29 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
     return found
 
 
+def _unfit(drafter: Side, trunk: Side) -> list[Finding]:
+    """What a drafter's config says that cannot be behind this trunk."""
+    from megatron_mtp.checkpoint.convert.drafter_form import form_in
+
+    try:
+        args = _arguments_of(trunk) if isinstance(trunk, HFSide) else _stored_arguments(trunk)
+        if args is None:
+            raise UntrainableError("Megatron cannot run the trunk")
+    except ValueError as error:
+        return [Finding("not compared", f"Sizes were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
+    try:
+        form_in(drafter.path, args, drafter.tensors)
+    except UNFIT as error:
+        return [Finding("config", f"The drafter does not fit the trunk: {error}", "give the drafter's own trunk")]
+    return []
+
+
 def _settings(a: Side, b: Side) -> list[dict[str, Any]]:
     """The settings of both sides in one form; raises ValueError where there is none."""
     folders = [side for side in (a, b) if isinstance(side, HFSide)]
     saved = [side for side in (a, b) if isinstance(side, MegatronSide)]
+    if any(isinstance(side, DrafterSide) for side in folders):
+        return [_of_drafter(side) for side in (a, b)]
     if len(folders) == 2:
         one, other = folders
         if not (one.keys and other.keys):
@@ -214,6 +261,16 @@ def _settings(a: Side, b: Side) -> list[dict[str, Any]]:
         ]
     found = [_stored_arguments(side) if isinstance(side, MegatronSide) else _arguments_of(side) for side in (a, b)]
     return [computation.settings_of(args) for args in found if args is not None]
+
+
+def _of_drafter(side: Side) -> dict[str, Any]:
+    from megatron_mtp.checkpoint.convert.drafter_form import stored_form
+
+    if isinstance(side, MegatronSide) and side.reader is not None:
+        return stored_form(_stored_arguments(side), side.reader).settings
+    if not isinstance(side, DrafterSide) or side.drafter is None:
+        raise ValueError("the config of a drafter cannot be used")
+    return side.drafter.settings
 
 
 def _whole(folder: Path) -> dict[str, Any]:

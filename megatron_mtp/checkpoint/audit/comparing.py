@@ -24,13 +24,24 @@ from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted
 from megatron_mtp.checkpoint.audit.contents import explained, lacking
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import DEPTH, EMBEDDING, HEAD, PIECE, TRUNK, Entry, HFSide, equal_bits, largest
-from megatron_mtp.checkpoint.convert.plan import lost_features, unnumbered, zero_features
+from megatron_mtp.checkpoint.audit.side import (
+    DEPTH,
+    EMBEDDING,
+    HEAD,
+    PIECE,
+    TRUNK,
+    DrafterSide,
+    Entry,
+    HFSide,
+    equal_bits,
+    largest,
+)
+from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.checkpoint.families.rules import Copies, MinusOne, Piece, Rule, Zeros
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.draft_vocabulary import DRAFTER
 from megatron_mtp.model.pattern import without_stages
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
@@ -87,7 +98,10 @@ class Pairing:
 
 
 def pairing(a: Side, b: Side) -> Pairing:
-    """Pair the tensors of both sides."""
+    """Pair the tensors of both sides; a drafter has none of its trunk's."""
+    if is_drafter_beside_trunk(a, b):
+        says = "One side is a drafter, the other a trunk: they have no tensor in common, so only sizes are compared."
+        return Pairing(findings=[Finding("not compared", says, severity=NOTE)])
     if isinstance(a, HFSide) and isinstance(b, MegatronSide):
         return _across(a, b)
     if isinstance(a, MegatronSide) and isinstance(b, HFSide):
@@ -110,6 +124,12 @@ def pairing(a: Side, b: Side) -> Pairing:
                 pair = only.pop(name), held[base]
                 found.pairs.append(Pair(name, *(pair if own is a else pair[::-1]), copy=base))
     return found
+
+
+def is_drafter_beside_trunk(a: Side, b: Side) -> bool:
+    """Whether one side is a drafter's folder, and the other has no drafter."""
+    drafts = [isinstance(side, DrafterSide) or any(key.startswith(DRAFTER) for key in side.tensors) for side in (a, b)]
+    return any(isinstance(side, DrafterSide) for side in (a, b)) and not all(drafts)
 
 
 def base_of(side: Side, name: str) -> str | None:
@@ -217,11 +237,7 @@ def _usual(key: str) -> str:
 
 def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
     """Pair a folder with a checkpoint, by the rules of the folder's family in the checkpoint's forms."""
-    layout = folder.layout(max(folder.held_depths, saved.held_depths, folder.said_depths or 0))
-    if layout is not None and saved.reader is not None:
-        features = (layout.features | set(zero_features(saved.reader))) - lost_features(saved.reader)
-        layout = replace(layout, features=frozenset(features))
-    rules = None if saved.reader is None else folder.rules(layout)
+    rules = None if saved.reader is None else folder.rules_beside(saved.reader, saved.held_depths)
     if rules is None:
         config = folder.config
         known = "its config is damaged" if config is None else f"no family has its model_type '{config.model_type}'"
@@ -231,7 +247,7 @@ def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
     covered = {tensor.name for rule in rules for tensor in rule.hf}
     found = Pairing(
         only_a={name: entry for name, entry in folder.tensors.items() if name not in covered},
-        only_b={k: entry for k, entry in saved.tensors.items() if not k.startswith((DRAFT_VOCABULARY, DRAFTER))},
+        only_b={key: entry for key, entry in saved.tensors.items() if folder.is_counterpart(key)},
     )
     for rule in rules:
         _pair_rule(rule, folder, saved, found)

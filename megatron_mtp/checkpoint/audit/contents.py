@@ -213,7 +213,18 @@ def _called_for(side: MegatronSide) -> list[str]:
         frame = [f"mtp.layers.{depth}.{part}" for part in FRAME]
         if not set(own).isdisjoint(frame[:3]):
             names += frame if side.runs else frame[:3]
-    return list(dict.fromkeys([*names, *_thin(side)]))
+    return list(dict.fromkeys([*names, *_thin(side), *_of_drafter(side)]))
+
+
+def _of_drafter(side: MegatronSide) -> Iterator[str]:
+    """Keys of the drafter that the arguments name."""
+    if side.reader is None or side.args is None or not side.runs or not side.argument("drafter"):
+        return
+    from megatron_mtp.checkpoint.convert.drafter_form import head_key, stored_form
+
+    for rule in stored_form(side.args, side.reader).rules(head_key(side.reader)):
+        for piece in rule.mcore:
+            yield next((key for key in (piece.key, *piece.aliases) if key in side.tensors), piece.key)
 
 
 def _of_other_layers(layers: dict[int, list[str]]) -> Iterator[str]:

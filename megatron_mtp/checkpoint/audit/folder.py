@@ -15,10 +15,20 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import check_quantization, merge_quantized
-from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, EMBEDDING, UNFIT, Entry, HFSide
+from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, EMBEDDING, UNFIT, DrafterSide, Entry, HFSide
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
-from megatron_mtp.checkpoint.hf.folder import COPY, DTYPES, INDEX, SINGLE, OpenFiles, Stored, is_adapter, stored_in
+from megatron_mtp.checkpoint.hf.folder import (
+    COPY,
+    DTYPES,
+    INDEX,
+    SINGLE,
+    OpenFiles,
+    Stored,
+    drafter_kind,
+    is_adapter,
+    stored_in,
+)
 
 MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
 """Names of depths' tensors that say so."""
@@ -35,7 +45,7 @@ Headers = dict[str, dict[str, Stored]]
 
 def open_folder(path: Path) -> HFSide:
     """Open a folder."""
-    side = HFSide(path)
+    side = HFSide(path) if drafter_kind(path) is None else DrafterSide(path)
     _read_config(side)
     headers, damaged = _headers(side)
     side.files = list(headers)
@@ -59,6 +69,8 @@ def open_folder(path: Path) -> HFSide:
     _check_hidden(side)
     merge_quantized(side)
     side.findings += check_quantization(side)
+    if isinstance(side, DrafterSide):
+        _read_drafter(side)
     _check_kind(side)
     _check_files(side)
     _check_values(side)
@@ -78,12 +90,33 @@ def _read_config(side: HFSide) -> None:
     if odd:
         says = f"{listed(odd)} of the config: no number of layers or depths ({side.config.keys[odd[0]]!r:.40})."
         side.add("damaged config", says, "correct the config", names=odd)
+    if isinstance(side, DrafterSide):
+        return
     try:
         side.family = family_of(side.config)
         side.config = side.family.complete(side.config)
     except ValueError:
         says = f"The model_type '{side.config.model_type:.60}' is unknown here: tensors are described by their names."
         side.add("not compared", says, severity=NOTE)
+
+
+def _read_drafter(side: DrafterSide) -> None:
+    """Find the form of a drafter's folder, and the order of its drafts."""
+    from megatron_mtp.checkpoint.convert.drafter_form import form_in, in_order, trunk_of
+
+    try:
+        side.drafter = form = form_in(side.path, trunk_of(side.path), side.tensors)
+    except UNFIT as error:
+        side.add("damaged config", f"The config cannot be used: {error}", CORRECT, names=[CONFIG])
+        return
+    shapes = {one.name: one.shape for rule in form.rules() for one in rule.hf}
+    lists = [name for name in form.lists if name in side.tensors and side.tensors[name].shape == shapes[name]]
+    if len(lists) < len(form.lists):
+        return  # which is found by names and shapes
+    try:
+        side.drafter = in_order(form, {name: side.tensors[name].tensor() for name in lists})
+    except (ValueError, OSError, RuntimeError) as error:
+        side.add("draft vocabulary", f"The drafted tokens are not known: {error}.", REFETCH, names=lists)
 
 
 def _headers(side: HFSide) -> tuple[Headers, list[str]]:

@@ -3,6 +3,7 @@
 model.layers.61.eh_proj.weight of a model of 61 layers      depth 0
 mtp.layers.0.mlp.up_proj.weight, mtp.fc.weight              depth 0
 decoder.layers.3.mlp.linear_fc1.weight                      trunk, layer 3
+drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 """
 
 import math
@@ -13,17 +14,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, Finding
+from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.quantized import Quantized
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+
+if TYPE_CHECKING:
+    from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 """Config keys that count depths, of families known here and of others."""
@@ -102,15 +109,17 @@ class Parts:
     Attributes:
         layers: number of the trunk's layers, behind which depths follow; None if it is not known.
         flat: numbered layers of one depth.
+        drafter: whether all tensors are a drafter's.
     """
 
     layers: int | None
     flat: int = 1
+    drafter: bool = False
 
     def of(self, name: str) -> Part:
         """The part of a tensor, by its name alone."""
         name = name.removeprefix(CARRIED)
-        if name.startswith(ORIGINAL) or _BESIDE.search(name):
+        if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
             return Part(BESIDE)
         if match := _MTP.search(name):
             return Part(DEPTH, int((match.group(1) or "0.")[:-1]) // self.flat)
@@ -239,10 +248,58 @@ class HFSide(Opened):
                 return self.family.all_rules(self.config, layout)
         return None
 
+    def rules_beside(self, reader: DistReader, depths: int) -> list[Rule] | None:
+        """The rules in the forms of a checkpoint, of so many depths; None without a family whose rules fit."""
+        layout = self.layout(max(self.held_depths, depths, self.said_depths or 0))
+        if layout is not None:
+            features = (layout.features | set(zero_features(reader))) - lost_features(reader)
+            layout = replace(layout, features=frozenset(features))
+        return self.rules(layout)
+
+    def is_counterpart(self, key: str) -> bool:
+        """Whether a checkpoint's tensor is of the model, and no list or drafter beside it."""
+        return not key.startswith((DRAFT_VOCABULARY, DRAFTER))
+
     @cached_property
     def plan(self) -> list[Rule]:
         """The rules of all tensors that the config calls for; none without a family whose rules fit."""
         return self.rules(self.layout(max(self.said_depths or 0, self.held_depths))) or []
+
+
+@dataclass
+class DrafterSide(HFSide):
+    """A folder of an EAGLE-3, DFlash or DSpark drafter.
+
+    Attributes:
+        drafter: its form; None if its config cannot be used.
+    """
+
+    drafter: "DrafterForm | None" = None
+    form = "Hugging Face drafter"
+
+    @property
+    def layers(self) -> None:
+        """A drafter's layers are not a trunk's."""
+
+    @property
+    def parts(self) -> Parts:
+        """How its names are read."""
+        return Parts(None, drafter=True)
+
+    def rules_beside(self, reader: DistReader, depths: int) -> list[Rule] | None:
+        """The rules for a checkpoint, whose drafter may have the trunk's head."""
+        from megatron_mtp.checkpoint.convert.drafter_form import head_key
+
+        return None if self.drafter is None else self.drafter.rules(head_key(reader))
+
+    def is_counterpart(self, key: str) -> bool:
+        """Whether a checkpoint's tensor is a drafter's."""
+        return key.startswith(DRAFTER)
+
+    @cached_property
+    def plan(self) -> list[Rule]:
+        """The rules of all tensors that the config calls for; none if it cannot be used."""
+        return [] if self.drafter is None else self.drafter.rules()
 
 
 def is_count(value: Any) -> bool:

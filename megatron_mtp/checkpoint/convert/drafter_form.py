@@ -187,6 +187,14 @@ class DrafterForm:
         own = asdict(self.kind)
         return {**self.sizes, **own, "steps": None if self.kind.name == EAGLE3 else self.kind.steps}
 
+    @property
+    def says(self) -> str:
+        """Kind, layers that are read, and tokens, in a line."""
+        drafted = len(self.order_N)
+        tokens = "all" if drafted == self.sizes["vocab_size"] else drafted
+        layers = " ".join(map(str, self.kind.layers))
+        return f"{self.kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens"
+
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
         hidden, kind, drafted, vocabulary = (

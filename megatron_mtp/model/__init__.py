@@ -9,6 +9,7 @@ mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, se
 mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
+drafter_layers.py    which of the trunk's layers a drafter reads (--drafter-layers)
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
 sharing.py           the shared embedding and output head, also between pipeline stages

@@ -30,7 +30,8 @@ from megatron.training.models import hybrid as megatron_hybrid
 from megatron_mtp.config import BLOCK_LAYERS, DSPARK, MARKOV_RANK
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
-from megatron_mtp.model.drafter import Drafter, check_layers, default_layers
+from megatron_mtp.model.drafter import Drafter
+from megatron_mtp.model.drafter_layers import check_layers, default_layers
 from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, kl_div, silu
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
-from megatron_mtp.model.drafter import check_layers, default_layers
+from megatron_mtp.model.drafter_layers import check_layers, default_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
 

@@ -7,7 +7,7 @@ The server is the one of `megatron-mtp serve`, with a byte-level tokenizer; its 
 then sleeps. OpenAI's client asks in a process of its own, which does not count. Every token is an event of its own, as
 when texts are decoded without drafts.
 
-Run at f86992d, with another client.
+Run at 40f73be, beside other work.
 """
 
 import argparse
@@ -24,14 +24,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import add_common_flags, hardware, limit_threads, report, Table
-from megatron_mtp.drafting.requests import Finish, Load, Request, Update
-from megatron_mtp.drafting.types import AcceptanceStats
-from megatron_mtp.serving.answers import Served
-from megatron_mtp.serving.app import make_app
-from megatron_mtp.serving.metrics import Metrics
-from megatron_mtp.serving.server import Server, address_of, listener
-from megatron_mtp.serving.service import Service
-from megatron_mtp.serving.tokens import Words
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.requests import Finish, Load, Request, Update
+from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
+from megatron_mtp.server.async_engine import AsyncEngine
+from megatron_mtp.server.detokenizer import Codec
 
 STEP = 0.004
 """Seconds that the engine sleeps; the tokens of a step go out together."""
@@ -74,19 +71,18 @@ def main() -> None:
 def measured(requests: int, tokens: int, repeats: int) -> list[float]:
     """Microseconds of processor time for a token, of every round; one round before them does not count."""
     listening, micros = listener("127.0.0.1", 0), list[float]()
-    metrics, codec = Metrics(), byte_level()
-    service = Service(Tokens(), metrics)
-    served = Served("bytes", codec, positions=2**16, vocabulary=256, most_texts=256, created=0)
+    engine = AsyncEngine(Tokens())
+    served = Served("bytes", byte_level(), positions=2**16, vocabulary=256, most_outputs=256, created=0)
 
     def ask() -> None:
         for _ in range(1 + repeats):
             began = time.process_time()
             ask_once(address_of(listening), requests, tokens)
             micros.append((time.process_time() - began) / (requests * tokens) * 1e6)
-        service.draining = True
+        engine.draining = True
 
     asker = Thread(target=ask, daemon=True)
-    Server(make_app(service, served, metrics, None), service, asker.start).run([listening])
+    Server(make_app(engine, served), engine, asker.start).run([listening])
     return micros[1:]
 
 
@@ -95,17 +91,17 @@ def ask_once(url: str, requests: int, tokens: int) -> None:
     subprocess.run([sys.executable, "-c", CLIENT, url, str(requests), str(tokens)], check=True)
 
 
-def byte_level() -> Words:
+def byte_level() -> Codec:
     """A tokenizer whose tokens are bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return Words(PreTrainedTokenizerFast(tokenizer_object=made))
+    return Codec(PreTrainedTokenizerFast(tokenizer_object=made))
 
 
 class Tokens:
-    """An engine as `requests.Engine` describes it, which continues every text with the same letter."""
+    """An engine as `requests.EngineCore` describes it, which continues every text with the same letter."""
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}

@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve
-    from megatron_mtp.server.async_engine import Leader, follow, group_of_all
+    from megatron_mtp.server.async_engine import AsyncEngine, follow, group_of_all
     from megatron_mtp.server.detokenizer import Codec
 
     _check(args)
@@ -103,13 +103,7 @@ def run(args: Namespace) -> int:
     print(f"> {loaded.line(args.load)}", flush=True)
     if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
         print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
-    if group is None:
-        return serve(engine, served, listening, args.api_key, args.allowed_origins)
-    leader = Leader(engine, group)
-    status = serve(leader, served, listening, args.api_key, args.allowed_origins)
-    if status == 0:
-        leader.end()
-    return status
+    return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins)
 
 
 def _check(args: Namespace) -> None:

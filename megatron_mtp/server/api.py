@@ -29,7 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_mtp.decoding.requests import EngineCore, Request, check_prompt
+from megatron_mtp.decoding.requests import Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
@@ -103,16 +103,15 @@ class Served:
 
 
 def serve(
-    engine: EngineCore, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
+    engine: AsyncEngine, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
 ) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
-    running = AsyncEngine(engine)
 
     def ready() -> None:
         print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
 
-    Server(make_app(running, served, key, origins), running, ready).run([listening])
-    return int(running.broken)
+    Server(make_app(engine, served, key, origins), engine, ready).run([listening])
+    return int(engine.broken)
 
 
 class Server(uvicorn.Server):

@@ -9,7 +9,7 @@ request whose client has gone is out of the next step.
 
 Under tensor parallelism rank 0 answers HTTP, and the other ranks take the same steps:
 
-    rank 0    add, cancel -> its own engine, and a list        step -> send the list, then the step
+    rank 0    add, cancel -> its own engine, and a list        send the list, then the step
     others                                                     receive the list -> add, cancel, then the step
 
 Engines with the same requests in the same order do the same, so that their collectives meet. Where K is automatic, rank
@@ -101,10 +101,15 @@ class AsyncEngine:
         load: of the engine after its last step.
         broken: the engine cannot go on after a bug; a bug in a single request ends that request alone.
         metrics: its page for Prometheus.
+
+    Args:
+        engine: of this rank.
+        group: of all ranks, where there are several; the others `follow`.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: EngineCore, group: Any = None) -> None:
         self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
+        self._group, self._new = group, Message()
         self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,9 +123,11 @@ class AsyncEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that runs."""
+        """End the thread after the step that runs, and the other ranks."""
         self._commands.put(lambda: setattr(self, "_ended", True))
         self._thread.join()
+        if not self.broken:
+            self._tell_ranks(None)
 
     @property
     def idle(self) -> bool:
@@ -160,12 +167,18 @@ class AsyncEngine:
                     self._commands.get()()
                     self.load = self._engine.load
                 if self._engine.busy and not self._ended:
+                    self._tell_ranks(self._new)
+                    self._new = Message()
                     updates = self._engine.step()
                     self.load = self._engine.load
                     self._deliver(updates)
         except Exception:
             logger.exception("the engine has failed")
             self._post(self._break)
+
+    def _tell_ranks(self, message: Message | None) -> None:
+        if self._group is not None:
+            _broadcast([message], self._group)
 
     def _post(self, what: Callable[[], None]) -> None:
         assert self._loop is not None
@@ -177,6 +190,8 @@ class AsyncEngine:
         try:
             for request in requests:
                 outputs.numbers.append(self._engine.add(request))
+                cut = (request.cut.stops, request.cut.least) if isinstance(request.cut, OutputText) else ((), 0)
+                self._new.append((replace(request, cut=None), *cut))
         except QueueFull:
             news = APIError("the queue is full; ask again later.", code="queue_full", status=429)
         except ValueError as error:
@@ -185,17 +200,21 @@ class AsyncEngine:
             logger.exception("a request cannot be queued")
             news = failed()
         if news:
-            for number in outputs.numbers:
-                self._engine.cancel(number)
+            self._drop(outputs.numbers)
         else:
             self._owners |= {number: Owner(outputs, place) for place, number in enumerate(outputs.numbers)}
         self._post(partial(outputs.put, news))
 
     def _cancel(self, outputs: Outputs) -> None:
-        for number in outputs.numbers:
-            if (owner := self._owners.pop(number, None)) is not None:
-                self.metrics.ended(owner, CANCELLED)
-                self._engine.cancel(number)
+        live = [number for number in outputs.numbers if number in self._owners]
+        for number in live:
+            self.metrics.ended(self._owners.pop(number), CANCELLED)
+        self._drop(live)
+
+    def _drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._engine.cancel(number)
+        self._new += numbers
 
     def _deliver(self, updates: list[Update]) -> None:
         """Hand the updates of a step to their owners, and time them."""
@@ -307,46 +326,6 @@ class Metrics(Collector):
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-class Leader:
-    """The engine of rank 0, which tells the other ranks what it does; see `requests.EngineCore`."""
-
-    def __init__(self, engine: EngineCore, group: Any) -> None:
-        self._engine, self._group = engine, group
-        self._new: Message = []
-
-    def add(self, request: Request) -> int:
-        """Queue a request, here and with the next step everywhere."""
-        number = self._engine.add(request)
-        stops, least = (request.cut.stops, request.cut.least) if isinstance(request.cut, OutputText) else ((), 0)
-        self._new.append((replace(request, cut=None), stops, least))
-        return number
-
-    def cancel(self, request: int) -> None:
-        """Forget a request."""
-        self._engine.cancel(request)
-        self._new.append(request)
-
-    def step(self) -> list[Update]:
-        """Run one step on all ranks."""
-        new, self._new = self._new, []
-        _broadcast([new], self._group)
-        return self._engine.step()
-
-    @property
-    def busy(self) -> bool:
-        """True until all requests have ended."""
-        return self._engine.busy
-
-    @property
-    def load(self) -> Load:
-        """How busy it is."""
-        return self._engine.load
-
-    def end(self) -> None:
-        """Let the other ranks end."""
-        _broadcast([None], self._group)
 
 
 def follow(engine: EngineCore, codec: Codec, group: Any) -> None:

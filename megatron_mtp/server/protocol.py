@@ -14,7 +14,6 @@ Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 
 import json
 import secrets
-from abc import abstractmethod
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self, override
 
@@ -198,12 +197,13 @@ class Body(BaseModel):
     return_token_ids: bool = False
     return_drafts: bool = False
     speculative_config: dict[str, Any] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
 
     @property
-    @abstractmethod
     def top(self) -> int | None:
         """The number of most probable tokens listed with each token; None for no log-probabilities."""
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:
@@ -276,7 +276,6 @@ class CompletionBody(Body):
 
     prompt: list[Any]
     max_tokens: Annotated[Integer, Field(ge=0)] | None = USUAL_LIMIT
-    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool = False
 
     @field_validator("prompt", mode="before")
@@ -289,11 +288,6 @@ class CompletionBody(Body):
         if not all(one and (isinstance(one, str) or _are_ids(one)) for one in listed):
             raise ValueError("a prompt is empty, or neither a text nor a list of token ids; correct it")
         return listed
-
-    @property
-    @override
-    def top(self) -> int | None:
-        return self.logprobs
 
 
 def _are_ids(given: object) -> bool:

@@ -26,7 +26,7 @@ from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config,
 from megatron_mtp.model.drafter_layers import FEATURES
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, whole_states
 from megatron_mtp.model.portable import PortableAttention, PortableNorm
-from megatron_mtp.model.shared_keys import SharingAttention
+from megatron_mtp.model.shared_keys import SharingAttention, recomputed
 
 
 class InputNorms(torch.nn.Module):
@@ -104,13 +104,19 @@ class Eagle3Layer(DrafterLayer):
             embedded_SBH: embedding of the next token.
             padding_mask_BS: not read; there are no experts.
         """
-        made_SBH: Tensor = self.tf_layer(
-            hidden_states=self.merge(embedded_SBH, hidden_SBH),
-            attention_mask=attention.attention_mask,
-            rotary_pos_emb=attention.rotary_pos_emb,
-            packed_seq_params=attention.packed_seq_params,
-        )[0]
-        return made_SBH
+
+        def run(given_SBH: Tensor, following_SBH: Tensor) -> Tensor:
+            made_SBH: Tensor = self.tf_layer(
+                hidden_states=self.merge(following_SBH, given_SBH),
+                attention_mask=attention.attention_mask,
+                rotary_pos_emb=attention.rotary_pos_emb,
+                packed_seq_params=attention.packed_seq_params,
+            )[0]
+            return made_SBH
+
+        if self.training and self.config.recompute_granularity == "full":
+            return recomputed(self.tf_layer.self_attention.core_attention, run, hidden_SBH, embedded_SBH)
+        return run(hidden_SBH, embedded_SBH)
 
 
 class Eagle3Block(DrafterBlock):

@@ -2,8 +2,8 @@
 
 `with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place, in
 layouts that Megatron's refuse.
-Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, C
-channels of a head.
+Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, M
+query heads of a key head, C channels of a head.
 """
 
 import dataclasses
@@ -243,7 +243,8 @@ class PortableAttention(torch.nn.Module):
         attended_SBNC = attended[:, :, -queries:].permute(2, 0, 1, 3)
         found_SBNC = attended_SBNC[..., :channels]
         for number, (_, values_SBGC) in enumerate(chain, start=channels):
-            found_SBNC = found_SBNC + attended_SBNC[..., number, None] * _of_heads(values_SBGC, query_SBNC.size(2))
+            weight_SBGM = attended_SBNC[..., number].unflatten(2, (values_SBGC.size(2), -1))
+            found_SBNC = found_SBNC + (weight_SBGM.unsqueeze(-1) * values_SBGC.unsqueeze(3)).flatten(2, 3)
         return found_SBNC.flatten(2)
 
     def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
@@ -293,12 +294,8 @@ def with_chain(
 def _scores(query_SBNC: Tensor, key_SBGC: Tensor) -> Tensor:
     """The product of each query with the key of its own position, [S, B, N], in float32 or better."""
     exact = torch.promote_types(query_SBNC.dtype, torch.float32)
-    return (query_SBNC.to(exact) * _of_heads(key_SBGC, query_SBNC.size(2))).sum(-1)
-
-
-def _of_heads(tensor_SBGC: Tensor, heads: int) -> Tensor:
-    """Every group's for each of its heads, [S, B, N, C]."""
-    return tensor_SBGC.repeat_interleave(heads // tensor_SBGC.size(2), dim=2)
+    query_SBGMC = query_SBNC.to(exact).unflatten(2, (key_SBGC.size(2), -1))
+    return (query_SBGMC * key_SBGC.unsqueeze(3)).sum(-1).flatten(2)
 
 
 def with_sink(

@@ -15,11 +15,12 @@ been made from drafts. NVIDIA/Megatron-LM#6472 (for latent attention) and GLM-5.
 Letters in names: S positions, B batch, N query heads, G key heads, C channels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_mtp.model.portable import PortableAttention
 
@@ -52,3 +53,24 @@ def sharing(layers: list[SharingAttention]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.passes, layer.chain = None, ()
+
+
+def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """What `run` makes of the inputs in one pass of the layer; the backward pass computes it again.
+
+    Of what was computed, only the pass's keys and values are held in between.
+    """
+    assert layer.passes is not None, "no passes are kept"
+    before = [*layer.passes]
+
+    def again(*given: Tensor) -> Tensor:
+        kept, layer.passes = layer.passes, [*before]  # in the backward pass none are kept
+        try:
+            return run(*given)
+        finally:  # the backward pass leaves by an exception of torch's, as soon as it has what it needs
+            made, layer.passes = layer.passes, kept
+            if kept is not None:
+                kept += made[len(before) :]
+
+    made: Tensor = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return made

@@ -13,6 +13,7 @@ _EXPERTS = (
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
 _DRAFTER = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
 _SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
 _DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
@@ -103,9 +104,13 @@ MODELS: dict[str, Model] = {
     "frozen-d3": Model(3, "--mtp-loss kd", frozen=True),
     "drafter": Model(0, f"{_DRAFTER} {_DRAFTED}", frozen=True, passes=3),
     "drafter-documents": Model(
-        0, f"{_DRAFTER} {_UNTIED} --reset-attention-mask --eod-mask-loss", "documents", frozen=True, passes=3
+        0,
+        f"{_DRAFTER} {_UNTIED} {_RECOMPUTED} --reset-attention-mask --eod-mask-loss",
+        "documents",
+        frozen=True,
+        passes=3,
     ),
-    "drafter-padded": Model(0, f"{_PACKED} {_DRAFTER} {_DRAFTED}", "padded", frozen=True, passes=3),
+    "drafter-padded": Model(0, f"{_PACKED} {_DRAFTER} {_DRAFTED} {_RECOMPUTED}", "padded", frozen=True, passes=3),
     "drafter-moe": Model(
         0, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_DRAFTER} --mtp-loss lk", frozen=True, passes=3
     ),

@@ -141,6 +141,8 @@ def assert_same_there_and_back(trunk: Path, exported: Path, checkpoint: Path, fo
     ours, theirs = tensors_of(folder / "attached"), tensors_of(checkpoint)
     assert ours.keys() == theirs.keys()
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    of_kernels = {key for key in DistReader(checkpoint).objects if key.startswith("drafter.")}
+    assert of_kernels <= DistReader(folder / "attached").objects.keys()  # without one of them it cannot be trained
 
 
 def test_a_round_trip_is_equal_bit_by_bit(trained: Path, exported: Path, tmp_path: Path) -> None:

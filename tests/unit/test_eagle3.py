@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import megatron_single
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -10,6 +11,7 @@ from megatron_single import VOCABULARY, make_batch, our_model
 from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
 
+from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
@@ -20,6 +22,7 @@ from megatron_mtp.training.objective import NextTokensObjective
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 KD = depth_loss(MTPConfig(mtp_loss="kd"))
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -141,8 +144,9 @@ def losses(
 
 
 @pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["trunk's head", "own head"])
-def test_loss_and_gradients_are_those_of_the_definition(drafted: list[int] | None) -> None:
-    model = drafter_model(drafted)
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+def test_loss_and_gradients_are_those_of_the_definition(recompute: dict[str, Any], drafted: list[int] | None) -> None:
+    model = drafter_model(drafted, **recompute)
     ours, expected, found, wanted = losses(model)
     torch.testing.assert_close(ours, expected, rtol=5e-8, atol=0)  # the steps' weights are float32
     assert ("mtp.layers.0.head" in found) == (drafted is not None)
@@ -150,6 +154,25 @@ def test_loss_and_gradients_are_those_of_the_definition(drafted: list[int] | Non
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize(("recompute", "most"), [({}, 26), (RECOMPUTE, 10)], ids=["kept", "recomputed"])
+def test_what_a_further_step_holds(recompute: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units of a state of all positions: recomputed, a step keeps its input, embedding, keys, values and state."""
+    monkeypatch.setattr(megatron_single, "LENGTH", 256)
+    peaks = []
+    for steps in (3, 7):
+        model, batch = (
+            our_model(steps, num_layers=LAYERS, drafter_layers=READ, hidden_size=128, **recompute),
+            make_batch(steps),
+        )
+        weights = depth_weights(MTPConfig(drafter="eagle3"), steps, 1.0)
+        objective = NextTokensObjective(weights, parallel_state.get_context_parallel_group(), KD, trains_trunk=False)
+        named = [batch[name] for name in ("tokens", "position_ids", "attention_mask")]
+        given = {"labels": batch["labels"], "output_processor": objective, "output_processor_context": batch["depths"]}
+        peaks.append(allocated_peak(lambda: model(*named, **given).loss.backward(), on_cpu=True).mib)  # noqa: B023
+    unit = batch["tokens"].numel() * model.config.hidden_size * 4 / MIB
+    assert (peaks[1] - peaks[0]) / 4 / unit < most
 
 
 def earlier(states: list[Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM
 from megatron_mtp.files import synced
 from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal
 
-_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|\w*norm)\.weight(?:\.\w+)?")
+_KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|fc|\w*norm)\.weight(?:\.\w+)?")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
     python studies/heads.py --checkpoint runs/quickstart/checkpoint --data runs/quickstart/data/corpus
     python studies/heads.py ... --seconds 300 --heads mtp,dspark-fast
+    python studies/heads.py --checkpoint runs/smollm2/trunk --data runs/smollm2/data/corpus --out runs/smollm2/heads \
+        --batch 1 --sequence 512 --eval-iters 32 --layers '2 15 29' --lr 1e-3 --flags '--bf16 --mtp-draft-vocab-size 4096'
 
 Each head is trained for as many steps as fit into the same CPU seconds of one thread, by the seconds of its own steps
 in two short runs. Acceptance is measured teacher-forced on held-out text; the accepted length of K drafts is 1 and the
@@ -20,20 +22,23 @@ import sys
 from pathlib import Path
 
 COUNTS = (3, 5, 7)
-LAYERS = "--drafter-layers 1 2 3"
+BLOCKS = "--drafter-steps 7 --drafter-blocks 64 --drafter-num-layers"
 HEADS = {
     "mtp": "--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 2 --mtp-train-only --mtp-loss kd",
-    "eagle3": f"--drafter eagle3 --drafter-steps 7 {LAYERS}",
-    "dspark": f"--drafter dspark --drafter-steps 7 --drafter-num-layers 2 --drafter-blocks 64 {LAYERS}",
-    "dflash": f"--drafter dflash --drafter-steps 7 --drafter-num-layers 2 --drafter-blocks 64 {LAYERS}",
-    "dspark-fast": f"--drafter dspark --drafter-steps 7 --drafter-num-layers 1 --drafter-blocks 64 {LAYERS} --lr 6e-3",
-    "eagle3-fast": f"--drafter eagle3 --drafter-steps 2 {LAYERS} --lr 6e-3",
+    "eagle3": "--drafter eagle3 --drafter-steps 7",
+    "dspark": f"--drafter dspark {BLOCKS} 2",
+    "dflash": f"--drafter dflash {BLOCKS} 2",
+    "dspark-fast": f"--drafter dspark {BLOCKS} 1 --lr 6e-3",
+    "dspark-kd": f"--drafter dspark {BLOCKS} 1 --mtp-loss kd",
+    "eagle3-fast": "--drafter eagle3 --drafter-steps 2 --lr 6e-3",
+    "eagle3-three": "--drafter eagle3 --drafter-steps 3",
+    "eagle3-fitted": "--drafter eagle3 --drafter-steps 3",
 }
 """Flags of training; the names before a hyphen are kinds."""
 
 AS_SEVEN = {
     "mtp": "--mtp-num-layers 1 --mtp-use-repeated-layer --mtp-unroll 7",
-    "eagle3": f"--drafter eagle3 --drafter-steps 7 {LAYERS}",
+    "eagle3": "--drafter eagle3 --drafter-steps 7",
 }
 """Flags of an evaluation of seven drafts, where they are not those of training."""
 
@@ -52,7 +57,14 @@ def main() -> None:
     for head in wanted.heads:
         kept = wanted.out / f"{head}.json"
         if not kept.exists():
-            kept.write_text(json.dumps(measured(head, start if head == "mtp" else trunk, wanted)) + "\n")
+            kept.write_text(
+                json.dumps(
+                    measured(
+                        head, {"mtp": start, "eagle3-fitted": wanted.out / "eagle3-start"}.get(head, trunk), wanted
+                    )
+                )
+                + "\n"
+            )
         rows.append(json.loads(kept.read_text()))
         print(f"{head:14}", rows[-1]["steps"], *(f"{rows[-1][str(count)]:.2f}" for count in COUNTS), flush=True)
 
@@ -64,6 +76,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="its .bin/.idx prefix")
     parser.add_argument("--out", type=Path, default=Path("runs/heads"))
     parser.add_argument("--seconds", type=float, default=120.0, help="of a head's training, by the CPU's clock")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--eval-iters", type=int, default=16, help="held-out batches")
+    parser.add_argument("--layers", default="1 2 3", help="of the trunk, that drafters read")
+    parser.add_argument("--lr", default="2e-3", help="learning rate, where a head has none of its own")
+    parser.add_argument("--compared", type=int, default=0, help="compare drafting with plain decoding for so many K")
+    parser.add_argument("--flags", default="", help="more flags of training and evaluation")
     parser.add_argument("--heads", type=lambda text: text.split(","), default=["mtp", "eagle3", "dspark", "dflash"])
     return parser.parse_args()
 
@@ -75,15 +94,39 @@ def measured(head: str, load: Path, wanted: argparse.Namespace) -> dict[str, flo
     steps, saved = max(1, round(wanted.seconds / step)), wanted.out / f"{head}.checkpoint"
     shutil.rmtree(saved, ignore_errors=True)
     spent = train(head, load, steps, saved, wanted)
-    flags = AS_SEVEN.get(head.partition("-")[0], HEADS[head]).split()
+    flags = [*AS_SEVEN.get(head.partition("-")[0], HEADS[head]).split(), *of_all(head, wanted)]
     seen = run(
-        *("evaluate", "--load", saved, "--data-path", wanted.data, "--split", "98,2,0", "--micro-batch-size", 8),
-        *("--eval-iters", 16, "--json", *flags, *tokenizer(wanted)),
+        *("evaluate", "--load", saved, "--data-path", wanted.data, "--split", "98,2,0", "--json"),
+        *("--eval-iters", wanted.eval_iters, *flags, *tokenizer(wanted)),
     )
     row = json.loads(seen.splitlines()[-1])
     accepted = [row[f"mtp_{number} acceptance"] for number in range(1, COUNTS[-1] + 1)]
     lengths = {str(count): 1 + sum(accepted[:count]) for count in COUNTS}
-    return {"steps": steps, "seconds a step": step, "seconds with start": spent, "acceptance": accepted, **lengths}
+    over_plain = {f"drafting, K = {count}": drafting(head, saved, count, wanted) for count in COUNTS[:wanted.compared]}
+    seconds = {"seconds a step": step, "seconds with start": spent}
+    return {"steps": steps, **seconds, "acceptance": accepted, **lengths, **over_plain}
+
+
+def drafting(head: str, saved: Path, count: int, wanted: argparse.Namespace) -> dict[str, float]:
+    """Accepted length, and speed over plain decoding in bfloat16 by the CPU's clock, on beginnings of held-out documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(wanted.data))
+    last = [document for document in range(int(0.98 * len(data)), len(data)) if data.sequence_lengths[document] > 64]
+    prompts = [",".join(map(str, data.get(document)[:64])) for document in last[:: len(last) // 6][:6]]
+    kind = head.partition("-")[0]
+    config = {"method": "mtp_eagle" if kind == "mtp" else kind, "num_speculative_tokens": count}
+    flags = ["--load", saved, "--dtype", "bfloat16", "--speculative-config", json.dumps(config), "--max-new-tokens", 64]
+    words = ["generate", *flags, "--compare", "--json", *(word for ids in prompts for word in ("--prompt-ids", ids))]
+    by_the_cpu = "import time; time.perf_counter = time.process_time; from megatron_mtp.cli.main import main; main()"
+    found = json.loads(run(*words, command=["-c", by_the_cpu]).splitlines()[-1])
+    return {name: found[name] for name in ("accepted_length", "speed_up", "plain_tokens_per_second")}
+
+
+def of_all(head: str, wanted: argparse.Namespace) -> list[str]:
+    """Flags that all trainings and evaluations of a head have in common."""
+    layers = "" if head == "mtp" else f"--drafter-layers {wanted.layers}"
+    return f"--seq-length {wanted.sequence} --micro-batch-size {wanted.batch} {layers} {wanted.flags}".split()
 
 
 def tokenizer(wanted: argparse.Namespace) -> list[str]:
@@ -94,22 +137,22 @@ def tokenizer(wanted: argparse.Namespace) -> list[str]:
 
 def train(head: str, load: Path, steps: int, saved: Path | None, wanted: argparse.Namespace) -> float:
     """CPU seconds of a training, with its start."""
-    flags = "--use-checkpoint-args --finetune --mtp-loss-scaling-factor 1 --seq-length 256 "
-    flags += f"--micro-batch-size 4 --global-batch-size 4 --train-iters {steps} --lr 2e-3 --min-lr 1e-4 "
+    flags = "--use-checkpoint-args --finetune --mtp-loss-scaling-factor 1 "
+    flags += f"--global-batch-size {wanted.batch} --train-iters {steps} --lr {wanted.lr} --min-lr 1e-4 "
     flags += f"--lr-decay-style cosine --lr-warmup-iters {steps // 20 + 1} --clip-grad 1.0 --weight-decay 0.01 "
     flags += "--adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 --split 98,2,0 --eval-iters 0 --no-save-optim "
     flags += f"--eval-interval {steps} --no-create-attention-mask-in-dataloader --log-interval 20 {HEADS[head]} "
     if saved is not None:
         flags += f"--save {saved} --save-interval {steps} "
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run("train", *flags.split(), "--load", load, "--data-path", wanted.data, *tokenizer(wanted))
+    run("train", *flags.split(), *of_all(head, wanted), "--load", load, "--data-path", wanted.data, *tokenizer(wanted))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def run(*words: object) -> str:
+def run(*words: object, command: list[str] | None = None) -> str:
     """What a verb prints."""
-    command = [sys.executable, "-m", "megatron_mtp", *map(str, words)]
+    command = [sys.executable, *(command or ["-m", "megatron_mtp"]), *map(str, words)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=one_thread, capture_output=True, text=True)
     if ended.returncode:

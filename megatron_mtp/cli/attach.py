@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import DRAFTERS, number_of
+from megatron_mtp.config import DRAFTERS, EAGLE3, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
@@ -136,6 +136,9 @@ def parser(program: str) -> Parser:
     add("--donor", type=named, metavar="FOLDER", help=donor)
     drafter = "train a drafter in the place of MTP layers (train --drafter); steps of MTP layers are left out"
     add("--drafter", choices=DRAFTERS, help=drafter)
+    begins = "how it begins: EAGLE-3 fitted to the corpus (convert fit-drafter), or from random weights, as others do; "
+    begins += "default: fitted, random for conversations"
+    add("--drafter-init", choices=("fitted", "random"), help=begins)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
@@ -196,6 +199,10 @@ def _check(args: Namespace) -> None:
             raise ValueError(
                 f"--drafter {args.drafter} was given with {flag}, which is of MTP layers; drop one of them."
             )
+    if args.drafter_init == "fitted" and (args.drafter != EAGLE3 or _is_chat(args.corpus)):
+        raise ValueError(
+            "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3) on a text alone can be; give random."
+        )
     check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
@@ -284,6 +291,9 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
             return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
+        case "start" if _fits_drafter(args) and not start.is_dir():
+            shared = _words_of(args.more, "--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file")
+            return ["convert", "fit-drafter", f"{run}/trunk", str(start), "--data-path", str(data), *shared, "--resume"]
         case "start" | "before" | "verify" if args.drafter:
             return None
         case "start" if not start.is_dir() and args.donor is not None:
@@ -308,7 +318,7 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags = ["--skip-train", "--eval-interval", "1", "--load", str(start), "--finetune"]
             return ["train", *_training(args), *flags, "--mtp-metrics-dir", f"{run}/before"]
         case "train":
-            begin = f"{run}/trunk" if args.drafter else str(start)
+            begin = f"{run}/trunk" if args.drafter and not _fits_drafter(args) else str(start)
             load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", begin, "--finetune"]
             intervals = f"--save-interval {args.save_every or args.steps} --eval-interval {args.steps}".split()
             return ["train", *_training(args), *load, *intervals, "--save", str(saved), "--mtp-metrics-dir", str(run)]
@@ -332,6 +342,17 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None
+
+
+def _fits_drafter(args: Namespace) -> bool:
+    init = args.drafter_init or ("random" if _is_chat(args.corpus) else "fitted")
+    return args.drafter == EAGLE3 and init == "fitted"
+
+
+def _words_of(more: list[str], *flags: str) -> list[str]:
+    """These flags among others, with their values."""
+    named = [next((word for word in reversed(more[: at + 1]) if word.startswith("--")), "") for at in range(len(more))]
+    return [word for word, flag in zip(more, named, strict=True) if flag in flags]
 
 
 def _trained_on(args: Namespace) -> str:

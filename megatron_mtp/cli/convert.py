@@ -127,10 +127,27 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
             return edit.plan_drafts(source, args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
         case "drafter-to-hf":
             return drafters.plan_drafter(source, how)
+        case "fit-drafter":
+            return _fit_drafter(args, how.quiet)
         case "attach-drafter":
             return drafters.plan_attaching_drafter(source, local_folder(args.drafter))
         case _:
             return hybrid.plan_migration(source, to_hybrid=args.command == "gpt-to-hybrid")
+
+
+def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":
+    from megatron_mtp.checkpoint.convert.edit import drafted_tokens
+    from megatron_mtp.checkpoint.convert.fitting import FitData
+    from megatron_mtp.checkpoint.convert.fitting_drafter import plan_fitting
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
+
+    check_counts(args, "mtp_draft_vocab_size", "fit_tokens")
+    size, file, drafted = args.mtp_draft_vocab_size, args.mtp_draft_vocab_file, None
+    if size or file:
+        vocabulary = DistReader(args.source).common()["args"].padded_vocab_size
+        drafted, _ = drafted_tokens(size, args.data_path if size else None, file, vocabulary)
+    data = FitData(args.data_path, args.split, args.fit_tokens)
+    return plan_fitting(args.source, args.drafter_layers, drafted, data, args.seed, quiet)
 
 
 def init(args: Namespace) -> "Init":
@@ -327,6 +344,16 @@ DRAFTS = {
     "--data-path": _value("the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
     "--mtp-draft-vocab-file": _value("draft the tokens in this file, one id per line", "FILE", type=named),
 }
+FITS = {
+    **DRAFTS,
+    "--data-path": _value(
+        "the text that is fitted: the .bin and .idx of megatron-mtp preprocess", "PREFIX", required=True
+    ),
+    "--split": _value("parts of the corpus, as in train (default: 98,2,0)", "W,W,W", default="98,2,0"),
+    "--fit-tokens": _value("tokens to fit on (default: 64 for each hidden unit)", "N", type=int),
+    "--drafter-layers": _value("layers of the trunk that are read (default: 2, L / 2, L - 3)", "N", type=int, nargs=3),
+    "--seed": ATTACHES["--seed"],
+}
 
 IN_OUT = {"source": "SRC", "target": "DST"}
 COMMANDS = {
@@ -377,6 +404,11 @@ COMMANDS = {
         "Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder (EAGLE-3, DFlash, DSpark).",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
         WRITES,
+    ),
+    "fit-drafter": Command(
+        "Copy a Megatron checkpoint without its MTP layers, and add an EAGLE-3 drafter that begins as a fit to text.",
+        IN_OUT,
+        WRITES | FITS,
     ),
     "gpt-to-hybrid": Command(
         "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and MTP layers included.",

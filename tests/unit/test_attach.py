@@ -71,15 +71,31 @@ def test_a_drafter_is_trained_on_the_trunk_exported_and_drafts(kind: str, model:
     args = settings(model, tmp_path / "run", "--drafter", kind, "--drafter-steps", "4")
     commands = {name: attach.command_of(name, args) for name in attach.STEPS}
     left_out = [name for name, words in commands.items() if words is None]
-    assert left_out == ["start", "sample", "before", "verify"]
+    is_fitted = kind == "eagle3"
+    assert left_out == ["start", "sample", "before", "verify"][is_fitted:]
     for words in filter(None, commands.values()):
         parse("megatron-mtp", *words)
     training = " ".join(commands["train"] or [])
     assert f"--drafter {kind} " in training
-    assert f"--load {tmp_path}/run/trunk --finetune" in training
+    assert f"--load {tmp_path}/run/{'start' if is_fitted else 'trunk'} --finetune" in training
     assert "--mtp-loss " not in training
     assert (commands["export"] or [])[1] == "drafter-to-hf"
     assert f'{{"method": "{kind}"}}' in (commands["draft"] or [])
+
+
+def test_a_fitted_drafter_has_the_layers_and_tokens_of_its_training(model: Path, tmp_path: Path) -> None:
+    flags = "--drafter eagle3 --drafter-layers 1 2 3 --lr 1e-3 --mtp-draft-vocab-size 64".split()
+    fit = attach.command_of("start", settings(model, tmp_path / "run", *flags)) or []
+    assert " ".join(fit).endswith("data/corpus --drafter-layers 1 2 3 --mtp-draft-vocab-size 64 --resume")
+    args = settings(model, tmp_path / "run", *flags, "--drafter-init", "random")
+    assert attach.command_of("start", args) is None
+    assert f"--load {tmp_path}/run/trunk" in " ".join(attach.command_of("train", args) or [])
+
+
+def test_a_fit_of_a_block_drafter_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        attach.main([str(model), "texts", str(tmp_path), "--drafter", "dspark", "--drafter-init", "fitted"], "attach")
+    assert "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3)" in capsys.readouterr().err
 
 
 def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ quantizing.py      which weights an export quantizes (--quantize), and what its 
 export_hf.py       mcore-to-hf; an export leaves out the rows that pad the vocabulary
 live.py            the same of a model in memory, without a checkpoint
 fitting.py         eh_proj of new depths, fitted to text
+fitting_drafter.py fit-drafter: an EAGLE-3 drafter, fitted to text
 edit.py            attach-mtp, drop-mtp and draft-vocab
 graft.py           the MTP layers of a donor on another trunk
 drafter_form.py    the form of the folder of an EAGLE-3, DFlash or DSpark drafter, and its rules

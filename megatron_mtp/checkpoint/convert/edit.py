@@ -286,18 +286,7 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
     vocabulary, depths = reader.common()["args"].padded_vocab_size, StoredDepths.of(reader.keys).layers
     if not depths:
         raise ValueError(f"{source} has no MTP depths, which alone draft; attach-mtp adds some.")
-    if file is not None:
-        if size or data_path:
-            raise ValueError(f"{FILE} is {file}, which lists the tokens; leave {SIZE} and --data-path out.")
-        tokens, said = tokens_of_file(file, vocabulary), f"those of {file}"
-    elif size is None or data_path is None:
-        raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
-    elif size > vocabulary:
-        raise ValueError(f"{SIZE} is {size}, and the model has {vocabulary} tokens; give at most that.")
-    else:
-        check_data_prefixes([data_path], vocabulary)
-        tokens, share = most_frequent([data_path], None, size, vocabulary)
-        said = f"the most frequent, {share:.1%} of {data_path}"
+    tokens, said = drafted_tokens(size, data_path, file, vocabulary)
     drafted_N = torch.tensor(tokens)
     made = [copied(reader, key) for key in reader.keys if key.startswith("mtp.") and key != DRAFT_VOCABULARY]
     made.append(Group.single(DRAFT_VOCABULARY, (len(tokens),), drafted_N.dtype, drafted_N.clone))
@@ -305,3 +294,20 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
     arguments = {"mtp_draft_vocab_size": None, "mtp_draft_vocab_file": None}
     notes = {"draft vocabulary": f"{len(tokens)} tokens, {said}"}
     return changed(reader, source, made, arguments, record, depths, notes=notes)
+
+
+def drafted_tokens(
+    size: int | None, data_path: str | None, file: Path | None, vocabulary: int
+) -> tuple[list[int], str]:
+    """The ids of a draft vocabulary, ascending, and how they were chosen; arguments and errors as of `plan_drafts`."""
+    if file is not None:
+        if size or data_path:
+            raise ValueError(f"{FILE} is {file}, which lists the tokens; leave {SIZE} and --data-path out.")
+        return tokens_of_file(file, vocabulary), f"those of {file}"
+    if size is None or data_path is None:
+        raise ValueError(f"tokens are counted in text or listed in a file; give {SIZE} and --data-path, or {FILE}.")
+    if size > vocabulary:
+        raise ValueError(f"{SIZE} is {size}, and the model has {vocabulary} tokens; give at most that.")
+    check_data_prefixes([data_path], vocabulary)
+    tokens, share = most_frequent([data_path], None, size, vocabulary)
+    return tokens, f"the most frequent, {share:.1%} of {data_path}"

@@ -63,8 +63,8 @@ class FitData:
         wanted = min(self.fit_tokens or TOKENS_A_WIDTH * hidden, int(ends[-1]))
         if wanted < 2 * hidden:
             raise ValueError(
-                f"--mtp-init fitted has {wanted} tokens of '{self.data_path}' for {2 * hidden} unknowns (twice the "
-                "hidden size); give more text and --fit-tokens, or --mtp-init last-layer."
+                f"the fit has {wanted} tokens of '{self.data_path}' for {2 * hidden} unknowns (twice the "
+                "hidden size); give more text and --fit-tokens, or begin without a fit."
             )
         draw, texts = np.random.default_rng(seed), list[Tensor]()
         while wanted > 0:
@@ -80,6 +80,9 @@ class FitData:
 
 class Fit:
     """The fit of one trunk, checked before any of it runs.
+
+    Attributes:
+        texts: token ids [S] of each.
 
     Args:
         reader, args: the checkpoint of the trunk; Megatron's arguments of the model with depths.
@@ -97,20 +100,25 @@ class Fit:
         free = psutil.virtual_memory().available if substitutions.installed() else torch.cuda.mem_get_info()[0]
         if needed > free:
             raise ValueError(
-                f"--mtp-init fitted runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and "
+                f"the fit runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and "
                 f"{free / 1e9:.1f} GB are free; give --mtp-init last-layer, which reads one layer at a time."
             )
-        self._texts = data.texts(args.hidden_size, seed)
-        self._reader, self._args, self._layer = reader, args, layer
+        self.texts = data.texts(args.hidden_size, seed)
+        self.args, self._reader, self._layer = args, reader, layer
+
+    def trunk(self) -> MTPTrunk:
+        """The model with the trunk's weights; ValueError where the checkpoint is damaged."""
+        model = model_of(self.args)
+        fill(model, self._reader, ("embedding.", "decoder.", "output_layer."))
+        return model
 
     def projection(self, quiet: bool) -> Tensor:
         """eh_proj [H, 2H] in float32; `quiet` shows no progress bar; ValueError where the checkpoint is damaged."""
-        model = model_of(self._args)
-        fill(model, self._reader, ("embedding.", "decoder."))
-        fitted, held_out = Moments.zero(self._args.hidden_size), Moments.zero(self._args.hidden_size)
-        total = sum(map(len, self._texts))
+        model = self.trunk()
+        fitted, held_out = Moments.zero(self.args.hidden_size), Moments.zero(self.args.hidden_size)
+        total = sum(map(len, self.texts))
         with tqdm(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet or None) as bar:
-            for number, tokens_S in enumerate(self._texts, 1):
+            for number, tokens_S in enumerate(self.texts, 1):
                 (fitted if number % HELD_OUT else held_out).add_(moments(model, self._layer, tokens_S))
                 bar.update(len(tokens_S))
         best = min(RIDGES, key=lambda ridge: held_out.error(fitted.solved(ridge)))

@@ -1,0 +1,227 @@
+"""fit-drafter: an EAGLE-3 drafter that begins as one more step of the trunk, by least squares over text.
+
+The drafter's MLP with its norm, its final norm and its head are the trunk's last ones. Its residual and its attention
+make what enters that MLP one position later. With s_i the states that are read, y_i the last layer's output, z_i the
+state between its attention and its MLP, and m a mean square:
+
+    fc = argmin sum_i |fc s_i - y_i|^2 / m(y_i) + ridge                     f_i = fc s_i
+    W  = argmin sum_i |W u_i - (z_{i+1} - f_i)|^2 / m(z_{i+1}) + ridge      u_i = [norm(embedding(t_{i+1})); norm(f_i)]
+
+f_i stands for y_i, since step k reads the state of step k - 1 in its place. Attention makes W u_i where a position
+attends to itself, but with the rank of its values, which is G C. So W becomes P P^T W, the best one of this rank on the
+same sums (reduced-rank regression): P^T W are the values, and P the output of one head in each group. This head's
+queries and keys are the same random directions of the embedding, so that a token's product with itself is `SCORE`. The
+other heads are drawn as in a new model. fc is fitted on every other text and W on those between, since u needs fc.
+
+Letters in names: S positions of a text, N positions of a sum, H hidden, X states that are read side by side, G groups
+of heads, M heads of a group, C channels of a head.
+"""
+
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_mtp.checkpoint.convert.drafters import HEAD, VOCABULARY, Kind, sizes_of
+from megatron_mtp.checkpoint.convert.edit import changed, changed_args
+from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments
+from megatron_mtp.checkpoint.convert.stream import Conversion, Group
+from megatron_mtp.checkpoint.hf.forms import Shape
+from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.config import EAGLE3
+from megatron_mtp.model.arguments import check_trainable
+from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.drafter import FEATURES, check_layers, default_layers
+from megatron_mtp.model.random_weights import RandomWeights, normal_by_name
+from megatron_mtp.model.trunk import MTPTrunk
+
+LAYER = f"{DRAFTER}tf_layer."
+QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
+COPIED = "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
+"""What the layer has of the trunk's last one."""
+
+RIDGE = 1e-3
+"""Times each entry of the diagonal of a sum."""
+
+SCORE = 13.0
+"""Of a position with itself; its weight in the softmax is then far above that of a whole text."""
+
+
+def plan_fitting(
+    source: Path, layers: list[int] | None, drafted: list[int] | None, data: FitData, seed: int, quiet: bool
+) -> Conversion:
+    """`fit-drafter`, from names and shapes alone.
+
+    Args:
+        source: the trunk's checkpoint; MTP layers or a drafter in it are left out.
+        layers: numbers of the layers that the drafter reads; None for the default.
+        drafted: ids of the tokens that it drafts, ascending; None for all.
+        data, seed: what to fit on; the seed of its texts, and of what is drawn.
+
+    Raises:
+        ValueError: the layers do not exist, the trunk's last layer is none that a drafter has, or as of `Fit`.
+    """
+    reader = DistReader(source)
+    trunk = reader.common()["args"]
+    check_trainable(trunk, str(source))
+    is_same = trunk.swiglu and trunk.normalization == "RMSNorm" and not trunk.layernorm_zero_centered_gamma
+    if not is_same or trunk.num_experts or trunk.add_bias_linear or getattr(trunk, "hybrid_layer_pattern", None):
+        raise ValueError(
+            f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
+            "(train --drafter eagle3, attach --drafter-init random)."
+        )
+    read = tuple(layers or default_layers(trunk.num_layers))
+    check_layers(read, trunk.num_layers)
+    kind = Kind(EAGLE3, read, trunk.ffn_hidden_size)
+    plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
+    fit = Fit(reader, changed_args(reader, **plain)["args"], trunk.num_layers - 1, data, seed)
+    drafted_N = None if drafted is None else torch.tensor(drafted)
+    weights = cache(partial(fitted, fit, read, drafted_N, seed, quiet))
+    dtype = reader.dtype(EMBEDDING)
+    made = [
+        Group.single(key, shape, dtype, lambda key=key: weights()[key].to(dtype))  # type: ignore[misc]
+        for key, shape in _shapes(trunk, len(drafted or ())).items()
+    ]
+    if drafted_N is not None:
+        made.append(Group.single(VOCABULARY, (len(drafted_N),), drafted_N.dtype, drafted_N.clone))
+    record = {"fit": asdict(data), "seed": seed, "layers": read, "drafted": drafted}
+    return changed(reader, source, made, kind.arguments(trunk), record, depths=0, begin=weights)
+
+
+def _shapes(args: Namespace, drafted: int) -> dict[str, Shape]:
+    sizes = sizes_of(args)
+    hidden, heads, channels = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
+    return {
+        f"{DRAFTER}fc.weight": (hidden, FEATURES * hidden),
+        f"{DRAFTER}norm.weight": (hidden,),
+        **{f"{LAYER}input_layernorm.{name}.weight": (hidden,) for name in ("enorm", "hnorm")},
+        QKV: ((heads + 2 * sizes["num_key_value_heads"]) * channels, 2 * hidden),
+        PROJ: (hidden, heads * channels),
+        **{f"{LAYER}{COPIED[0]}": (hidden,), f"{LAYER}{COPIED[1]}": (2 * args.ffn_hidden_size, hidden)},
+        f"{LAYER}{COPIED[2]}": (hidden, args.ffn_hidden_size),
+        **({HEAD: (drafted, hidden)} if drafted else {}),
+    }
+
+
+@torch.no_grad()
+def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int, quiet: bool) -> dict[str, Tensor]:
+    """The drafter's tensors by key, float32."""
+    model, hidden = fit.trunk(), fit.args.hidden_size
+    last: Any = model.decoder.layers[-1]
+    of_fc, of_residual = (_no_sums(inputs, hidden) for inputs in (FEATURES * hidden, 2 * hidden))
+    embedded_H = torch.zeros(hidden, device="cuda")
+    fc_HX = torch.zeros(hidden, FEATURES * hidden, device="cuda")
+    with tqdm(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet or None) as bar:
+        for number, tokens_S in enumerate([*fit.texts[::2], *fit.texts[1::2]]):
+            seen = _seen(model, read, tokens_S)
+            if number < len(fit.texts[::2]):
+                of_fc.add_(_sums(seen.states_SX, seen.made_SH, seen.made_SH))
+            else:
+                if not fc_HX.any():
+                    fc_HX = _solved(of_fc)
+                feature_NH = (seen.states_SX @ fc_HX.T)[:-1]
+                given_NX = torch.cat([_normalized(seen.embedded_SH[1:]), _normalized(feature_NH)], dim=-1)
+                of_residual.add_(_sums(given_NX, seen.entered_SH[1:] - feature_NH, seen.entered_SH[1:]))
+                embedded_H += _normalized(seen.embedded_SH).sum(0)
+            bar.update()
+    weights = {
+        f"{DRAFTER}fc.weight": fc_HX,
+        f"{DRAFTER}norm.weight": model.decoder.final_layernorm.weight,
+        **{f"{LAYER}input_layernorm.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")},
+        **dict(zip((QKV, PROJ), _attention(fit.args, of_residual, embedded_H, seed), strict=True)),
+        **{f"{LAYER}{name}": last.get_parameter(name) for name in COPIED},
+        **({} if drafted_N is None else {HEAD: model.head().weight[drafted_N]}),
+    }
+    return {key: tensor.detach().float().cpu() for key, tensor in weights.items()}
+
+
+def _attention(args: Namespace, sums: Moments, embedded_H: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
+    sizes, hidden = sizes_of(args), args.hidden_size
+    groups, channels = sizes["num_key_value_heads"], sizes["head_dim"]
+    heads = sizes["num_attention_heads"] // groups
+    best_HX = _solved(sums).double()
+    _, vectors_HH = torch.linalg.eigh(best_HX @ sums.uu @ best_HX.T)
+    kept_HR = vectors_HH[:, -groups * channels :]
+    value_RX = kept_HR.T @ best_HX
+    larger = (value_RX.std() / kept_HR.std()).sqrt()  # both sides alike, since one learning rate trains both
+    value_GCX = (value_RX / larger).view(groups, channels, -1)
+    drawn = RandomWeights.of(args, args.num_layers, seed)
+    qkv, proj = (
+        drawn.draw(QKV, ((heads + 2) * groups * channels, 2 * hidden)),
+        drawn.draw(PROJ, (hidden, heads * groups * channels)),
+    )
+    assert qkv is not None
+    assert proj is not None
+    qkv_GMCX, proj_HGMC = qkv.view(groups, heads + 2, channels, -1), proj.view(hidden, groups, heads, channels)
+    common_H = torch.nn.functional.normalize(embedded_H, dim=0).cpu()
+    for group in range(groups):
+        random_CH = normal_by_name(f"{seed}/{QKV}/{group}", channels, hidden)
+        random_CH -= (random_CH @ common_H).unsqueeze(1) * common_H  # which would make all tokens alike
+        key_CH = torch.linalg.qr(random_CH.T)[0].T * sqrt(SCORE / sqrt(channels))
+        qkv_GMCX[group, [0, -2], :, :hidden], qkv_GMCX[group, [0, -2], :, hidden:] = key_CH, 0
+        qkv_GMCX[group, -1] = value_GCX[group].float()
+        proj_HGMC[:, group, 0] = (kept_HR * larger).view(hidden, groups, channels)[:, group].float()
+    return qkv_GMCX.flatten(0, 2), proj_HGMC.flatten(1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a text leaves in the trunk.
+
+    Attributes:
+        states_SX: that a drafter reads.
+        embedded_SH: the embedding.
+        entered_SH: between attention and MLP of the last layer.
+        made_SH: the last layer's output.
+    """
+
+    states_SX: Tensor
+    embedded_SH: Tensor
+    entered_SH: Tensor
+    made_SH: Tensor
+
+
+def _seen(model: MTPTrunk, read: tuple[int, ...], tokens_S: Tensor) -> Seen:
+    entered, made, layers = list[Tensor](), list[Tensor](), model.decoder.layers
+    hooks = [layers[-1].pre_mlp_layernorm.register_forward_pre_hook(lambda _, given: entered.append(given[0][:, 0]))]
+    for number in (*read, len(layers)):
+        hooks.append(layers[number - 1].register_forward_hook(lambda _, __, out: made.append(out[0][:, 0])))
+    tokens_BS = tokens_S.cuda().unsqueeze(0)
+    positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
+    mask = square_mask(len(tokens_S), "cuda")
+    model(tokens_BS, positions_BS, mask, output_processor=lambda stage: stage.hidden_SBH)
+    for hook in hooks:
+        hook.remove()
+    embedded_SH = model.embedding(input_ids=tokens_BS, position_ids=positions_BS)[:, 0]
+    return Seen(torch.cat(made[:-1], dim=-1), embedded_SH, entered[0], made[-1])
+
+
+def _normalized(values: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(values, values.shape[-1:], eps=1e-5)
+
+
+def _no_sums(inputs: int, outputs: int) -> Moments:
+    zeros = partial(torch.zeros, dtype=torch.float64, device="cuda")
+    return Moments(zeros(inputs, inputs), zeros(inputs, outputs))
+
+
+def _sums(given_NX: Tensor, wanted_NH: Tensor, sized_NH: Tensor) -> Moments:
+    """Of one text, each position divided by the root mean square of `sized_NH`."""
+    weight_N1 = sized_NH.square().mean(-1, keepdim=True).rsqrt()
+    given_NX, wanted_NH = given_NX * weight_N1, wanted_NH * weight_N1
+    return Moments((given_NX.T @ given_NX).double(), (given_NX.T @ wanted_NH).double())
+
+
+def _solved(sums: Moments) -> Tensor:
+    """[H, X], float32. The ridge of an input counts in its own size: the states after a trunk's layers grow."""
+    added_XX = RIDGE * torch.diag(sums.uu.diagonal())
+    return torch.linalg.solve(sums.uu + added_XX, sums.ux).T.float()

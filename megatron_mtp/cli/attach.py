@@ -260,7 +260,7 @@ def _only(args: Namespace) -> int:
 def _warned(args: Namespace) -> bool:
     """Return whether the attached model has no Hugging Face form, and print that before the training."""
     start = args.run / "start"
-    if not start.is_dir():
+    if args.drafter or not start.is_dir():
         return False
 
     quieten()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.convert.drafters import HEAD, VOCABULARY, Kind, sizes_of
+from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, Kind, sizes_of
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group

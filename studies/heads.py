@@ -29,7 +29,7 @@ HEADS = {
     "dspark": f"--drafter dspark {BLOCKS} 2",
     "dflash": f"--drafter dflash {BLOCKS} 2",
     "dspark-fast": f"--drafter dspark {BLOCKS} 1 --lr 6e-3",
-    "dspark-kd": f"--drafter dspark {BLOCKS} 1 --mtp-loss kd",
+    "dspark-kd": f"--drafter dspark {BLOCKS} 1 --mtp-loss mix --mtp-loss-mix kd=0.9,tv=0.1",
     "eagle3-fast": "--drafter eagle3 --drafter-steps 2 --lr 6e-3",
     "eagle3-three": "--drafter eagle3 --drafter-steps 3",
     "eagle3-fitted": "--drafter eagle3 --drafter-steps 3",

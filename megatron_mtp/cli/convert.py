@@ -108,14 +108,16 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
     """The conversion that a command asks for; ValueError for what it refuses."""
     from megatron_mtp.checkpoint.convert import drafters, edit, export_hf, graft, hybrid, import_hf
     from megatron_mtp.checkpoint.inspecting import read_checked
+    from megatron_mtp.checkpoint.mcore.reader import DistReader
 
     source, target = args.source, args.target
     match args.command:
         case "hf-to-mcore":
             return import_hf.plan_import(read_checked(local_folder(source)), how)
         case "mcore-to-hf":
-            form = export_hf.form_of(source, args.like, args.family, args.tokenizer, args.trust_remote_code)
-            return export_hf.plan_export(source, target, how, form)
+            reader = DistReader(source)
+            form = export_hf.form_of(reader, args.like, args.family, args.tokenizer, args.trust_remote_code)
+            return export_hf.plan_export(reader, target, how, form)
         case "attach-mtp":
             return edit.plan_attaching(source, args.mtp_num_layers, init(args), how.quiet)
         case "drop-mtp":

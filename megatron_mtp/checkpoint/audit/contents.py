@@ -204,7 +204,7 @@ def _called_for(side: MegatronSide) -> list[str]:
     names += ["output_layer.weight"] * (side.tied is False)
     if side.kept and not side.runs and side.reader is not None:
         held, there = {key.removeprefix(CARRIED) for key in side.tensors}, side.parts.numbered(TRUNK, side.tensors)
-        lost = lost_of_class(side.reader.folder.parent / HF_FILES, held)
+        lost = lost_of_class(side.reader.home / HF_FILES, held)
         names += [name for name in lost if side.parts.of(name).index in there]
     else:
         for kind in (DEPTH, TRUNK):

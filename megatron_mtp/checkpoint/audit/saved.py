@@ -121,7 +121,7 @@ def open_saved(path: Path) -> MegatronSide:
     number = reader.folder.name.removeprefix("iter_")
     side.iteration = 0 if number == RELEASE else int(number) if number.isdecimal() else None
     with suppress(ValueError):
-        side.kept = HFConfig.from_keys(read_json(reader.folder.parent / HF_FILES / CONFIG)).keys
+        side.kept = HFConfig.from_keys(read_json(reader.home / HF_FILES / CONFIG)).keys
     side.tensors = {key.removeprefix(NESTED): _entry(reader, key) for key in reader.keys}
     if states := {key: _entry(reader, key) for key in reader.state_keys}:
         kinds = Counter("others" if (match := _STATE.search(key)) is None else match.group(1) for key in states)
@@ -143,7 +143,7 @@ def _read_arguments(side: MegatronSide, reader: DistReader) -> None:
         return
     except (ValueError, OSError) as error:
         says = f"The arguments of the model are not known, so tensors are described by their keys alone: {error}"
-    for folder in (reader.folder, reader.folder.parent):
+    for folder in (reader.folder, reader.home):
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
             whole = yaml.safe_load((folder / RUN_CONFIG).read_text(encoding="utf-8"))
             model = whole.get("model") if isinstance(whole, dict) else None

@@ -94,7 +94,7 @@ def changed(
         return counted(unnumbered([key]) for key in keys) or "nothing"
 
     def keep(folder: Path) -> None:
-        keep_files(reader.folder.parent, folder)
+        keep_files(reader.home, folder)
         correct_origin(folder / HF_FILES, depths, dropped)
 
     return Conversion(

@@ -98,12 +98,12 @@ def kept_origin(kept: Path) -> dict[str, Any]:
     return origin
 
 
-def mcore_to_hf(source: Path, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
+def mcore_to_hf(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
     """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
     return plan_export(source, target, options, form).write(target, options)
 
 
-def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> Conversion:
+def plan_export(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> Conversion:
     """`mcore-to-hf`, from names and shapes alone; ValueError where the form does not fit the checkpoint."""
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
@@ -114,7 +114,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> C
         _write_files(folder, form, export.config(options, coded))
         if drafted is not None:
             torch.save(drafted, folder / DRAFTED)
-        carry_record(reader.folder.parent, folder)
+        carry_record(reader.home, folder)
 
     record = {
         "source": reader.fingerprint(),
@@ -124,7 +124,7 @@ def plan_export(source: Path, target: Path, options: Options, form: HFForm) -> C
         "quantize": asdict(options.quantize),
     }
     return Conversion(
-        (source,),
+        (reader.home,),
         export.family.title,
         export.depths,
         parts,
@@ -346,10 +346,10 @@ def form_of(
     tokenizer: Path | None = None,
     trust_remote_code: bool = False,
 ) -> HFForm:
-    """The form of the folder that a checkpoint is exported to; one that is open for reading has no kept form.
+    """The form of the folder that a checkpoint is exported to.
 
     Args:
-        source, trust_remote_code: the checkpoint; whether to run the Python code of its tokenizer's folder.
+        source, trust_remote_code: the checkpoint, or a reader of it; whether to run code of its tokenizer's folder.
         like: a Hugging Face folder or converted checkpoint from which to take config and files.
         family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
@@ -361,7 +361,8 @@ def form_of(
         raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
     if tokenizer is not None and not has_tokenizer(tokenizer):
         raise ValueError(f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json.")
-    reader, kept = (DistReader(source), kept_form(source)) if isinstance(source, Path) else (source, None)
+    reader = source if isinstance(source, DistReader) else DistReader(source)
+    kept = kept_form(reader.home)
     depths = StoredDepths.of(reader.keys).layers
     config = HFConfig.from_keys(kept.keys) if kept is not None else None
     if like is not None:
@@ -404,7 +405,7 @@ def trained_form(
     if chosen not in forms:
         raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
     form, stored = forms[chosen], FAMILIES[chosen].depths
-    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.folder.parent), args, trust_remote_code)
+    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.home), args, trust_remote_code)
     dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
     keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **form.keys(args), **tokens.ids}
     keys |= {"architectures": [form.architecture], "model_type": chosen}

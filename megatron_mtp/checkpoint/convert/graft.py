@@ -166,7 +166,7 @@ def _folder_side(path: Path, lost_depths: bool, options: Options) -> GraftSide:
 
 def _checkpoint_side(path: Path) -> GraftSide:
     reader = DistReader(path)
-    args, kept = reader.common()["args"], reader.folder.parent
+    args, kept = reader.common()["args"], reader.home
     tokenizer = run_tokenizer(args, kept)
     groups = [copied(reader, key) for key in reader.keys]
     return GraftSide(

@@ -100,7 +100,7 @@ def plan_migration(source: Path, to_hybrid: bool) -> Conversion:
         _parts(reader, keys),
         {"source": reader.fingerprint(), "hybrid": to_hybrid},
         files,
-        partial(keep_files, reader.folder.parent),
+        partial(keep_files, reader.home),
         facts={
             "layers": pattern,
             "of the optimizer's state": len(reader.state_keys),

@@ -167,6 +167,11 @@ class LiveReader(DistReader):
                 catalogue[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
         self._index(catalogue)
 
+    @property
+    def home(self) -> Path:
+        """No folder: nothing is kept beside a model in memory."""
+        return _HERE
+
     def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype(key), device=self.device)
         wanted = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))

@@ -7,6 +7,7 @@ Letters in comments: H hidden, E experts, F width of an MLP.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_mtp.checkpoint.families.rules import (
     Axis,
@@ -15,6 +16,7 @@ from megatron_mtp.checkpoint.families.rules import (
     MergeQKV,
     Piece,
     Rule,
+    Same,
     Shape,
     Split,
     SwapHalves,
@@ -203,38 +205,31 @@ def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:
     return [OWN_NORM, FUSED_NORM] if mla else [FUSED_NORM, OWN_NORM] if moe else [FUSED_NORM]
 
 
-def mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
-    """Rules of a SwiGLU MLP: gate and up projection, in this order, are Megatron's `linear_fc1`."""
-    both = Concat((width, width))
-    gate, up = (HFTensor(f"{hf}{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj"))
-    rules = [
-        Rule((gate, up), (Piece(f"{mcore}linear_fc1.weight", (2 * width, hidden)),), both),
-        rename(f"{hf}down_proj.weight", f"{mcore}linear_fc2.weight", (hidden, width)),
-    ]
-    if bias:
-        biases = tuple(HFTensor(f"{hf}{name}.bias", (width,)) for name in ("gate_proj", "up_proj"))
-        rules += [
-            Rule(biases, (Piece(f"{mcore}linear_fc1.bias", (2 * width,)),), both),
-            rename(f"{hf}down_proj.bias", f"{mcore}linear_fc2.bias", (hidden,)),
-        ]
+def mlp_rules(
+    hf: str, mcore: str, hidden: int, width: int, bias: bool = False, first: Sequence[str] = ("gate_proj", "up_proj")
+) -> list[Rule]:
+    """Rules of an MLP; gate and up projection, in this order, are Megatron's `linear_fc1`.
+
+    Args:
+        hf, mcore: prefixes of the MLP.
+        hidden, width: sizes of its input and of each part of `linear_fc1`.
+        bias: whether the projections have biases.
+        first: HF's names of the parts of `linear_fc1`.
+    """
+    sizes = (2 * width,) if first == FUSED_GATE else (width,) * len(first)
+    joined = Concat(sizes) if len(first) > 1 else Same()
+    rules = []
+    for kind, rest in (("weight", (hidden,)), ("bias", ()))[: 1 + bias]:
+        parts = tuple(HFTensor(f"{hf}{name}.{kind}", (size, *rest)) for name, size in zip(first, sizes, strict=True))
+        rules.append(Rule(parts, (Piece(f"{mcore}linear_fc1.{kind}", (sum(sizes), *rest)),), joined))
+        down = (hidden, width) if kind == "weight" else (hidden,)
+        rules.append(rename(f"{hf}down_proj.{kind}", f"{mcore}linear_fc2.{kind}", down))
     return rules
 
 
-def fused_mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
-    """Rules of a SwiGLU MLP whose gate and up projection are one tensor, in Megatron's order; `bias` must be false."""
-    return [
-        rename(f"{hf}gate_up_proj.weight", f"{mcore}linear_fc1.weight", (2 * width, hidden)),
-        rename(f"{hf}down_proj.weight", f"{mcore}linear_fc2.weight", (hidden, width)),
-    ]
-
-
-def plain_mlp_rules(hf: str, mcore: str, hidden: int, width: int, bias: bool = False) -> list[Rule]:
-    """Rules of an MLP without a gate."""
-    sizes = {("up_proj", "linear_fc1"): (width, hidden), ("down_proj", "linear_fc2"): (hidden, width)}
-    rules = [rename(f"{hf}{one}.weight", f"{mcore}{other}.weight", shape) for (one, other), shape in sizes.items()]
-    if bias:
-        rules += [rename(f"{hf}{one}.bias", f"{mcore}{other}.bias", shape[:1]) for (one, other), shape in sizes.items()]
-    return rules
+FUSED_GATE, UP = ("gate_up_proj",), ("up_proj",)
+"""First projections of an MLP whose gate and up are one tensor, in Megatron's order, and of one without a gate."""
+fused_mlp_rules, plain_mlp_rules = partial(mlp_rules, first=FUSED_GATE), partial(mlp_rules, first=UP)
 
 
 def moe_rules(place: Place, m: MoE) -> list[Rule]:

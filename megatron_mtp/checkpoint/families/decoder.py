@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.families.blocks import (
     norm_rules,
     split_mlp_rules,
 )
-from megatron_mtp.checkpoint.families.family import STORED_HEAD, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.family import ATTACHED, STORED_HEAD, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     CENTRED,
     IGNORED_PART,
@@ -170,7 +170,8 @@ class Decoder:
             flags += [*gqa_flags(attention), *rope_flags(config, self.interleaved)]
         flags += ["--softmax-type", "learnable"] * self.sinks
         flags += [*self._window_flags(config), *_where("no-rope-freq", self.unplaced(config))]
-        if any(sparse) and not is_dense(config):
+        several = self.experts is not None and (self.depths is not None or any(sparse))
+        if several and not is_dense(config):
             flags += [*self.expert_flags(config), *by_layer("moe-layer-freq", sparse)]
         return flags + self._multiplier_flags(config)
 
@@ -277,4 +278,6 @@ def family_of_decoder(
     """
     forms = {**STORED_HEAD, **others.pop("features", {})}
     others |= {"features": forms, "depths": decoder.depths, "flags": decoder.flags}
+    if decoder.depths is None:
+        others["attached"] = replace(decoder, depths=ATTACHED).rules
     return Family(title, published, model_types, decoder.rules, **others)

@@ -118,7 +118,7 @@ def _granite_refused(config: HFConfig) -> str | None:
 _qwen2_attention = partial(gqa, bias=True)
 _LLAMA = Decoder(llama_attention)
 _PLAIN = Decoder(gqa)
-_GLM = Decoder(biased, mlp=fused_mlp_rules, partial=True, interleaved=True)
+_GLM = Decoder(biased, mlp=fused_mlp_rules, mlp_bias=None, refused=mlp_bias_refused, partial=True, interleaved=True)
 _MIMO = Decoder(
     biased,
     zero_bias=True,
@@ -200,6 +200,8 @@ DENSE: tuple[Family, ...] = (
         Decoder(
             lambda config: gqa(config, fused=True, query_key_value="qkv_proj"),
             mlp=fused_mlp_rules,
+            mlp_bias=None,
+            refused=mlp_bias_refused,
             partial=True,
             windows=all_windows,
         ),

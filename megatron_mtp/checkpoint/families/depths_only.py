@@ -28,7 +28,6 @@ from megatron_mtp.checkpoint.families.family import (
     Depths,
     Family,
     Layout,
-    numbered_depth,
 )
 from megatron_mtp.checkpoint.families.flags import (
     ALL_LAYERS,
@@ -49,7 +48,6 @@ from megatron_mtp.checkpoint.families.trunk import (
     frame,
     gqa,
     latent_attention,
-    layers,
     moe,
 )
 from megatron_mtp.checkpoint.hf.config import HFConfig
@@ -104,20 +102,9 @@ def _carried(title: str, published: str, model_type: str, reason: str, **names: 
     return Family(title, published, (model_type,), rules, carried=(r"(model|lm_head)\.",), untrainable=reason)
 
 
-def _depth_after(pattern: str) -> Callable[[HFConfig, str], int | None]:
-    """`Depths.depth_of` for names whose match has the number of a layer as the group, counted on from the trunk's."""
-    number_of = numbered_depth(pattern)
-
-    def depth_of(config: HFConfig, name: str) -> int | None:
-        number, count = number_of(config, name), layers(config)
-        return None if number is None or number < count else number - count
-
-    return depth_of
-
-
 def _indexed(title: str, model_type: str) -> Family:
     """A family of sparse attention whose depths have DeepSeek's names; their layers are carried as the trunk's are."""
-    depths = Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", depth_of=_depth_after(r"model\.layers\.(\d+)\."))
+    depths = Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", carried=r"model\.layers\.(\d+)\.")
     carried, features = [r"(model|lm_head)\."], {**STORED_HEAD, **COPIES}
     return _with_depths(title, title, (model_type,), SPARSE, depths, carried, features=features)
 
@@ -224,7 +211,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             r"^model\.mtp_linear_proj\.(\d+)\.weight$",
             "model.mtp_block.{k}.",
             (".model.mtp_emb_norm.{k}", ".model.mtp_hidden_norm.{k}", ".model.mtp_linear_proj.{k}", None),
-            depth_of=numbered_depth(r"model\.mtp_linear_proj\.(\d+)\."),
+            carried=r"model\.mtp_linear_proj\.(\d+)\.",
             flags=_ernie_flags,
             served={"": "model.layers.{n}."},
         ),
@@ -242,7 +229,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             names=("enorm", "hnorm", "eh_proj", "final_layernorm"),
             default=None,
             published=3,
-            depth_of=numbered_depth(r"model\.mtp\.layers\.(\d+)\."),
+            carried=r"model\.mtp\.layers\.(\d+)\.",
             flags=framed_depths,
         ),
         [r"model\.layers\.", r"model\.mtp\.layers\.\d+\.(input_layernorm|self_attn)\."],
@@ -277,7 +264,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         Depths(
             r"^model\.layers\.(\d+)\.eh_proj\.weight$",
             names=("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
-            depth_of=_depth_after(r"model\.layers\.(\d+)\."),
+            carried=r"model\.layers\.(\d+)\.",
             before_norm=True,
             flags=_step_flags,
             served={"": "model.layers.{n}.mtp_block."},
@@ -290,7 +277,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "EXAONE 4.0, 4.5",
         ("exaone4",),
         AFTER,
-        replace(ONE_DEPTH, depth_of=lambda config, name: 0 if name.startswith("mtp.") else None, flags=framed_depths),
+        replace(ONE_DEPTH, carried=r"mtp\.()", flags=framed_depths),
         [r"(model|lm_head)\.", r"mtp\.layers\.0\."],
     ),
     _with_depths(
@@ -298,7 +285,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "GLM-OCR, text",
         ("glm_ocr_text",),
         AFTER,
-        Depths(depth_of=_depth_after(r"model\.(?:language_model\.)?layers\.(\d+)\."), flags=framed_depths),
+        Depths(carried=r"model\.(?:language_model\.)?layers\.(\d+)\.", flags=framed_depths),
         [r"(model|lm_head)\."],
         features={**STORED_HEAD, **COPIES},
     ),

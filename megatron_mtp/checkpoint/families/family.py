@@ -67,7 +67,8 @@ class Depths:
         published: number of depths that published folders hold without a key that counts them; 0 if one does.
         layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all depths are alike.
         limit: largest number of depths that a folder can hold; None for any.
-        depth_of: depth (from 0) of a carried tensor, from the config and its name; None for a tensor of the trunk.
+        carried: matches the beginning of a carried tensor's name if it is a depth's; the group is the depth's index, 0
+            if it is empty, counted on from the trunk's layers where the prefix has {n}. None if no depth is carried.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
         flags: Megatron's flags for a model of such depths, for families whose trunk Megatron cannot run.
@@ -84,7 +85,7 @@ class Depths:
     published: int = 0
     layers_key: str | None = None
     limit: int | None = None
-    depth_of: Callable[[HFConfig, str], int | None] = lambda config, name: None
+    carried: str | None = None
     embedding_first: bool = True
     before_norm: bool = False
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
@@ -94,6 +95,14 @@ class Depths:
     def configured(self, config: HFConfig) -> int | None:
         """The number of depths in the config; None if no key holds one."""
         return config.integer(*self.keys, least=0) if any(config.has(key) for key in self.keys) else None
+
+    def depth_of(self, config: HFConfig, name: str) -> int | None:
+        """Depth (from 0) of a carried tensor; None for one of the trunk."""
+        match = None if self.carried is None else re.match(self.carried, name)
+        if match is None:
+            return None
+        depth = int(match.group(1) or 0) - (config.integer("num_hidden_layers") if "{n}" in self.prefix else 0)
+        return depth if depth >= 0 else None
 
     def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
         """The name of a module in vLLM, given the number of depths: mostly the folder's own."""
@@ -122,6 +131,11 @@ ONE_DEPTH = Depths(
     limit=1,
 )
 """The one depth of Qwen's models, and of EXAONE's."""
+ATTACHED = Depths(
+    r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
+)
+"""Depths that `attach-mtp` made inside of a larger model whose text model's family has no names for any: each is a
+layer like the trunk's. transformers ignores these tensors, and the depths convert back."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ class Family:
         carried: patterns of tensors to store unchanged if no rule names them: vision towers, and trunk layers that
             Megatron cannot run.
         depths: how the folders store MTP depths; None if they cannot.
+        attached: the rules with depths stored as `ATTACHED` says; None if the folders have depths, or no rule for them.
         flags: Megatron's flags that build the model; None if Megatron cannot run the trunk.
         untrainable: why Megatron cannot run the trunk; None if it can.
         trained: the form that a model trained by Megatron takes in this family; None if there is none.
@@ -157,6 +172,7 @@ class Family:
     features: Mapping[str, str] = field(default_factory=lambda: STORED_HEAD)
     carried: tuple[str, ...] = ()
     depths: Depths | None = None
+    attached: Callable[[HFConfig, Layout], list[Rule]] | None = None
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     untrainable: str | None = None
     trained: TrainedForm | None = None
@@ -257,17 +273,6 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         return {}
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
-
-
-def numbered_depth(pattern: str) -> Callable[[HFConfig, str], int | None]:
-    """`Depths.depth_of` for names whose match has the depth's index as the group."""
-    compiled = re.compile(pattern)
-
-    def depth_of(config: HFConfig, name: str) -> int | None:
-        match = compiled.match(name)
-        return None if match is None else int(match.group(1))
-
-    return depth_of
 
 
 def _any_matches(pattern: str, names: list[str]) -> bool:

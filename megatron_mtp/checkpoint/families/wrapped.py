@@ -8,16 +8,9 @@ Out: that family, with the text model's names under the prefix that the folder u
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_mtp.checkpoint.families.family import Depths, Family, Layout
-from megatron_mtp.checkpoint.families.rules import Piece, Rule
-from megatron_mtp.checkpoint.families.trunk import depth_frames, depth_places, layers
+from megatron_mtp.checkpoint.families.family import ATTACHED, Family, Layout
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import HFConfig
-
-ATTACHED = Depths(
-    r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
-)
-"""Depths that `attach-mtp` made, where the text model's family has no names for any: each is a layer like the trunk's
-last, by the names of that one. transformers ignores these tensors, and the depths convert back."""
 
 WRAPPERS = (
     "aya_vision exaone4_5 gemma3 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
@@ -34,14 +27,12 @@ PREFIXES = {
 
 def wrapped(family: Family, model_type: str) -> Family:
     """The family of models of this type around a text model of `family`."""
-    attaches = family.depths is None and family.flags is not None
-    depths = ATTACHED if attaches else family.depths
+    depths = family.depths or (ATTACHED if family.attached else None)
 
     def rules(config: HFConfig, layout: Layout) -> list[Rule]:
         form = next((prefixes for name, prefixes in PREFIXES.items() if layout.has(name)), {})
-        own = family.rules(_tied(config, layout), layout)
-        own += _attached_rules(own, config, layout) if attaches else []
-        return [_inside(rule, form) for rule in own]
+        of_text = family.attached or family.rules
+        return [_inside(rule, form) for rule in of_text(_tied(config, layout), layout)]
 
     forms = {name: f"^{next(iter(prefixes.values()))}".replace(".", r"\.") for name, prefixes in PREFIXES.items()}
     return replace(
@@ -80,32 +71,3 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
         if name.startswith(alone):
             return inside + name.removeprefix(alone)
     return name
-
-
-def _attached_rules(trunk: list[Rule], config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules of the depths, from those of the trunk.
-
-    Args:
-        trunk: rules of the text model, by its own names.
-        config: its config.
-        layout: counts the depths.
-    """
-    last = layers(config) - 1
-    hf, mcore = f"model.layers.{last}.", f"decoder.layers.{last}."
-    layer = [rule for rule in trunk if rule.hf[0].name.startswith(hf)]
-    rules: list[Rule] = []
-    places = depth_places(ATTACHED, config, layout)
-    for place, frame in zip(places, depth_frames(ATTACHED, config, places), strict=True):
-        rules += [*frame, *(_moved(rule, (hf, place.hf), (mcore, place.mcore)) for rule in layer)]
-    return rules
-
-
-def _moved(rule: Rule, hf: tuple[str, str], mcore: tuple[str, str]) -> Rule:
-    """The rule for another layer; each pair is the prefix of the one and of the other."""
-    tensors = tuple(replace(tensor, name=tensor.name.replace(*hf, 1)) for tensor in rule.hf)
-    return replace(rule, hf=tensors, mcore=tuple(_piece(piece, mcore) for piece in rule.mcore))
-
-
-def _piece(piece: Piece, mcore: tuple[str, str]) -> Piece:
-    key, *aliases = (key.replace(*mcore, 1) for key in (piece.key, *piece.aliases))
-    return replace(piece, key=key, aliases=tuple(aliases))

@@ -100,6 +100,11 @@ class DistReader:
         self._stacked = {key for key, _ in self._layers.values()}
 
     @property
+    def home(self) -> Path:
+        """The folder that holds all iterations, and what is kept beside them."""
+        return self.folder.parent
+
+    @property
     def keys(self) -> list[str]:
         """Keys of the model's tensors, layer by layer, without the optimizer's state."""
         alone = [key for key in self._tensors if key not in self._stacked]

@@ -132,7 +132,7 @@ def _same_settings(model: HFModel, reader: DistReader, runs: bool) -> list[Check
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
     flags, reason = flags_of(model)
-    kept, witness = reader.folder.parent / HF_FILES, "the checkpoint's arguments"
+    kept, witness = reader.home / HF_FILES, "the checkpoint's arguments"
     if runs and flags is None:
         wrong = [f"Megatron runs the checkpoint, but the folder has {reason}"]
     elif runs and flags is not None:
@@ -279,7 +279,7 @@ def split_logits(
     from megatron_mtp.checkpoint.verify.depth_logits import depth_logits
 
     with tempfile.TemporaryDirectory() as scratch:
-        own = kept_form(reader.folder.parent)
+        own = kept_form(reader.home)
         keys = read_json(hf / CONFIG) if own is None else own.keys
         form = HFForm(keys, tuple(model.layout.features), model.layout.carried)
         mcore_to_hf(reader.folder, Path(scratch) / "back", Options(quiet=True), form)

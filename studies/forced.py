@@ -121,5 +121,7 @@ def forward(model: MTPTrunk, text: list[int]) -> list[Tensor]:
     positions_BS = torch.arange(len(text), device="cuda").unsqueeze(0)
     mask = square_mask(len(text), "cuda")
     shifted = depth_batch(batch, model.mtp.depths)
-    out: list[Tensor] = model(tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted)
+    out: list[Tensor] = model(
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted
+    )
     return out

@@ -42,10 +42,7 @@ def main() -> None:
     add("--muon", action="store_true", help="train the MTP layers by Muon")
     add("--quick", action="store_true", help="a few steps: whether it runs")
     wanted = parser.parse_args()
-    out = (
-        wanted.out
-        / ("quick" if wanted.quick else f"{wanted.tuned_on}-{wanted.tuned_lr}-{wanted.lr}{'-muon' * wanted.muon}")
-    ).resolve()
+    out = (wanted.out / ("quick" if wanted.quick else f"{wanted.tuned_on}-{wanted.tuned_lr}-{wanted.lr}{'-muon' * wanted.muon}")).resolve()
     head = [*HEAD.split(), *(MUON.split() if wanted.muon else [])]
     pretrain, tune, few, many = (4, 4, 4, 8) if wanted.quick else (1500, 400, 200, 1000)
     tokens = ["--vocab-size", "512", "--tokenizer-output", out / "tokenizer"]

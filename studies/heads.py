@@ -2,19 +2,21 @@
 
     python studies/heads.py --checkpoint runs/quickstart/checkpoint --data runs/quickstart/data/corpus
     python studies/heads.py ... --seconds 300 --heads mtp,dspark-fast
-    python studies/heads.py --checkpoint runs/smollm2/trunk --data runs/smollm2/data/corpus --out runs/smollm2/heads \
-        --batch 1 --sequence 512 --eval-iters 32 --layers '2 15 29' --lr 1e-3 --flags '--bf16 --mtp-draft-vocab-size 4096'
+    python studies/heads.py --trunk runs/smollm2/trunk --data runs/smollm2/data/corpus --out runs/smollm2/heads \
+        --seconds 300 --heads mtp,eagle3-fitted,eagle3-three,dspark-kd --batch 1 --sequence 512 --eval-iters 32 \
+        --layers '2 15 29' --lr 1e-3 --compared 1 --flags '--bf16 --mtp-draft-vocab-size 4096'
 
 Each head is trained for as many steps as fit into the same CPU seconds of one thread, by the seconds of its own steps
 in two short runs. Acceptance is measured teacher-forced on held-out text; the accepted length of K drafts is 1 and the
 sum of the acceptance of drafts 1 .. K. Results are kept in --out, a file a head, and are not made again.
 
-Run at 3da38f7.
+Run at 3da38f7, with SmolLM2-135M at 4cbb289.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -47,24 +49,23 @@ def main() -> None:
     """Train and evaluate every head, and print the table."""
     wanted = parse()
     wanted.out.mkdir(parents=True, exist_ok=True)
-    trunk, start = wanted.out / "trunk", wanted.out / "fitted"
+    trunk, start = wanted.trunk or wanted.out / "trunk", wanted.out / "fitted"
     if not trunk.is_dir():
         run("convert", "drop-mtp", wanted.checkpoint, trunk)
     if not start.is_dir():
         of = ("--mtp-num-layers", 1, "--mtp-init", "fitted", "--data-path", wanted.data)
         run("convert", "attach-mtp", trunk, start, *of)
+    begun = wanted.out / "eagle3-start"
+    if "eagle3-fitted" in wanted.heads and not begun.is_dir():
+        size = re.findall("--mtp-draft-vocab-size [0-9]+", wanted.flags)
+        read = f"--drafter-layers {wanted.layers} {' '.join(size)}".split()
+        run("convert", "fit-drafter", trunk, begun, "--data-path", wanted.data, *read)
     rows = []
     for head in wanted.heads:
         kept = wanted.out / f"{head}.json"
         if not kept.exists():
-            kept.write_text(
-                json.dumps(
-                    measured(
-                        head, {"mtp": start, "eagle3-fitted": wanted.out / "eagle3-start"}.get(head, trunk), wanted
-                    )
-                )
-                + "\n"
-            )
+            begins = {"mtp": start, "eagle3-fitted": begun}.get(head, trunk)
+            kept.write_text(json.dumps(measured(head, begins, wanted)) + "\n")
         rows.append(json.loads(kept.read_text()))
         print(f"{head:14}", rows[-1]["steps"], *(f"{rows[-1][str(count)]:.2f}" for count in COUNTS), flush=True)
 
@@ -72,7 +73,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"), help="with MTP layers")
+    parser.add_argument("--trunk", type=Path, help="a checkpoint without any, in its place")
     parser.add_argument("--data", type=Path, required=True, help="its .bin/.idx prefix")
     parser.add_argument("--out", type=Path, default=Path("runs/heads"))
     parser.add_argument("--seconds", type=float, default=120.0, help="of a head's training, by the CPU's clock")

@@ -39,7 +39,7 @@ from megatron_mtp.config import EAGLE3
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.drafter import FEATURES, check_layers, default_layers
+from megatron_mtp.model.drafter_layers import FEATURES, check_layers, default_layers
 from megatron_mtp.model.random_weights import RandomWeights, normal_by_name
 from megatron_mtp.model.trunk import MTPTrunk
 

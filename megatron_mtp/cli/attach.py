@@ -291,9 +291,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
             return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
-        case "start" if _fits_drafter(args) and not start.is_dir():
-            shared = _words_of(args.more, "--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file")
-            return ["convert", "fit-drafter", f"{run}/trunk", str(start), "--data-path", str(data), *shared, "--resume"]
+        case "start" if _fits_drafter(args):
+            return None if start.is_dir() else _fit(args)
         case "start" | "before" | "verify" if args.drafter:
             return None
         case "start" if not start.is_dir() and args.donor is not None:
@@ -347,6 +346,12 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
 def _fits_drafter(args: Namespace) -> bool:
     init = args.drafter_init or ("random" if _is_chat(args.corpus) else "fitted")
     return args.drafter == EAGLE3 and init == "fitted"
+
+
+def _fit(args: Namespace) -> list[str]:
+    shared = _words_of(args.more, "--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file")
+    folders = [f"{args.run}/trunk", f"{args.run}/start"]
+    return ["convert", "fit-drafter", *folders, "--data-path", f"{args.run}/data/corpus", *shared, "--resume"]
 
 
 def _words_of(more: list[str], *flags: str) -> list[str]:

@@ -1,18 +1,18 @@
 """Conversions between Hugging Face folders and Megatron checkpoints, independent of their proof.
 
-plan.py            names and shapes of both sides, checked before a tensor is read
-stream.py          a conversion: described, or written in one pass by several workers
-partial_folder.py  the folder beside the target: resumed, renamed when whole
-import_hf.py       hf-to-mcore
-computation.py     whether arguments and a config.json describe the same computation
-quantizing.py      which weights an export quantizes (--quantize), and what its config says of them
-export_hf.py       mcore-to-hf; an export leaves out the rows that pad the vocabulary
-live.py            the same of a model in memory, without a checkpoint
-fitting.py         eh_proj of new depths, fitted to text
-fitting_drafter.py fit-drafter: an EAGLE-3 drafter, fitted to text
-edit.py            attach-mtp, drop-mtp and draft-vocab
-graft.py           the MTP layers of a donor on another trunk
-drafter_form.py    the form of the folder of an EAGLE-3, DFlash or DSpark drafter, and its rules
-drafters.py        drafter-to-hf and attach-drafter
-hybrid.py          gpt-to-hybrid and hybrid-to-gpt
+plan.py             names and shapes of both sides, checked before a tensor is read
+stream.py           a conversion: described, or written in one pass by several workers
+partial_folder.py   the folder beside the target: resumed, renamed when whole
+import_hf.py        hf-to-mcore
+computation.py      whether arguments and a config.json describe the same computation
+quantizing.py       which weights an export quantizes (--quantize), and what its config says of them
+export_hf.py        mcore-to-hf; an export leaves out the rows that pad the vocabulary
+live.py             the same of a model in memory, without a checkpoint
+fitting.py          eh_proj of new depths, fitted to text
+fitting_drafter.py  fit-drafter: an EAGLE-3 drafter, fitted to text
+edit.py             attach-mtp, drop-mtp and draft-vocab
+graft.py            the MTP layers of a donor on another trunk
+drafter_form.py     the form of the folder of an EAGLE-3, DFlash or DSpark drafter, and its rules
+drafters.py         drafter-to-hf and attach-drafter
+hybrid.py           gpt-to-hybrid and hybrid-to-gpt
 """

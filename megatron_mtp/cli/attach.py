@@ -291,8 +291,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
             return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
-        case "start" if _fits_drafter(args):
-            return None if start.is_dir() else _fit(args)
+        case "start" if _fits_drafter(args) and not start.is_dir():
+            return _fit(args)
         case "start" | "before" | "verify" if args.drafter:
             return None
         case "start" if not start.is_dir() and args.donor is not None:
@@ -335,9 +335,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
         case "verify":  # it prints which logits are not compared, and why
             return ["convert", "verify", f"{run}/exported", str(saved), "--allow-uncompared"]
         case "draft":
-            passes = _passes(args)
-            repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes}
-            config = json.dumps(repeated if passes else {"method": args.drafter or "mtp"})
+            repeated = {"method": "mtp_eagle", "num_speculative_tokens": _passes(args)}
+            config = json.dumps(repeated if _passes(args) else {"method": args.drafter or "mtp"})
             flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None

@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     import torch
 
     from megatron_mtp.cpu import substitutions
-    from megatron_mtp.data.tokenizer import end_tokens, sampling_defaults
+    from megatron_mtp.data.tokenizer import sampling_defaults
     from megatron_mtp.decoding.engine import Engine, blocks_for, blocks_in
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import parse_config
@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
     folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
     served = Served(
         name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
-        codec=Codec() if tokenizer is None else Codec(tokenizer, end_tokens(tokenizer)),
+        codec=Codec(tokenizer),
         positions=runner.positions,
         vocabulary=runner.vocab_size,
         most_outputs=args.max_waiting,  # they wait for a step before they run

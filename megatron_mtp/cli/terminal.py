@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16")
-COLOUR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 def read_prompts(
@@ -35,7 +35,7 @@ def read_prompts(
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            shown = f"{text[error.start : error.end]!a} at letter {error.start + 1}"
+            shown = f"{text[error.start : error.end]!a} at character {error.start + 1}"
             raise ValueError(f"a prompt holds {shown}, which is no UTF-8; take it out.") from error
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
     for listed in ids:
@@ -83,16 +83,16 @@ def quoted(prompt: list[int], tokenizer: "PreTrainedTokenizerBase | None") -> st
 
 
 class Stream:
-    """Writes text as it comes, on a terminal with accepted drafts in colour."""
+    """Writes text as it comes, on a terminal with accepted drafts in color."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", output: TextIO = sys.stdout) -> None:
         self._tokenizer = tokenizer
         self._backend, self._stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
-        self._output, self._coloured = output, output.isatty()
+        self._output, self._colored = output, output.isatty()
 
     def echo(self, prompt: list[int]) -> None:
         """Write the prompt, before what continues it."""
-        if self._coloured:
+        if self._colored:
             self._output.write(f"{DIM}{self._tokenizer.decode(prompt)}{PLAIN}")
         else:
             self._output.write(f"> prompt: {quoted(prompt, self._tokenizer)}\n")
@@ -102,8 +102,8 @@ class Stream:
         """Write a step's tokens, of which the first `drafted` were drafted."""
         for place, token in enumerate(tokens):
             piece = self._stream.step(self._backend, token) or ""
-            coloured = self._coloured and place < drafted
-            self._output.write(f"{COLOUR}{piece}{PLAIN}" if coloured else piece)
+            colored = self._colored and place < drafted
+            self._output.write(f"{COLOR}{piece}{PLAIN}" if colored else piece)
         self._output.flush()
 
 

@@ -317,10 +317,9 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
     special = codec.special_stops(body.stop)
     stops = tuple(stop for stop in body.stop if stop not in special)
     stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *body.stop_token_ids}
-    all_prompts = [prompt for prompt in prompts for _ in range(body.n)]
     choices = [
         Choice(index, prompt, OutputText(codec.detokenizer(prompt), stops, body.min_tokens), muted=limit == 0)
-        for index, prompt in enumerate(all_prompts)
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
     ]
     sampling, penalties, speculative = Sampling.of(body), body.penalties(stop_ids), body.speculative()
     requests = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.data.tokenizer import apply_template
+from megatron_mtp.data.tokenizer import apply_template, end_tokens
 from megatron_mtp.server.protocol import APIError
 
 if TYPE_CHECKING:
@@ -148,17 +148,18 @@ class Codec:
 
     Without one, text is refused, and outputs have none: clients send and read token ids.
 
-    Args:
-        tokenizer: of the model.
+    Attributes:
+        backend: the compiled part.
         ends: ids that end a text.
 
     Raises:
-        ValueError: it has no compiled part.
+        ValueError: the tokenizer has no compiled part.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, ends: frozenset[int] = frozenset()) -> None:
-        self.ends, self._tokenizer, self._long = ends, tokenizer, threading.Lock()
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._tokenizer, self._long = tokenizer, threading.Lock()
         self.backend: Tokenizer | None = None
+        self.ends = frozenset[int]()
         self._added, self._bytes = dict[int, AddedToken](), dict[str, int]()
         self._longest: int | None = None
         if tokenizer is None:
@@ -167,6 +168,7 @@ class Codec:
             raise ValueError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
             )
+        self.ends = end_tokens(tokenizer)
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()

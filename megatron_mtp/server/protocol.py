@@ -71,12 +71,6 @@ Integer = Annotated[
 ]
 """An integer, also as clients write it that know floats alone: 16.0."""
 
-Stops = Annotated[
-    list[str],
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
-]
-"""Stop strings; one may be sent without a list."""
-
 
 class APIError(Exception):
     """An answer that is an error.
@@ -187,7 +181,7 @@ class Body(BaseModel):
     seed: Annotated[Integer, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     best_of: Integer | None = None
-    stop: Stops = []
+    stop: list[str] = []
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
     stop_token_ids: list[Integer] = []
@@ -238,12 +232,15 @@ class Body(BaseModel):
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.limit}; give fewer")
         return self
 
-    @field_validator("stop")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
-    def _can_be_looked_for(cls, given: list[str]) -> list[str]:
-        if len(given) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in given):
+    def _can_be_looked_for(cls, given: Any) -> Any:
+        """One string may be sent without a list."""
+        stops = [given] if isinstance(given, str) else given
+        lengths = [len(stop) for stop in stops if isinstance(stop, str)] if isinstance(stops, list) else []
+        if len(lengths) > MOST_STOPS or not all(0 < length <= LONGEST_STOP for length in lengths):
             raise ValueError(f"give at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
-        return given
+        return stops
 
     def penalties(self, ends: frozenset[int]) -> Penalties:
         """Changes of the logits, of an output that may end with these tokens."""
@@ -278,7 +275,7 @@ class CompletionBody(Body):
     max_tokens: Annotated[Integer, Field(ge=0)] | None = USUAL_LIMIT
     add_special_tokens: bool = False
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=str | list[str | int | list[int]])
     @classmethod
     def _are_prompts(cls, given: Any) -> Any:
         """Texts and lists of token ids; one may be sent without a list."""

@@ -15,7 +15,7 @@ import httpx2
 from openai import OpenAI
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.data.tokenizer import end_tokens, read_tokenizer, train_bpe
+from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, TokenLogprob, Update
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
@@ -191,5 +191,4 @@ def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[st
 
 def words(folder: Path, template: str | None = TEMPLATE) -> Codec:
     """The codec of `tokenizer_in`."""
-    tokenizer = tokenizer_in(folder, template)
-    return Codec(tokenizer, end_tokens(tokenizer))
+    return Codec(tokenizer_in(folder, template))

@@ -18,7 +18,7 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli import cost
 from megatron_mtp.cli.cost import Cost, summary, table
 from megatron_mtp.cli.generate import parser
-from megatron_mtp.cli.terminal import COLOUR, PLAIN, Stream, cutter, read_prompts
+from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import keys
 from megatron_mtp.decoding.proposers import PROPOSERS
@@ -45,7 +45,7 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "file", "ids", "said"),
     [
-        (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at letter 3, which is no UTF-8; take it out"),
+        (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at character 3, which is no UTF-8; take it out"),
         ([], None, ["1;2"], "--prompt-ids is '1;2'"),
         ([], "latin.txt", [], "cannot be read"),
         ([], "bad.jsonl", [], "no JSON object with a key 'prompt'"),
@@ -67,7 +67,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
+def test_text_streams_with_its_drafts_in_color(tokenizer: object) -> None:
     """The euro sign is three tokens; it appears with its last."""
     a, b, *euro = tokenizer.encode("ab€")  # type: ignore[attr-defined]
     output = Terminal()
@@ -76,7 +76,7 @@ def test_text_streams_with_its_drafts_in_colour(tokenizer: object) -> None:
     stream(euro[:2], 0)
     assert output.getvalue().endswith("b")
     stream(euro[2:], 0)
-    assert output.getvalue() == f"{COLOUR}a{PLAIN}b€"
+    assert output.getvalue() == f"{COLOR}a{PLAIN}b€"
     plain = io.StringIO()
     Stream(tokenizer, plain)([a, b], 1)  # type: ignore[arg-type]
     assert plain.getvalue() == "ab"

@@ -167,7 +167,7 @@ def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: 
 def test_a_server_answers_with_a_hybrid() -> None:
     """Three texts of one request share two places."""
     engine, prompts = engine_of("M-*-/M-/M-/M-", running=2), [PIECES[0], [1, 2], PIECES[1] + PIECES[2]]
-    with running(engine, Codec()) as server:
+    with running(engine, Codec(None)) as server:
         fields = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
         body = {**fields, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
         choices = server.post("/v1/completions", body).json()["choices"]

@@ -234,6 +234,12 @@ def test_an_answer_has_the_version_of_the_weights_that_made_it(codec: Codec) -> 
     assert {event["choices"][0].get("policy_version") for event in said[1:]} == {4}
 
 
+def test_the_forms_of_fields_stand_at_openapi(server: Running) -> None:
+    schemas = httpx2.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    forms = {name: schemas["CompletionBody"]["properties"][name]["anyOf"] for name in ("prompt", "stop")}
+    assert [[form["type"] for form in given] for given in forms.values()] == [["string", "array"]] * 2
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == (NAME, "megatron-mtp")
@@ -506,7 +512,7 @@ def test_an_api_key(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_token_ids_are_served() -> None:
-    with running(Parrot(), Codec()) as server:
+    with running(Parrot(), Codec(None)) as server:
         done = completion(server, prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=1)["choices"][0]
         assert (done["text"], done["token_ids"]) == ("", [5, 6, 5])
         assert done["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:5"]

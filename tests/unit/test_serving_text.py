@@ -127,7 +127,7 @@ def test_single_tokens_as_text_and_bytes(codec: Codec, tmp_path: Path) -> None:
         ("bytes:\\xe2", [0xE2]), ("bytes:\\x82", [0x82]), ("bytes:\\xac", [0xAC])
     ]  # fmt: skip
     assert codec.written(0) == ("<|endoftext|>", list(b"<|endoftext|>"))
-    assert Codec().written(5) == ("token_id:5", None)
+    assert Codec(None).written(5) == ("token_id:5", None)
 
 
 def test_byte_tokens_of_other_tokenizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypa
     tokenizer: Any = tokenizer_in(tmp_path)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
-        Codec(tokenizer, frozenset())
+        Codec(tokenizer)
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(codec: Codec) -> None:

@@ -193,6 +193,15 @@ def test_a_folder_that_lacks_a_carried_tensor_is_refused(
         all_logits(folder, TOKENS_BS)
 
 
+def test_a_carried_tensor_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "hf", "exaone4_5", 1)
+    tensors = read(folder)
+    name = next(key for key in tensors if key.endswith("layers.1.mlp.up_proj.weight"))
+    write(folder, tensors | {name: tensors[name][1:].contiguous()})
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 2
+    assert "is 55x48, but transformers' class of 'exaone4_5' has it as 56x48" in capsys.readouterr().err
+
+
 def test_other_weights_are_seen(tmp_path: Path, judged: AllJudged) -> None:
     hf_to_mcore(judged["llama", False].folder, tmp_path / "mcore", QUIET)
     checks = verify(judged["llama", True].folder, tmp_path / "mcore")

@@ -11,8 +11,9 @@ from megatron_mtp.checkpoint.audit import ERROR, WARNING, Finding, counted, list
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, HFSide, Parts
-from megatron_mtp.checkpoint.convert.plan import lost_of_class, thin_depths, unnumbered
+from megatron_mtp.checkpoint.convert.plan import lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
+from megatron_mtp.checkpoint.families.family import class_tensors
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
 LOST = "export the depths as well, or set the number of depths in the config to what the files hold"
@@ -36,7 +37,7 @@ def contents(side: Side) -> list[Finding]:
         plan = [tensor.name for rule in side.plan for tensor in rule.hf]
         found = [*_left_over(side, plan), *_shapes(side), *_types(side)]
         if side.family is not None and side.family.untrainable:
-            plan = list(dict.fromkeys([*plan, *lost_of_class(side.path, side.tensors), *_thin(side)]))
+            plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
         known = side.layers
         if side.partial:
             return found
@@ -204,11 +205,11 @@ def _called_for(side: MegatronSide) -> list[str]:
     names += ["output_layer.weight"] * (side.tied is False)
     if side.kept and not side.runs and side.reader is not None:
         held, there = {key.removeprefix(CARRIED) for key in side.tensors}, side.parts.numbered(TRUNK, side.tensors)
-        lost = lost_of_class(side.reader.home / HF_FILES, held)
+        lost = lost_of_class(class_tensors(side.reader.home / HF_FILES), held)
         names += [name for name in lost if side.parts.of(name).index in there]
     else:
         for kind in (DEPTH, TRUNK):
-            names += _of_other_layers(side.parts.numbered(kind, side.tensors))
+            names += lost_of_other_layers(side.parts.numbered(kind, side.tensors))
     for depth, own in side.parts.numbered(DEPTH, side.tensors).items():
         frame = [f"mtp.layers.{depth}.{part}" for part in FRAME]
         if not set(own).isdisjoint(frame[:3]):
@@ -225,13 +226,3 @@ def _of_drafter(side: MegatronSide) -> Iterator[str]:
     for rule in stored_form(side.args, side.reader).rules(head_key(side.reader)):
         for piece in rule.mcore:
             yield next((key for key in (piece.key, *piece.aliases) if key in side.tensors), piece.key)
-
-
-def _of_other_layers(layers: dict[int, list[str]]) -> Iterator[str]:
-    """Tensors that single layers lack and the layer that is nearest to them has; kinds of layers have several."""
-    own = {index: frozenset(name.replace(f".{index}.", ".*.", 1) for name in names) for index, names in layers.items()}
-    sets = Counter(own.values())
-    for index, names in own.items():
-        nearest = min((other for other in sets if names < other), key=len, default=names)
-        if sets[names] == 1 and len(nearest - names) <= len(names):
-            yield from sorted(rest.replace("*", str(index), 1) for rest in nearest - names)

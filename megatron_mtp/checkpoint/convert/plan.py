@@ -6,7 +6,7 @@ shows them: rows for JSON, one per rule, or lines for people, in which numbers o
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,18 @@ def _meant(config: HFConfig) -> str:
     return "" if other == config.model_type else named
 
 
-def check_carried(path: Path, config: HFConfig, family: Family, names: Collection[str]) -> None:
-    """Raises ValueError where a layer without rules, or a depth, lacks what others, or transformers' class, have."""
+def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[str, Shape]) -> None:
+    """Raises ValueError where carried tensors are not those of transformers' class, or of other layers and depths."""
+    wanted = class_tensors(path)
+    for name, shape in shapes.items():
+        if shape and wanted.get(name, shape) != shape:
+            raise ValueError(
+                f"'{name}' in {path} is {by(shape)}, but transformers' class of '{config.model_type}' has it as "
+                f"{by(wanted[name])}; {REMEDY}."
+            )
     layers: dict[int, list[str]] = defaultdict(list)
     depths: dict[int, list[str]] = defaultdict(list)
-    for name in names:
+    for name in shapes:
         depth = None if family.depths is None else family.depths.depth_of(config, name)
         if depth is not None:
             depths[depth].append(name)
@@ -103,7 +110,8 @@ def check_carried(path: Path, config: HFConfig, family: Family, names: Collectio
     whole = [
         f"model.layers.{index}" for index in range(config.keys.get("num_hidden_layers") or 0) if index not in layers
     ]
-    if lost := [*whole, *lost_of_class(path, names), *thin]:
+    single = lost_of_class(wanted, shapes) if wanted else lost_of_other_layers(layers)
+    if lost := [*whole, *single, *thin]:
         raise ValueError(
             f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; "
             f"{REMEDY}."
@@ -114,17 +122,27 @@ IN_LAYER = re.compile(r"(.*?\blayers\.(\d+)\.)(.+)")
 """A tensor's layer, its number, and the name in it."""
 
 
-def lost_of_class(path: Path, names: Collection[str]) -> list[str]:
-    """Tensors of layers that transformers' class for a folder's config has, and that are not among `names`.
+def lost_of_class(of_class: Iterable[str], names: Collection[str]) -> list[str]:
+    """Tensors of layers that transformers' class has (`class_tensors`), and that are not among `names`.
 
     A layer that has other names as well is of another form, and not judged.
     """
-    wanted = {name: match.group(1) for name in class_tensors(path) if (match := IN_LAYER.match(name))}
+    wanted = {name: match.group(1) for name in of_class if (match := IN_LAYER.match(name))}
     layers = set(wanted.values())
     strange = {match.group(1) for n in names if n not in wanted and (match := IN_LAYER.match(n))} & layers
     if not any(name in names for name in wanted):
         return []
     return [name for name, layer in wanted.items() if name not in names and layer not in strange]
+
+
+def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]:
+    """Tensors that single layers lack and the layer that is nearest to them has; layers of one kind have the same."""
+    own = {index: frozenset(name.replace(f".{index}.", ".*.", 1) for name in names) for index, names in layers.items()}
+    sets = Counter(own.values())
+    for index, names in own.items():
+        nearest = min((other for other in sets if names < other), key=len, default=names)
+        if sets[names] == 1 and len(nearest - names) <= len(names):
+            yield from sorted(rest.replace("*", str(index), 1) for rest in nearest - names)
 
 
 def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> dict[int, list[str]]:
@@ -247,7 +265,7 @@ class HFModel:
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
         if family.untrainable is not None:
-            check_carried(path, config, family, folder.tensors.keys())
+            check_carried(path, config, family, {name: one.shape for name, one in folder.tensors.items()})
         return cls(config, family, layout, folder, rules)
 
     def check_numbers(self) -> None:

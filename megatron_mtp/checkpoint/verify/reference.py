@@ -26,14 +26,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
 from megatron_mtp.checkpoint.verify.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-NAMES_ALONE: dict[str, Any] = {"device_map": "meta"}
 SEEING = ("vision", "visual", "projector")
 """Parts of models that read images, which the logits of text do not need."""
 
@@ -64,13 +63,13 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
     tensors = read_tensors(folder)
     if form is not None:
         tensors = form.named(config, tensors)
-    model = _load(_class_of(config), config, tensors, PLAIN, str(folder))
+    model = _load(_class_of(config), config, tensors, str(folder))
     if form is None:
         return {"trunk": _whole(model, tokens_BS, positions_S)}
     words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
     trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
     out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
-    depths = _depths(form, model.get_decoder(), tensors, PLAIN, str(folder))
+    depths = _depths(form, model.get_decoder(), tensors, str(folder))
     length = tokens_BS.size(1) - len(depths)
     state_BSH = trunk.state(form)[:, :length]
     out["given state"] = state_BSH[0]
@@ -88,31 +87,6 @@ def quieten() -> None:
     """Silence transformers: missing tensors are raised here as an error of one sentence."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def check_carried(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check by names and shapes that a folder has all tensors of transformers' class, if there is such a class.
-
-    The rules of a conversion do not require the carried tensors, so this finds a missing one.
-
-    Args:
-        folder: a folder with a `config.json`.
-        shapes: shapes of its tensors, by name.
-
-    Raises:
-        ValueError: the folder lacks a tensor of the class, or has one of another shape.
-    """
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # transformers raises many kinds of errors for a config that it does not know
-        return
-    quieten()
-    form, config = config_of(folder)
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tensors = tensors if form is None else form.named(config, tensors)
-    model = _load(_class_of(config), config, tensors, NAMES_ALONE, str(folder))
-    if form is not None:
-        _depths(form, model.get_decoder(), tensors, NAMES_ALONE, str(folder))
 
 
 @dataclass
@@ -195,16 +169,16 @@ def _final_norm(decoder: Any) -> torch.nn.Module:
     return norm
 
 
-def _depths(form: DepthForm, trunk: Any, tensors: Tensors, options: dict[str, Any], folder: str) -> list[Depth]:
+def _depths(form: DepthForm, trunk: Any, tensors: Tensors, folder: str) -> list[Depth]:
     """All depths among the tensors."""
     depths: list[Depth] = []
     while own := depth_tensors(tensors, form, trunk.config, len(depths)):
-        layers = _layers(form, trunk, own, len(depths), options, folder)
+        layers = _layers(form, trunk, own, len(depths), folder)
         depths.append(Depth(form, own, layers, _final_norm(trunk)))
     return depths
 
 
-def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, options: dict[str, Any], folder: str) -> Any:
+def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, folder: str) -> Any:
     """A depth's layers as a model of the trunk's class; without a final norm its output is the hidden state."""
     config = copy.deepcopy(trunk.config)
     config.num_hidden_layers = 1
@@ -215,7 +189,7 @@ def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, options: dict
     norm = next(name for name, module in trunk.named_children() if module is final)
     state = {name: tensor for name, tensor in own.items() if name.startswith("layers.")}
     state |= {words: words_VH, f"{norm}.weight": own.get("norm", torch.ones(config.hidden_size))}
-    model = _load(type(trunk), config, state, options, f"{folder}: depth {depth + 1}", form.rest_is_zero)
+    model = _load(type(trunk), config, state, f"{folder}: depth {depth + 1}", form.rest_is_zero)
     if "norm" not in own:
         setattr(model, norm, torch.nn.Identity())
     return model
@@ -226,16 +200,13 @@ def _class_of(config: Any) -> Any:
     return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if nested else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def _load(
-    kind: Any, config: Any, tensors: Tensors, options: dict[str, Any], what: str, rest_is_zero: bool = False
-) -> Any:
+def _load(kind: Any, config: Any, tensors: Tensors, what: str, rest_is_zero: bool = False) -> Any:
     """A model of these tensors.
 
     Args:
         kind: its class.
         config: its config.
         tensors: its tensors, by name.
-        options: further arguments of `from_pretrained`.
         what: name of the model in messages.
         rest_is_zero: whether absent tensors are zero.
 
@@ -244,7 +215,7 @@ def _load(
     """
     try:
         model, report = kind.from_pretrained(
-            None, config=config, state_dict=dict(tensors), output_loading_info=True, **options
+            None, config=config, state_dict=dict(tensors), output_loading_info=True, **PLAIN
         )
     except RuntimeError as error:
         raise ValueError(f"{what} is not what transformers' class holds: {error}") from None

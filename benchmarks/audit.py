@@ -49,6 +49,7 @@ def main() -> None:
     results = {
         "bytes of a folder": size,
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "CPU seconds": {name: statistics.median(one.cpu for one in values) for name, values in spent.items()},
         "bytes per second of an audit": round(2 * size / statistics.median(seconds["audit"])),
         "peak_mib": peak,
         "two largest tensors, MiB": 2 * LARGEST / MIB,

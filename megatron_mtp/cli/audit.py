@@ -117,15 +117,7 @@ def _side(side: dict[str, Any]) -> list[str]:
     return [
         f"{side['side']}  {side['path']}: {side['form']}, {kind}{drafter}{pattern}{quantised}",
         f"   {counts}{side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
-        *_optimizer(side.get("optimizer")),
     ]
-
-
-def _optimizer(found: dict[str, Any] | None) -> list[str]:
-    if not found:
-        return []
-    kinds, types = (", ".join(f"{count} {name}" for name, count in found[key].items()) for key in ("kinds", "types"))
-    return [f"   optimizer: {found['tensors']} tensors ({kinds}), {_size(found['bytes'])} ({types})"]
 
 
 def _size(count: int) -> str:

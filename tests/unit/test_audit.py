@@ -19,17 +19,15 @@ from test_quantized import blocked_folder, fp8_folder, mxfp4_folder
 from torch import Tensor
 from trunk_models import SEEING
 
-from megatron_mtp.checkpoint.audit.auditing import _states, audit
+from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.logits import logits
-from megatron_mtp.checkpoint.audit.saved import MegatronSide
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.cli import audit as command
 from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -322,22 +320,6 @@ def test_a_model_around_a_text_model_is_audited_by_its_rules(tmp_path: Path) -> 
     rewrite(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != lost})
     (found,) = [one for one in audit(folder)["findings"] if one["severity"] == "error"]
     assert (found["guess"], found["names"]) == ("tensor missing", (lost,))
-
-
-def test_the_optimizers_state_is_described_and_its_absence_noted(tmp_path: Path, saved: Path) -> None:
-    one, other = MegatronSide(tmp_path), MegatronSide(tmp_path)
-    one.optimizer = {"tensors": 4, "bytes": 64, "kinds": {"exp_avg": 2, "exp_avg_sq": 2}, "types": {"float32": 4}}
-    (note,) = _states(one, other)
-    assert (note.severity, note.says) == (
-        "note",
-        "The optimizer has stored 4 tensors (2 exp_avg, 2 exp_avg_sq) on side A and nothing on side B; its numbers are "
-        "not compared.",
-    )
-    assert _states(one, one) == []
-    assert command._optimizer(one.optimizer) == [
-        "   optimizer: 4 tensors (2 exp_avg, 2 exp_avg_sq), 6.4e-05 MB (4 float32)"
-    ]
-    assert audit(saved)["sides"][0]["optimizer"] is None
 
 
 def second_index(folder: Path) -> None:

@@ -160,24 +160,6 @@ def test_the_list_of_unquantized_modules_is_compared_with_the_tensors(
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_beyond_the_embedding_are_found(tmp_path: Path) -> None:
-    folder = make(tmp_path / "hf", "llama", 0)
-    (folder / "tokenizer.json").write_text(
-        '{"model": {"vocab": {"a": 95}}, "added_tokens": [{"id": 95, "content": "b"}]}'
-    )
-    assert alarms(folder) == []
-    (folder / "tokenizer.json").write_text(
-        '{"model": {"vocab": {"a": 95}}, "added_tokens": [{"id": 96, "content": "b"}]}'
-    )
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 97]}')
-    with_keys(folder, bos_token_id=96)
-    assert [one.split(" is beyond")[0] for one in alarms(folder)] == [
-        "tokenizer: config.json: 'bos_token_id' (96)",
-        "tokenizer: generation_config.json: 'eos_token_id' (97)",
-        "tokenizer: tokenizer.json: 'b' (96)",
-    ]
-
-
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "llama", 0)

@@ -22,7 +22,7 @@ ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
     "damaged file", "damaged index", "file missing", "unindexed file", "tensor in another file", "duplicate tensor",
     "tensor not in the index", "damaged config", "MTP dropped", "depth missing", "depth incomplete", "depth count",
-    "layers missing", "quantization", "tokenizer", "draft vocabulary",
+    "layers missing", "quantization", "draft vocabulary",
     "rounded", "halves swapped", "norm plus 1", "transposed", "zeros",
     "tied copy", "stale copy", "padding", "not finite", "type", "tensor missing", "shape", "tensor left over",
     "other numbers", "config", "logits", "copy left out", "not compared",

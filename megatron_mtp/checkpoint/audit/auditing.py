@@ -83,7 +83,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
             result["compared"] = {"equal": equal}
             shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
             shares = shares and not any(found.guess in ("tied copy", "stale copy") for found in findings)
-            findings += [*settings(one, other, shares), *_states(one, other)]
+            findings += settings(one, other, shares)
         alone = []
         for side in sides.values():
             read_rest(side, bar.update)
@@ -146,7 +146,6 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
             **({"drafter": side.argument("drafter")} if side.argument("drafter") else {}),
             **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
             "arguments from": side.args_from or None,
-            "optimizer": side.optimizer or None,
         }
     parts, sizes = side.parts, Counter[str]()
     for name, entry in side.tensors.items():
@@ -167,20 +166,6 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         "bytes by part": {kind: sizes[kind] for kind in KINDS if sizes[kind]},
         "types": dict(Counter(entry.dtype for entry in side.tensors.values())),
     }
-
-
-def _states(a: Side, b: Side) -> list[Finding]:
-    """A note where two checkpoints do not have the same optimizer's tensors, by number and type; none are read."""
-    if not (isinstance(a, MegatronSide) and isinstance(b, MegatronSide)) or a.optimizer == b.optimizer:
-        return []
-    each = " and ".join(f"{_stored(side.optimizer)} on side {letter}" for letter, side in (("A", a), ("B", b)))
-    says = f"The optimizer has stored {each}; its numbers are not compared."
-    return [Finding("not compared", says, severity=NOTE)]
-
-
-def _stored(optimizer: dict[str, Any]) -> str:
-    kinds = ", ".join(f"{count} {name}" for name, count in optimizer.get("kinds", {}).items())
-    return f"{optimizer['tensors']} tensors ({kinds})" if optimizer else "nothing"
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

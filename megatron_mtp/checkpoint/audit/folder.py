@@ -3,19 +3,17 @@
 Loaders follow the index, and transformers a whole model.safetensors before it. What other files hold is hidden.
 """
 
-import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import check_quantization, merge_quantized
-from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, EMBEDDING, UNFIT, DrafterSide, Entry, HFSide
+from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, UNFIT, DrafterSide, Entry, HFSide
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
 from megatron_mtp.checkpoint.hf.folder import (
@@ -35,10 +33,9 @@ MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
 REFETCH = "fetch or export that file again"
 REINDEX = "write the index again from the files"
 CORRECT = "correct the file, or copy that of the model that this was made from"
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-OBJECTS = (GENERATION, TOKENIZER, "special_tokens_map.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
+OBJECTS = (GENERATION, "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 """Files that hold an object; others may hold a list."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Headers = dict[str, dict[str, Stored]]
 """The tensors in each file, by the file's name."""
 
@@ -247,8 +244,6 @@ def _check_kind(side: HFSide) -> None:
 
 def _check_files(side: HFSide) -> None:
     """Look at the JSON files of a folder; whether config and index can be read is found elsewhere."""
-    shapes = (entry.shape for name, entry in side.tensors.items() if side.parts.of(name).kind == EMBEDDING)
-    rows = next((shape[0] for shape in shapes if shape), None)
     for file in sorted(side.path.glob("*.json")):
         try:
             found = read_json(file)
@@ -262,48 +257,6 @@ def _check_files(side: HFSide) -> None:
         elif isinstance(found, dict) and file.name in (CONFIG, GENERATION):
             for name, says in wrong_kinds(found):
                 side.add("damaged config", f"{file.name}: {says}.", CORRECT, names=[name])
-        ids = _ids(file.name, found) if isinstance(found, dict) and rows is not None else {}
-        if beyond := {name: number for name, number in ids.items() if rows is not None and number >= rows}:
-            first, number = next(iter(beyond.items()))
-            more = f" and {len(beyond) - 1} more are" if len(beyond) > 1 else " is"
-            says = f"{file.name}: '{first}' ({number}){more} beyond the embedding, whose tokens are 0 to "
-            advice = "resize the embedding to the tokenizer, or take the tokenizer that the model was trained with"
-            side.add("tokenizer", f"{says}{(rows or 0) - 1}.", advice, names=beyond)
-        if twice := repeated_names(file):
-            says = f"'{file.name}' has {listed(twice)} more than once: which one is read depends on the reader."
-            side.add("damaged config", says, "remove the wrong ones", WARNING, twice)
-
-
-def repeated_names(file: Path) -> list[str]:
-    """Names that an object of a JSON file has more than once."""
-    found: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        found.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-
-    json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=note)
-    return found
-
-
-def _ids(file: str, found: dict[str, Any]) -> dict[str, int]:
-    """Ids of tokens in a tokenizer, or the largest for each key of a config."""
-    named: list[tuple[str, Any]] = []
-    if file == TOKENIZER:
-        model = found.get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        added = [one for one in found.get("added_tokens") or () if isinstance(one, dict)]
-        named = [*(vocabulary.items() if isinstance(vocabulary, dict) else ())]
-        named += [(str(one.get("content")), one.get("id")) for one in added]
-    elif file in (CONFIG, GENERATION):
-        text = found.get("text_config")
-        keys = {**found, **(text if isinstance(text, dict) else {})}
-        each = {key: keys[key] if isinstance(keys[key], list) else [keys[key]] for key in TOKENS if key in keys}
-        named = [(key, max(ids)) for key, values in each.items() if (ids := [one for one in values if _is_id(one)])]
-    return {name: number for name, number in named if _is_id(number)}
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_values(side: HFSide) -> None:

@@ -4,9 +4,7 @@ The arguments of its model are in the checkpoint itself, or in Megatron-Bridge's
 tensors are described by their keys alone.
 """
 
-import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,8 +26,6 @@ from megatron_mtp.patches.catalogue import read_catalogue
 
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
-_STATE = re.compile(r"optimizer\.state\.(\w+)\.")
-"""Keys of the optimizer's tensors that say what they are: exp_avg, exp_avg_sq, fp32_param."""
 RUN_CONFIG = "run_config.yaml"
 
 
@@ -43,7 +39,6 @@ class MegatronSide(Opened):
         args_from: what the arguments were read from.
         kept: the `config.json` that a conversion kept beside it; empty without one.
         iteration: the number of its iteration.
-        optimizer: the optimizer's tensors: how many, their bytes, and their numbers by kind and type; empty if none.
     """
 
     reader: DistReader | None = None
@@ -51,7 +46,6 @@ class MegatronSide(Opened):
     args_from: str = ""
     kept: Mapping[str, Any] = field(default_factory=dict)
     iteration: int | None = None
-    optimizer: dict[str, Any] = field(default_factory=dict)
     form = "Megatron distributed checkpoint"
 
     def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
@@ -123,11 +117,6 @@ def open_saved(path: Path) -> MegatronSide:
     with suppress(ValueError):
         side.kept = HFConfig.from_keys(read_json(reader.home / HF_FILES / CONFIG)).keys
     side.tensors = {key.removeprefix(NESTED): _entry(reader, key) for key in reader.keys}
-    if states := {key: _entry(reader, key) for key in reader.state_keys}:
-        kinds = Counter("others" if (match := _STATE.search(key)) is None else match.group(1) for key in states)
-        types = Counter(entry.dtype for entry in states.values())
-        size = sum(entry.bytes for entry in states.values())
-        side.optimizer = {"tensors": len(states), "bytes": size, "kinds": dict(kinds), "types": dict(types)}
     return side
 
 

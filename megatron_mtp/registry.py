@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from pathlib import Path
 
 EXTENSIONS = "megatron_mtp.extensions."
 
@@ -83,11 +83,8 @@ def _is_there(module: str) -> bool:
     """False for an extension of ours without its file; other packages are found out when they are imported."""
     if not module.startswith(EXTENSIONS):
         return True
-    try:
-        spec = find_spec(module)
-    except ModuleNotFoundError as error:
-        return error.name is None or not f"{module}.".startswith(f"{error.name}.")
-    return spec is not None and spec.origin is not None
+    files = (Path(folder, *module.split(".")[1:]) for folder in sys.modules["megatron_mtp"].__path__)
+    return any(one.with_suffix(".py").is_file() or (one / "__init__.py").is_file() for one in files)
 
 
 def _package(point: EntryPoint) -> str:

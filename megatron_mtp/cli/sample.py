@@ -1,24 +1,37 @@
-"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train."""
+"""`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train.
 
+A sample depends on its number and the settings alone. Finished ones are in a file, in the order in which they end, one
+line each after a line of what they depend on:
+
+    {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
+    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop", "logprobs": [-0.2, -1.5, -0.7]}
+
+The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its sample made again.
+"""
+
+import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.errors import Parser, check_counts, status_of
-from megatron_mtp.files import check_outside, one_writer, remove
+from megatron_mtp.files import check_outside, one_writer, remove, synced
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.data.prompts import Prompts
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.decoding.samples import Sample, SampleSettings
+    from megatron_mtp.decoding.config import SpeculativeConfig
+    from megatron_mtp.decoding.runner import Runner
 
 OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
@@ -36,6 +49,24 @@ EXAMPLES = """examples:
 
 The same command continues after an interruption, with the same texts. More --texts keep those that are there.
 """
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A finished continuation.
+
+    Attributes:
+        number: its place among all.
+        tokens: that the model added.
+        finish: why it ended, as `requests.Finish`.
+        logprobs: of these tokens, before temperature and truncation; None if they were not asked for.
+    """
+
+    number: int
+    prompt: list[int]
+    tokens: list[int]
+    finish: str
+    logprobs: list[float] | None = None
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -84,7 +115,6 @@ def run(args: Namespace) -> int:
     from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
     from megatron_mtp.decoding.method import parse_config
-    from megatron_mtp.decoding.samples import SampleSettings, appended, read_samples
     from megatron_mtp.decoding.sampling import Sampling
 
     _check(args)
@@ -126,9 +156,7 @@ def run(args: Namespace) -> int:
         if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        given = args.max_new_tokens, args.seed, ends, speculative, args.batch_size, args.logprobs
-        how = SampleSettings(sampling, *given)
-        _write(args, texts, appended(file, settings), how, _prompts(args, folder), encoder.vocab_size)
+        _write(args, texts, appended(file, settings), speculative, ends, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, corpus)
     return 0
 
@@ -176,7 +204,8 @@ def _write(
     args: Namespace,
     texts: "dict[int, Sample]",
     appending: "AbstractContextManager[Callable[[Sample], None]]",
-    how: "SampleSettings",
+    speculative: "SpeculativeConfig | None",
+    ends: frozenset[int],
     prompts: "Prompts",
     vocabulary: int,
 ) -> None:
@@ -185,14 +214,12 @@ def _write(
     from tqdm import tqdm
 
     from megatron_mtp.decoding.load import load_checkpoint
-    from megatron_mtp.decoding.samples import default_method, write_samples
 
     left = [number for number in range(args.texts) if number not in texts]
     if not left:
         return
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     runner = load_checkpoint(args.load, vocabulary, dtype, trust_remote_code=args.trust_remote_code).runner
-    how = replace(how, speculative=how.speculative or default_method(runner))
     if not args.chat and args.prompt_tokens >= runner.positions:
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens}, and the model has {runner.positions} positions; give fewer."
@@ -212,7 +239,7 @@ def _write(
             texts[text.number] = text
             bar.update(1)
 
-        stats = write_samples(runner, fitting, how, finished)
+        stats = _continue(args, runner, fitting, speculative or _default_method(runner), ends, finished)
     if stats.drafted:
         print(f"drafting: {stats.accepted_length:.2f} tokens per forward")
 
@@ -237,3 +264,97 @@ def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder",
         f"{args.output_prefix}.bin and .idx: {len(texts)} texts{left_out}, {record['tokens']} tokens, {new} of them "
         f"new ({new / len(texts):.0f} a text; {ended} texts ended by themselves)"
     )
+
+
+def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
+    """Drafts of the depths or of a drafter as they were trained, where there are any; None for plain decoding."""
+    from megatron_mtp.decoding.config import SpeculativeConfig
+
+    if runner.kind in DRAFTERS:
+        return SpeculativeConfig(runner.kind)
+    if not (runner.depths and runner.sequential):
+        return None
+    return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")
+
+
+def _continue(
+    args: Namespace,
+    runner: "Runner",
+    prompts: Iterable[tuple[int, list[int]]],
+    speculative: "SpeculativeConfig | None",
+    ends: frozenset[int],
+    keep: Callable[[Sample], object],
+) -> AcceptanceStats:
+    """Continue every numbered prompt, taken as places become free, and `keep` it; returns what it cost."""
+    from megatron_mtp.decoding.engine import Engine, blocks_for
+    from megatron_mtp.decoding.requests import Finish, Request
+    from megatron_mtp.decoding.sampling import Sampling
+    from megatron_mtp.decoding.scheduler import EngineSettings
+
+    together, sampling, logprobs = args.batch_size, Sampling.of(args), 0 if args.logprobs else None
+    engine = Engine(runner, EngineSettings(together, 2 * together, blocks_for(together, runner)), speculative)
+    live: dict[int, Sample] = {}
+    left = iter(prompts)
+    while True:
+        while len(live) < 2 * together and (following := next(left, None)) is not None:
+            number, prompt = following
+            seed = (args.seed << 32) + number  # which no other sample of any seed has
+            asked = Request(prompt, args.max_new_tokens, sampling, seed, stop_ids=ends, logprobs=logprobs)
+            live[engine.add(asked)] = Sample(number, prompt, [], "", [] if args.logprobs else None)
+        if not live:
+            return engine.stats
+        for update in engine.step():
+            sample = live[update.request]
+            sample.tokens.extend(update.tokens)
+            if sample.logprobs is not None:
+                sample.logprobs.extend(one.logprob for one in update.logprobs)
+            if update.finish is Finish.ERROR:
+                raise RuntimeError(f"the continuation of prompt {sample.number} has failed; the log has the reason.")
+            if update.finish is not None:
+                del live[update.request]
+                keep(replace(sample, finish=update.finish))
+
+
+def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
+    """The samples in a file by number; none where the file is not there yet.
+
+    Raises:
+        ValueError: they were made with other settings, or a line is damaged.
+    """
+    samples: dict[int, Sample] = {}
+    kept: dict[str, Any] = {}
+    whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    for place, line in enumerate(whole_lines, start=1):
+        try:
+            if place == 1:
+                kept = dict(json.loads(line)["settings"])
+            else:
+                sample = Sample(**json.loads(line))
+                samples[sample.number] = sample
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{file} is damaged in line {place}; remove the line, or make it anew with --overwrite."
+            ) from None
+    others = sorted(name for name in {*kept, *settings} if kept.get(name) != settings.get(name))
+    if samples and others:
+        raise ValueError(
+            f"{file} holds samples made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
+            "make them anew, or name another --output-prefix."
+        )
+    return samples
+
+
+@contextmanager
+def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Sample], None]]:
+    """A function that appends a sample: when it returns, the sample is on the disk."""
+    with open(file, "ab") as stream:
+
+        def append(line: dict[str, Any]) -> None:
+            stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            synced(stream)
+
+        has_samples = bool(read_samples(file, settings))
+        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_samples else 0)
+        if not has_samples:
+            append({"settings": settings})
+        yield lambda sample: append({name: value for name, value in asdict(sample).items() if value is not None})

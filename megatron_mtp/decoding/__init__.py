@@ -29,7 +29,6 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     load.py              a checkpoint folder to a runner
     api.py               generate(): prompts in, sequences and statistics out, by an engine of their own
     update_weights.py    new weights for a running engine
-    samples.py           continuations of many prompts, in a file of which a kill loses none: megatron-mtp sample
 """
 
 from typing import TYPE_CHECKING, Any

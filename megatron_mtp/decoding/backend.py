@@ -24,9 +24,6 @@ from torch.nn.functional import embedding, linear
 
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope, write_rows
-from megatron_mtp.model.block_drafter import BlockDrafterLayer, context_keys
-from megatron_mtp.model.eagle3 import Eagle3Layer
-from megatron_mtp.model.hybrid import DepthStack, MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs, whole_states
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.registry import Registry
@@ -95,8 +92,8 @@ class Modules:
 
     def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
         self.model, self.scope, self.head_VH = model, scope, head_VH
-        has_own_norm = isinstance(model, MTPHybridModel)
-        last = model.decoder.final_norm if has_own_norm else model.decoder.final_layernorm
+        decoder: Any = model.decoder
+        last = decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm
         mtp_layers: list[Any] = [*model.mtp.layers] if model.mtp_process else []
         self.stacks = [
             replace(self._stack([*model.decoder.layers], last), read=model.drafter.layers if model.drafter else ()),
@@ -133,6 +130,8 @@ class Modules:
 
     def keep_context(self, feature_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
         """Keep the keys and values that a block drafter's layers make of the features [S, B, H] of these rows."""
+        from megatron_mtp.model.block_drafter import context_keys
+
         if (own := rows.without_padding()) is not None:
             feature_SBH, rows = own.packed(feature_SBH, 1, 0), own
         _, angles = self._rotary(rows)
@@ -218,17 +217,15 @@ def backend_for(model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor |
 
 def layers_of(mtp: Any) -> list[Any]:
     """The layers of an MTP layer: one, or those of its stack; of a block drafter, all."""
-    if isinstance(mtp, BlockDrafterLayer):
-        return [*mtp.layers]
-    return [*mtp.tf_layer.layers] if isinstance(mtp.tf_layer, DepthStack) else [mtp.tf_layer]
+    stack = mtp if hasattr(mtp, "layers") else mtp.tf_layer
+    return [*stack.layers] if hasattr(stack, "layers") else [stack]
 
 
 def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor, Tensor], Tensor] | None:
     """From embeddings and states [S, B, H] to the input of a sequential MTP layer's layers; None for other layers."""
-    if isinstance(mtp, Eagle3Layer):
-        return mtp.merge
-    if not hasattr(mtp, "eh_proj"):
-        return None
+    if not hasattr(mtp, "eh_proj"):  # an EAGLE-3 drafter merges in its own way, parallel heads and blocks do not
+        merges: Callable[[Tensor, Tensor], Tensor] | None = getattr(mtp, "merge", None)
+        return merges
     multiply, enorm, hnorm = product(mtp.eh_proj.weight), short_norm(mtp.enorm), short_norm(mtp.hnorm)
 
     def merge(embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
     from megatron_mtp.decoding.graphs import GraphedStep
 
+Kind = tuple[SpeculativeConfig, bool]
+"""Sequences of one kind draft alike: their config, and whether they are greedy."""
+
+Group = tuple[Kind, int | None]
+"""Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
+
 FAR_BEHIND = 32
 """Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
 others run as many rows anew, so where these change states they are half of what a state goes back."""
@@ -75,6 +81,16 @@ class Sequence:
     def has_run(self) -> bool:
         """Whether all rows of its prompt have run."""
         return self.run == self.rows
+
+    @property
+    def rows_left(self) -> int:
+        """Those of them that have not run."""
+        return self.rows - self.run
+
+    @property
+    def group(self) -> Group:
+        """With which it is decoded."""
+        return (self.method.config, self.method.sampling.greedy), self.number if self.alone else None
 
     @property
     def slots(self) -> int:

@@ -171,29 +171,20 @@ def mlp_of(layer: Any) -> Any:
 def _is_plain(layer: Any) -> bool:
     """Whether the layer has the modules that `lean` knows, and nothing beside them."""
     if type(layer) is MambaLayer:
-        return _is_plain_mixer(layer.mixer)
-    return bool(
-        type(layer) in (TransformerLayer, MLPLayer)
-        and isinstance(layer.cross_attention, IdentityOp)
-        and (type(layer.mlp) is IdentityOp or _is_plain_mlp(layer.mlp) or _are_experts(layer.mlp))
-        and (_is_plain_attention(layer.self_attention) or _is_plain_mixer(layer.self_attention))
-    )
+        return _is_plain_part(layer.mixer)
+    known = type(layer) in (TransformerLayer, MLPLayer) and isinstance(layer.cross_attention, IdentityOp)
+    return known and _is_plain_part(layer.self_attention) and _is_plain_part(layer.mlp)
 
 
-def _is_plain_attention(attention: Any) -> bool:
-    return type(attention) is IdentityOp or bool(
-        type(attention) is SelfAttention
-        and isinstance(attention.core_attention, CachedAttention)
-        and _are_plain(attention.linear_qkv, attention.linear_proj)
-    )
-
-
-def _is_plain_mixer(mixer: Any) -> bool:
-    return isinstance(mixer, StandIn) and _are_plain(mixer.own.in_proj, mixer.own.out_proj)
-
-
-def _is_plain_mlp(mlp: Any) -> bool:
-    return type(mlp) is MLP and _are_plain(mlp.linear_fc1, mlp.linear_fc2)
+def _is_plain_part(part: Any) -> bool:
+    """The same of its attention, recurrence, MLP or experts."""
+    if type(part) is SelfAttention:
+        return isinstance(part.core_attention, CachedAttention) and _are_plain(part.linear_qkv, part.linear_proj)
+    if type(part) is MLP:
+        return _are_plain(part.linear_fc1, part.linear_fc2)
+    if isinstance(part, StandIn) and hasattr(part.own, "in_proj"):
+        return _are_plain(part.own.in_proj, part.own.out_proj)
+    return type(part) is IdentityOp or _are_experts(part)
 
 
 def _are_experts(mlp: Any) -> bool:
@@ -299,12 +290,7 @@ def _mlp(mlp: MLP, product: Product) -> Forward:
 
 def _experts(experts: Any, _: Product) -> Forward:
     """Megatron's module, or what stands in its place."""
-
-    def forward(hidden_SBH: Tensor, _: Angles | None) -> Tensor:
-        made_SBH: Tensor = experts(hidden_SBH)[0]
-        return made_SBH
-
-    return forward
+    return lambda hidden_SBH, _: experts(hidden_SBH)[0]
 
 
 def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:

@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.batch import DecodeBatch, Sequence
+from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
 from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK
 from megatron_mtp.decoding.method import make_method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_request
 from megatron_mtp.decoding.runner import Keeping, Runner
-from megatron_mtp.decoding.scheduler import EngineSettings, Kind, Scheduler
+from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.types import Method
 
 MOST_GIB = 4.0

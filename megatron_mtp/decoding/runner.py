@@ -24,8 +24,7 @@ from megatron_mtp.decoding.kv_cache import BEYOND, BlockTables, KVCache, Memory,
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
-from megatron_mtp.model.hybrid import MTPHybridModel
-from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
@@ -206,7 +205,7 @@ class Runner:
 
     def _place_experts(self) -> None:
         """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
-        if self.device.type == "cuda" and not isinstance(self.model, MTPHybridModel):
+        if self.device.type == "cuda" and isinstance(self.model, MTPGPTModel):
             from megatron_mtp.decoding.experts import place_static_experts
 
             for layer in self._layers():

@@ -19,18 +19,11 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence, auto_of, catch_up
+from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
-from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables, Memory
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
-
-Kind = tuple[SpeculativeConfig, bool]
-"""Sequences of one kind draft alike: their config, and whether they are greedy."""
-
-Group = tuple[Kind, int | None]
-"""Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ class Scheduler:
             going: dict[Group, list[Sequence]] = defaultdict(list)
             for seq in batch.seqs:
                 if seq.number not in numbers:
-                    going[_group(seq)].append(seq)
+                    going[seq.group].append(seq)
             for some in going.values():
                 self._go_on(batch, some)
         for seq in ended:
@@ -184,7 +177,7 @@ class Scheduler:
 
         What their groups have on the device may be half of a step, so these are made anew as well.
         """
-        gone = [self.decoded.pop(group) for group in {_group(seq) for seq in seqs} & self.decoded.keys()]
+        gone = [self.decoded.pop(group) for group in {seq.group for seq in seqs} & self.decoded.keys()]
         others = [seq for group in gone for seq in group.seqs if seq.number not in known]
         self.prefilled = [seq for seq in self.prefilled if seq.number not in known]
         ended = []
@@ -217,7 +210,7 @@ class Scheduler:
                 if youngest is seq:
                     break
             if len(seq.block_table.blocks) > before:
-                self.decoded[_group(seq)].place(seq)
+                self.decoded[seq.group].place(seq)
 
     def put_back(self, seq: Sequence) -> None:
         """Let a sequence wait again; it comes before all that have not begun."""
@@ -227,7 +220,7 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         """The same for one that is in no batch."""
         self.free(seq)
-        seq.progress = seq.progress.anew()
+        seq.progress = Progress(guesses=seq.progress.guesses, rounds=seq.progress.rounds)  # its rows are gone
         seq.run = 0
         if not seq.has_begun:
             seq.prompt_logprobs = []
@@ -252,7 +245,7 @@ class Scheduler:
             seq.entry = None
 
     def _take_out(self, seqs: list[Sequence]) -> None:
-        group = _group(seqs[0])
+        group = seqs[0].group
         self.decoded[group].leave(seqs)
         if not self.decoded[group].seqs:
             del self.decoded[group]
@@ -267,23 +260,24 @@ class Scheduler:
         """
         wanted = self._wanted(rows)
         while wanted < rows and (seq := self._admit()):
-            wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + _rows_left(seq)
+            wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
         if not self.prefilled:
             return []
         oldest, *others = self.prefilled
         if oldest.alone:
-            return [(oldest, min(_rows_left(oldest), rows))]
+            return [(oldest, min(oldest.rows_left, rows))]
         others = [seq for seq in others if not seq.alone]
-        turns = [(oldest, -(-rows // 2)), *((seq, rows) for seq in sorted(others, key=_rows_left)), (oldest, rows)]
+        shortest = sorted(others, key=lambda one: one.rows_left)
+        turns = [(oldest, -(-rows // 2)), *((seq, rows) for seq in shortest), (oldest, rows)]
         counts = dict.fromkeys((seq.number for seq in (oldest, *others)), 0)
         for seq, most in turns:
-            counts[seq.number] += min(_rows_left(seq) - counts[seq.number], most, rows - sum(counts.values()))
+            counts[seq.number] += min(seq.rows_left - counts[seq.number], most, rows - sum(counts.values()))
         parts = [(seq, counts[seq.number]) for seq in (oldest, *others)]
         return [(seq, count) for seq, count in parts if count or seq.has_run]
 
     def _wanted(self, rows: int) -> int:
         """How many of a forward's rows the prompts take that have a place; of the oldest no more than half count."""
-        left = [_rows_left(seq) for seq in self.prefilled]
+        left = [seq.rows_left for seq in self.prefilled]
         return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
 
     def _admit(self) -> Sequence | None:
@@ -336,7 +330,7 @@ class Scheduler:
             return
         numbers = {seq.number for seq in over}
         self.prefilled = [seq for seq in self.prefilled if seq.number not in numbers]
-        group, sequences = _group(over[0]), prompts.part(over)
+        group, sequences = over[0].group, prompts.part(over)
         sequences.packs = False
         if group in self.decoded:
             self.decoded[group].join(over, sequences)
@@ -383,11 +377,3 @@ class Scheduler:
         firsts = tuple(seq.block_table.blocks[0] for seq in seqs)
         table_BL = table_BL.to(self._tables.table_BL.device)
         return replace(self._tables, table_BL=table_BL, entries=entries, firsts=firsts)
-
-
-def _group(seq: Sequence) -> Group:
-    return (seq.method.config, seq.method.sampling.greedy), seq.number if seq.alone else None
-
-
-def _rows_left(seq: Sequence) -> int:
-    return seq.rows - seq.run

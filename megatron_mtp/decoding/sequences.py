@@ -48,10 +48,6 @@ class Progress:
     guesses: Any = None
     rounds: list[tuple[int, int]] = field(default_factory=list)
 
-    def anew(self) -> "Progress":
-        """That of the same sequence when its rows are gone."""
-        return Progress(guesses=self.guesses, rounds=self.rounds)
-
 
 class Sequences:
     """A batch of sequences.

@@ -7,7 +7,7 @@ build(configuration) -> model   a pipeline stage: `MTPGPTModel` or, of arguments
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -30,9 +30,7 @@ from megatron.training.models import hybrid as megatron_hybrid
 from megatron_mtp.config import BLOCK_LAYERS, DSPARK, MARKOV_RANK
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
-from megatron_mtp.model.drafter import Drafter
 from megatron_mtp.model.drafter_layers import check_layers, default_layers
-from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
@@ -44,6 +42,10 @@ from megatron_mtp.model.portable import (
 from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.trunk import DRAFTERS, MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.drafter import Drafter
+    from megatron_mtp.model.hybrid import MTPHybridModel
 
 
 def join_world(alone: bool = False) -> None:
@@ -115,8 +117,10 @@ class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> MTPHybridModel:
+    ) -> "MTPHybridModel":
         """One pipeline stage; the arguments are those of Megatron's builder."""
+        from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
+
         config = self._model_config
         trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
         pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
@@ -198,7 +202,7 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     return with_portable_modules(layer_spec, config.transformer)
 
 
-def _drafter(config: MTPModelConfig) -> Drafter | None:
+def _drafter(config: MTPModelConfig) -> "Drafter | None":
     """The drafter that takes the place of MTP layers; None without one.
 
     Raises:
@@ -212,6 +216,8 @@ def _drafter(config: MTPModelConfig) -> Drafter | None:
             f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it stands beside the "
             "head; put m before L in the last stage."
         )
+    from megatron_mtp.model.drafter import Drafter
+
     chosen = tuple(settings.drafter_layers or default_layers(layers, kind, settings.drafter_num_layers))
     check_layers(chosen, layers, kind)
     if not settings.fills_blocks:

@@ -14,7 +14,7 @@ knows neither the trunk's class nor the loss. Letters in names: D depths, S sequ
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -35,9 +35,11 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.shared_keys import SharingAttention, sharing
 from megatron_mtp.model.sharing import Head
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.mixing import Mixer
 
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
@@ -350,7 +352,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         embedding: Callable[..., Tensor],
         attention: AttentionInputs,
         padding_mask_DBS: Tensor | None = None,
-        mixer: Mixer | None = None,
+        mixer: "Mixer | None" = None,
         angles: Angles | None = None,
     ) -> list[Tensor]:
         """Hidden states of depth 1 .. D, each [S, B, H].

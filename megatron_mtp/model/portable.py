@@ -7,9 +7,10 @@ query heads of a key head, C channels of a head.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_pr
 
 from megatron_mtp.data.batch import positions_of_ranks
 from megatron_mtp.model.causal import causal_mask
-from megatron_mtp.model.recurrent import having, offsets_of
 
 
 class PortableNorm(torch.nn.Module):
@@ -428,3 +428,21 @@ class PortableLatentAttention(LatentSelfAttention):
         kv_compressed, rotary = kv_combined.split(widths, dim=-1)
         rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
         return q_compressed, torch.cat([kv_compressed, rotary], dim=-1)
+
+
+@contextmanager
+def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
+    """While this lasts, these names of the modules have other values, in the modules that have the names."""
+    before = [(module, name, getattr(module, name)) for module in modules for name in values if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, values[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def offsets_of(packed: PackedSeqParams) -> Tensor:
+    """Where the documents of a packed row start and end; padding belongs to the document before it."""
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

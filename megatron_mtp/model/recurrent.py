@@ -24,10 +24,7 @@ channels, H heads, K chunks, Q positions of a chunk. Of Mamba-2, P channels of a
 that share B and C. Of Gated DeltaNet, V channels of a value; a key's are K in [..., H, K].
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,27 +37,10 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from megatron_mtp.data.batch import positions_of_ranks
+from megatron_mtp.model.portable import having, offsets_of
 
 CHUNK = 64
 """Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""
-
-
-@contextmanager
-def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
-    """While this lasts, these names of the modules have other values, in the modules that have the names."""
-    before = [(module, name, getattr(module, name)) for module in modules for name in values if hasattr(module, name)]
-    for module, name, _ in before:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def offsets_of(packed: PackedSeqParams) -> Tensor:
-    """Where the documents of a packed row start and end; padding belongs to the document before it."""
-    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
 def documents_of(offsets: Tensor | None, like_BLC: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ the depths' hidden states; without one it is the plain model.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -21,13 +21,9 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor, nn
 
+from megatron_mtp.config import FILL_BLOCKS
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
-from megatron_mtp.model.block_drafter import BlockDrafter
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
-from megatron_mtp.model.drafter import Drafter, DrafterBlock
-from megatron_mtp.model.eagle3 import Eagle3Block
-from megatron_mtp.model.initialize import fill_absent_layers
-from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.model.mtp import (
     Angles,
     AttentionInputs,
@@ -37,6 +33,11 @@ from megatron_mtp.model.mtp import (
 from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
 from megatron_mtp.model.sharing import Head, attach_embedding
 from megatron_mtp.patches.optimizers import ABSENT
+from megatron_mtp.registry import Imported
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.drafter import Drafter, DrafterBlock
+    from megatron_mtp.model.mixing import Mixer
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,13 @@ class StageOutput:
     confidence_DSB: Tensor | None = None
 
 
-DRAFTERS: dict[str, type[DrafterBlock]] = {"eagle3": Eagle3Block, "dflash": BlockDrafter, "dspark": BlockDrafter}
+DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
+    {
+        "eagle3": "megatron_mtp.model.eagle3:Eagle3Block",
+        "dflash": "megatron_mtp.model.block_drafter:BlockDrafter",
+        "dspark": "megatron_mtp.model.block_drafter:BlockDrafter",
+    }
+)
 
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
@@ -80,7 +87,7 @@ class MTPTrunk(LanguageModule):
         mtp_init_seed: int = 0,
         absent_mtp_layers: tuple[int, ...] = (),
         train_only_mtp: bool = False,
-        drafter: Drafter | None = None,
+        drafter: "Drafter | None" = None,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
         true_vocab_size: int | None = None,
@@ -176,6 +183,8 @@ class MTPTrunk(LanguageModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
         if self.mtp_process and self._absent:
+            from megatron_mtp.model.initialize import fill_absent_layers
+
             state_dict = fill_absent_layers(
                 dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
             )
@@ -217,7 +226,7 @@ class MTPTrunk(LanguageModule):
         if self.mtp_process and output_processor_context is not None:
             batch = output_processor_context
             attention = AttentionInputs(**{name: trunk_outputs[name] for name in AttentionInputs.__annotations__})
-            if isinstance(self.mtp, BlockDrafter):
+            if self.drafter is not None and self.drafter.kind in FILL_BLOCKS:
                 of_blocks = self._read_states(), batch, self.embedding, attention, self._whole_angles
                 depth_hidden, confidence_DSB = self.mtp.blocks(*of_blocks)
             else:
@@ -310,10 +319,12 @@ class MTPTrunk(LanguageModule):
         made = self.rotary_pos_emb(length, **others)
         return made if isinstance(made, tuple) else (made, 1.0)
 
-    def _mixer(self, batch: DepthBatch) -> Mixer | None:
+    def _mixer(self, batch: DepthBatch) -> "Mixer | None":
         """The mixer of this rank's positions, which sequence parallelism cuts once more."""
         if batch.ages_DS is None:
             return None
+        from megatron_mtp.model.mixing import Mixer
+
         group, positions_S = self.pg_collection.cp, batch.positions_S
         ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
         if self.config.sequence_parallel:

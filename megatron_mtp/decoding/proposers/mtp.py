@@ -75,7 +75,7 @@ class Vanilla(Proposer):
         # Depths with states all run: one that falls behind would need rows that the others cannot run anew.
         draft, run = None, self.runner.depths if self.runner.recurrent_depths else count
         caches = sequences.memory.depths
-        for first_B, width, is_last in self._windows(sequences, run):
+        for first_B, width, is_last in windows(sequences, self._width(sequences, run)):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B, width + run + 1)[:, 1:]
@@ -91,14 +91,11 @@ class Vanilla(Proposer):
             ]
             draft = in_turn(self.runner, passes, tokens_BT[:, width:], round, count if is_last else 0)
         assert draft is not None
+        self.mark_seen(sequences, run)
         return draft
 
-    def _windows(self, sequences: "Sequences", count: int) -> Iterator[tuple[Tensor, int, bool]]:
-        """First row, number of rows and whether they are the last, of what depths 1 .. `count` have to run."""
-        yield from windows(sequences, self._width(sequences, count))
-        self.mark_seen(sequences, count)
-
     def _width(self, sequences: "Sequences", count: int) -> int:
+        """Rows that depths 1 .. `count` have to run."""
         return max(sequences.growth_since(depth) + depth for depth in range(count))
 
 
@@ -152,7 +149,7 @@ class TrunkStates(Vanilla):
         """What each depth picks; without `round` nothing, and the next one reads what the sequence has there."""
         picked: list[tuple[Tensor, Tensor | None]] = []
         caches = sequences.memory.depths
-        for first_B, width, is_last in self._windows(sequences, count):
+        for first_B, width, is_last in windows(sequences, self._width(sequences, count)):
             rows = sequences.chain(first_B, width, 0)
             tokens_BT = sequences.tokens_at(first_B + 1, width + count)
             drafted: list[Tensor] = []
@@ -167,6 +164,7 @@ class TrunkStates(Vanilla):
                 if round is not None:
                     picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
                     tokens_BT[:, width + depth - 1] = picked[-1][0]
+        self.mark_seen(sequences, count)
         return picked
 
     def _width(self, sequences: "Sequences", count: int) -> int:

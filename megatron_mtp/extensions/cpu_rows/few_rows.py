@@ -14,7 +14,7 @@ Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidd
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from torch import Tensor
 from megatron_mtp.decoding.backend import MTPRows
 from megatron_mtp.decoding.dense_layer import attention_of, mixer_of, mlp_of, norm_before
 from megatron_mtp.decoding.kv_cache import KVCache, Rows
-from megatron_mtp.decoding.recurrent_layers import CachedMamba, CachedRecurrence
-from megatron_mtp.decoding.recurrent_state import Recurrence, recurrence_of
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.portable import PortableNorm
-from megatron_mtp.model.recurrent import GatedNorm
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.recurrent_layers import CachedRecurrence
+    from megatron_mtp.decoding.recurrent_state import Recurrence
 
 MOST_ROWS = 64
 """Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
@@ -194,12 +195,16 @@ class FewRows:
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
         if any(self._mixers):
+            from megatron_mtp.decoding.recurrent_state import recurrence_of
+
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
     def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
         """What recurrent layers remember: pointers, the texts' entries, start and end of the slots, and the slots."""
         if not any(self._mixers):
             return None, None, None, None, 0
+        from megatron_mtp.decoding.recurrent_state import recurrence_of
+
         self.room_for(cache, rows, count)
         recurrence = recurrence_of(cache, like.device)
         recurrence.hold(count, rows.tables)
@@ -210,7 +215,7 @@ class FewRows:
         start, end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
         return ctypes.addressof(self._remembered[1]), rows.tables.entry_B.data_ptr(), start, end, memory.kept
 
-    def _memory(self, recurrence: Recurrence, mixer: CachedRecurrence | None, like: Tensor) -> _Remembered:
+    def _memory(self, recurrence: "Recurrence", mixer: "CachedRecurrence | None", like: Tensor) -> _Remembered:
         if mixer is None:
             return _Remembered()
         memory = recurrence.memory(mixer.layer, mixer.sizes, like)
@@ -243,7 +248,10 @@ class FewRows:
             made.mlp = self._norm(layer.pre_mlp_layernorm)
         return made
 
-    def _recurrent(self, mixer: CachedRecurrence) -> _Recurrent:
+    def _recurrent(self, mixer: "CachedRecurrence") -> _Recurrent:
+        from megatron_mtp.decoding.recurrent_layers import CachedMamba
+        from megatron_mtp.model.recurrent import GatedNorm
+
         own, sizes, unit_keys = mixer.own, mixer.sizes, False
         if isinstance(mixer, CachedMamba):
             weight_C1W, bias_C, skip_H = own.conv1d_weight, own.conv1d_bias, own.D
@@ -274,9 +282,13 @@ class FewRows:
     def _norm(self, norm: Any) -> _Norm:
         if norm is None:
             return _Norm()
-        if type(norm) is GatedNorm:
+        if type(norm) is not PortableNorm:
+            from megatron_mtp.model.recurrent import GatedNorm
+
+            if type(norm) is not GatedNorm:
+                raise NotImplementedError("another norm")
             return _Norm(self._pointer(norm.weight.detach().float()), norm.eps)
-        if type(norm) is not PortableNorm or norm.bias is not None:
+        if norm.bias is not None:
             raise NotImplementedError("another norm")
         weight = norm.weight.detach() + (1 if norm.centred else 0)
         return _Norm(self._pointer(weight.float()), norm.eps)

@@ -62,17 +62,19 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     "kinds",
     [
         ("mla-moe", "M*EG/MG*/MG*"),
+        ("eagle3-own-head", "dspark"),
         pytest.param(("gqa", "mha-tied-layernorm", "moe", "mla"), marks=pytest.mark.matrix),
+        pytest.param(("eagle3", "dflash", "dspark-own-head"), marks=pytest.mark.matrix),
     ],
-    ids=["latent attention and a hybrid", "others"],
+    ids=["latent attention and a hybrid", "drafters", "others", "other drafters"],
 )
 def test_two_ranks_draft_what_one_does(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """All methods emit the plain text of the rank that saved the model."""
+    """All methods emit the plain text of the rank that saved the model, and draft the same tokens on two."""
     log = launch.run(launch.torchrun(2, RANKS_WORKER, str(tmp_path), *kinds), tmp_path / "log")
     same = json.loads(next(line for line in log.splitlines() if line.startswith('{"')))
     assert tuple(same) == kinds
     for kind, outcomes in same.items():
-        assert outcomes == [True] * 6, kind
+        assert outcomes == [True] * 7, kind
 
 
 @pytest.mark.matrix

@@ -70,6 +70,9 @@ TREES: dict[str, dict[str, Any]] = {
 }
 METHODS = {**CHAINS, **TREES}
 DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS[kind]}
+DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
+ARRIVING = [*((*one, 6, 16) for one in DRAFTING), *((*one, running, 84) for one in DRAFTING for running in (1, 16))]
+"""A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -120,22 +123,27 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
             assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
-@pytest.mark.parametrize("kind", tiered(list(DRAFTERS), ("dflash", "dspark")))
-def test_drafters_change_no_token_of_requests_that_come_and_go(kind: str) -> None:
-    """Alone, and of 16 that come one in every step, with budgets of their own."""
-    target, prompts, budgets = runner_of(kind), prompts_of(16), [10 + 3 * number for number in range(16)]
+@pytest.mark.parametrize(("kind", "method", "running", "requests"), tiered(ARRIVING, ARRIVING[: len(DRAFTING)]))
+def test_drafters_change_no_token_of_requests_that_come_and_go(
+    kind: str, method: str, running: int, requests: int
+) -> None:
+    """One comes in every step, with budgets of their own; drafts are the drafter's, and some that are right."""
+    target, prompts, least = runner_of(kind), prompts_of(requests), 10 if requests == 16 else 100
+    budgets = [least + 3 * (number % 16) for number in range(requests)]
     answers = plain(target, prompts, max(budgets))
-    engine = Engine(target, EngineSettings(running=6), config_from({"method": DRAFTERS[kind]}))
+    engine = Engine(target, EngineSettings(running=running), config_from({"method": method}))
+    (drafting,) = engine._methods.values()
+    drafting.proposer = Agreeing(drafting.proposer, answers, 0.5)
     made: dict[int, list[int]] = {}
-    waiting = list(zip(prompts, budgets, strict=True))
+    waiting = [Request(*each, seed=seed) for seed, each in enumerate(zip(prompts, budgets, strict=True))]
     while waiting or engine.busy:
         if waiting:
-            engine.add(Request(*waiting.pop(0)))
+            engine.add(waiting.pop(0))
         for update in engine.step():
             made.setdefault(update.request, []).extend(update.tokens)
     for number, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         assert prompt + made[number] == answers[number][: len(prompt) + budget]
-    assert run(target, prompts[:1], 60, {"method": DRAFTERS[kind]})[0].token_ids == plain(target, prompts[:1], 60)
+    assert engine.stats.accepted_length > 1.3
 
 
 class Recorder:
@@ -506,6 +514,8 @@ def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
     if kind in DRAFTERS:
         kind = f"{kind}-own-head" if f"{kind}-own-head" in KINDS else kind
         pair = model_of(kind, dtype=torch.float32), model_of(kind)
+        if "drafter_markov_rank" in KINDS[kind].get("drafter", {}):
+            pair[0].mtp.layer.markov_w2.data *= 8  # so that a q without the bias is seen
     assert p_value_of(SAMPLED[name], pair=pair) > 0.001
 
 

@@ -25,7 +25,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
+from tiers import tiered
 
+from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.tokenizer import train_bpe
 
 VERB = [sys.executable, "-m", "megatron_mtp"]
@@ -64,7 +66,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("trained"))
+    return trained(tmp_path_factory.mktemp("trained"), "--num-layers 4")
 
 
 def trained(folder: Path, flags: str = "") -> Path:
@@ -112,10 +114,17 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path, tmp_path: Path) -> None:
-    """All prompts at once here, one batch there."""
+    assert_same_as_generated(served, folder, tmp_path)
+
+
+def assert_same_as_generated(
+    served: Served, folder: Path, tmp_path: Path, drafting: list[str] = MTP, ranks: int = 1
+) -> None:
+    """All prompts at once here, one batch of so many tensor-parallel ranks there."""
     flags = [part for prompt in PROMPTS for part in ("--prompt-ids", prompt)]
-    given = ["--load", str(folder / "checkpoint"), *flags, "--max-new-tokens", "40", "--batch-size", "4", *MTP]
-    there = json.loads(launch.output([*VERB, "generate", *given, "--json"], tmp_path / "log"))
+    given = ["--load", str(folder / "checkpoint"), *flags, "--max-new-tokens", "40", "--batch-size", "4", *drafting]
+    command = launch.torchrun(ranks, "generate_gpt.py", *given, "--json")
+    there = json.loads(launch.output(command, tmp_path / "generated"))
     names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
     before = [served.metric(name) for name in names]
     ids = [[int(one) for one in prompt.split(",")] for prompt in PROMPTS]
@@ -123,6 +132,23 @@ def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path
     assert [choice["token_ids"] for choice in here["choices"]] == there["token_ids"]
     counted = [served.metric(name) - start for name, start in zip(names, before, strict=True)]
     assert counted == [there["drafted"], there["accepted"]]
+    assert counted[0] > 0
+
+
+@pytest.mark.parametrize("kind", tiered(DRAFTERS, ("dspark",)))
+def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Trained behind the trunk of a checkpoint whose MTP layers are left out."""
+    given = f"--use-checkpoint-args --load {folder}/checkpoint --save {tmp_path}/checkpoint --save-interval 40 "
+    given += f"--drafter {kind} --drafter-steps 3 --drafter-layers 1 2 3 --seq-length 64 --train-iters 40 --lr 1e-2 "
+    given += "--micro-batch-size 2 --global-batch-size 2 --mock-data --eval-iters 0 --eval-interval 100"
+    launch.run(launch.python("pretrain_gpt.py", *given.split()), tmp_path / "train")
+    (tmp_path / "tokenizer").symlink_to(folder / "tokenizer")
+    drafting = ["--speculative-config", json.dumps({"method": kind})]
+    server = start(tmp_path, tmp_path / "log", *drafting)
+    try:
+        assert_same_as_generated(server, tmp_path, tmp_path, drafting, ranks=2)
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.matrix
@@ -131,7 +157,7 @@ def test_a_hybrid_is_served_as_it_generates(tmp_path: Path) -> None:
     folder = trained(tmp_path, HYBRID)
     server = start(folder, tmp_path / "served", "--max-running", "2")
     try:
-        test_texts_and_acceptance_are_those_of_generate(server, folder, tmp_path)
+        assert_same_as_generated(server, folder, tmp_path)
         assert [server.metric(name) for name in ("recurrent_states", "recurrent_states_used")] == [2, 0]
     finally:
         server.process.kill()

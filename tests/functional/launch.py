@@ -19,12 +19,13 @@ ROOT, TIMEOUT = fork_server.ROOT, fork_server.TIMEOUT
 GRACE = 5.0
 """Seconds that the other ranks have to end after one that failed."""
 
-TINY_RUN = (
+PLAIN_RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --mtp-num-layers 2 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0"
 ).split()
+TINY_RUN = [*PLAIN_RUN, "--mtp-num-layers", "2"]
 """A model that trains in 30 ms a step on two cores."""
 
 MEASURED = {"step seconds", "peak memory bytes"}

@@ -25,7 +25,7 @@ prepare()
 
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "none"))
 PROGRAM = LLAMA_CPP / "build/bin/llama-speculative-simple"
-TOKENS, DRAFTS, NEW = 512, 4, 80
+TOKENS, DRAFTS, NEW = 512, 4, 320
 KINDS = {"eagle3": "", "dflash": "--drafter-num-layers 2 --drafter-mask-token 0 --drafter-blocks 32"}
 KINDS["dspark"] = f"{KINDS['dflash']} --drafter-markov-rank 16"
 PROMPTS = ("def test_", "The trunk is", "class Sequences", "for name in", "self.", "A draft of")
@@ -34,11 +34,10 @@ pytestmark = pytest.mark.skipif(not PROGRAM.is_file(), reason=f"LLAMA_CPP is {LL
 
 
 def train(folder: Path, *flags: str) -> None:
-    at = launch.TINY_RUN.index("--mtp-num-layers")
     own = f"--num-layers 8 --group-query-attention --num-query-groups 2 --data-path {folder}/data --split 100,0,0"
     more = f"--seq-length 128 --max-position-embeddings 1024 --vocab-size {TOKENS} --lr 2e-3 --global-batch-size 8"
     rest = "--untie-embeddings-and-output-weights --micro-batch-size 8 --eval-iters 0 --make-vocab-size-divisible-by 64"
-    plain = [word for word in (*launch.TINY_RUN[:at], *launch.TINY_RUN[at + 2 :]) if word != "--mock-data"]
+    plain = [word for word in launch.PLAIN_RUN if word != "--mock-data"]
     last = "--attention-dropout 0 --hidden-dropout 0 --eval-interval 1000 --no-create-attention-mask-in-dataloader"
     words = (*plain, *own.split(), *more.split(), *rest.split(), *last.split(), *flags)
     launch.run(launch.Command("pretrain_gpt.py", words), folder / "log")
@@ -75,9 +74,10 @@ def to_gguf(exported: Path, made: Path, *flags: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def drafted_by_llama_cpp(folder: Path, kind: str, prompt: str) -> tuple[int, int, str]:
+def drafted_by_llama_cpp(folder: Path, kind: str, least: float, prompt: str) -> tuple[int, int, str]:
     """Drafted and accepted tokens, and all that it prints."""
-    models = f"-m {folder}/trunk.gguf -md {folder}/{kind}.gguf --spec-type draft-{kind} --spec-draft-n-max {DRAFTS}"
+    models = f"-m {folder}/trunk.gguf -md {folder}/{kind}.gguf --spec-type draft-{kind} --spec-draft-n-max {DRAFTS} "
+    models += f"--spec-draft-p-min {least}"
     types = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off -t 1 -td 1 -c 512 -b 512"
     words = [str(PROGRAM), *models.split(), *types.split(), "--temp", "0", "--ignore-eos", "-n", str(NEW), "-p", prompt]
     libraries = os.environ | {"LD_LIBRARY_PATH": str(PROGRAM.parent)}
@@ -90,9 +90,8 @@ def drafted_by_llama_cpp(folder: Path, kind: str, prompt: str) -> tuple[int, int
     raise AssertionError(printed[-2000:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str) -> None:
-    """The same texts, and within a point the same part of the drafts."""
+def add_drafter(folder: Path, kind: str) -> None:
+    """Train and convert it."""
     train(
         folder,
         *f"--train-iters 150 --load {folder}/trunk --save {folder}/{kind} --save-interval 150".split(),
@@ -100,7 +99,15 @@ def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str) -> N
     )
     assert convert(["drafter-to-hf", f"{folder}/{kind}", f"{folder}/{kind}_exported"]) == 0
     to_gguf(folder / f"{kind}_exported", folder / f"{kind}.gguf", "--target-model-dir", str(folder / "exported"))
+
+
+@pytest.mark.parametrize(("kind", "least"), [*((kind, 0) for kind in KINDS), ("dspark", 0.6)])
+def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str, least: float) -> None:
+    """The same texts, and within a point the same part of the drafts, which end where they are `least` confident."""
+    if not (folder / f"{kind}.gguf").exists():
+        add_drafter(folder, kind)
     runner = load_runner(folder / kind)
+    speculative = {"method": kind, "num_speculative_tokens": DRAFTS, **({"min_confidence": least} if least else {})}
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/tokenizer.model")
     drafted, accepted = [0, 0], [0, 0]
     for prompt in PROMPTS:
@@ -109,13 +116,14 @@ def test_llama_cpp_accepts_what_our_engine_accepts(folder: Path, kind: str) -> N
         longer = pieces.decode(begun)
         if [1, *pieces.encode(longer)] != begun:
             continue  # llama.cpp reads text, and would begin with other tokens
-        ours = generate(runner, [ids], NEW + 1, speculative={"method": kind, "num_speculative_tokens": DRAFTS})
-        theirs = drafted_by_llama_cpp(folder, kind, longer)
+        ours = generate(runner, [ids], NEW + 1, speculative=speculative)
+        theirs = drafted_by_llama_cpp(folder, kind, least, longer)
         text = "".join(pieces.decode(ours.token_ids[0]).split())
         assert text in "".join(theirs[2].split())
         for number, (mine, their) in enumerate(((ours.stats.drafted, theirs[0]), (ours.stats.accepted, theirs[1]))):
             (drafted, accepted)[number][0] += mine
             (drafted, accepted)[number][1] += their
+    print(f"{kind}, {least}: {accepted[1]} of {drafted[1]} by llama.cpp, {accepted[0]} of {drafted[0]} by our engine")
     rates = [100 * hits / offers for hits, offers in zip(accepted, drafted, strict=True)]
     assert abs(rates[0] - rates[1]) < 1
     assert min(accepted) > 0

@@ -144,6 +144,7 @@ def losses(
     kind: str,
     read: Callable[[list[Tensor]], Tensor] = side_by_side,
     blocks: int | None = None,
+    has_mask: bool = True,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Ours and the reference's loss, and the gradients of both by name."""
     batch = make_batch(DRAFTS)
@@ -152,7 +153,8 @@ def losses(
     settings = MTPConfig(**KINDS[kind], **LOSSES[kind])
     weights, group = depth_weights(settings, DRAFTS, 1.0), parallel_state.get_context_parallel_group()
     output = model(
-        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        *(batch[name] for name in ("tokens", "position_ids")),
+        batch["attention_mask"] if has_mask else None,
         labels=batch["labels"],
         output_processor=NextTokensObjective(
             weights, group, depth_loss(settings), linear_main=True, trains_trunk=False, measures_acceptance=True
@@ -182,6 +184,12 @@ def test_loss_and_gradients_are_those_of_the_definition(
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=3e-7 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_mask_a_block_sees_the_positions_before_it(kind: str) -> None:
+    ours, expected, _, _ = losses(drafter_model(kind), kind, has_mask=False)
+    torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)
 
 
 def earlier(states: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import DRAFTERS, EAGLE3, number_of
+from megatron_mtp.config import DRAFTERS, EAGLE3, FILL_BLOCKS, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
@@ -202,6 +202,10 @@ def _check(args: Namespace) -> None:
     if args.drafter_init == "fitted" and (args.drafter != EAGLE3 or _is_chat(args.corpus)):
         raise ValueError(
             "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3) on a text alone can be; give random."
+        )
+    if args.drafter in FILL_BLOCKS and number_of(args.token_fraction) != 1:
+        raise ValueError(
+            f"--token-fraction was given with --drafter {args.drafter}, whose blocks are --drafter-blocks; give that."
         )
     check_outside(args.run, args.model)
     if not 0 < number_of(args.learning_rate) < math.inf:

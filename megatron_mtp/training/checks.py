@@ -269,9 +269,10 @@ def _with_depths(args: Namespace) -> Sentences:
             "depths."
         )
     if args.seq_length is not None and trained_depths(args) >= args.seq_length:
+        said = f"--mtp-num-layers is {depths} (--mtp-unroll {passes})"
         yield (
-            f"--mtp-num-layers is {depths} (--mtp-unroll {passes}), but sequences of --seq-length {args.seq_length} "
-            "have no token that far ahead; give fewer depths, or longer sequences."
+            f"{f'--drafter-steps is {passes}' if args.drafter else said}, but sequences of --seq-length "
+            f"{args.seq_length} have no token that far ahead; give fewer, or longer sequences."
         )
     if args.mtp_hidden_state_mixing and trained_depths(args) < 2:
         yield (

@@ -103,6 +103,9 @@ def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsy
         with pytest.raises(SystemExit):
             attach.main([str(model), "texts", str(tmp_path / "run"), "--drafter", "dspark", *flags], "attach")
         assert f"--drafter dspark was given with {flags[0]}, which is of MTP layers; drop" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        attach.main([str(model), "texts", "run", "--drafter", "dflash", "--token-fraction", "0.5"], "attach")
+    assert "--token-fraction was given with --drafter dflash, whose blocks are --drafter-b" in capsys.readouterr().err
 
 
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,24 @@ def test_a_fault_of_the_rules_shows_in_the_drafts(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", "b"]}, "has eagle_aux_hidden_state_layer_ids ['a', 'b']"),
+        ("eagle3", {"eagle_config": [1]}, "has eagle_config [1], which no drafter has; fetch the folder again."),
+        ("eagle3", {"num_attention_heads": "4", "head_dim": None}, "has num_attention_heads '4'"),
+        ("dspark", {"dflash_config": {"target_layer_ids": 3, "mask_token_id": 7}}, "has target_layer_ids 3, which"),
+        ("dflash", {"rope_scaling": "yarn"}, "has rope_scaling 'yarn', which"),
+    ],
+)
+def test_values_of_other_types_are_refused_in_a_sentence(
+    pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, keys: dict[str, object], said: str
+) -> None:
+    bad = spoiled(pairs[name][0], tmp_path / "spoiled", lambda _: None, **keys)
+    assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_drafts_in_another_order_are_the_same_drafter(pairs: Pairs, tmp_path: Path) -> None:
     def mix(tensors: dict[str, Tensor]) -> None:
         order_N = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))

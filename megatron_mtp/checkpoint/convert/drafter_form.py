@@ -35,6 +35,7 @@ from megatron_mtp.model.drafter_layers import as_mtp_layers, can_read, default_l
 
 ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
 LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
 VOCABULARY, HEAD, OUTPUT = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head", "output_layer.weight"
 FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
 OTHER_FORMS: dict[str, Any] = {
@@ -272,7 +273,7 @@ def head_key(reader: DistReader) -> str:
 
 def trunk_of(path: Path) -> Namespace:
     """What a drafter's config says of its trunk, as arguments; without `num_target_layers` any number of layers."""
-    keys = read_json(path / CONFIG)
+    keys = _config(path)
     sizes = _sizes_in(keys)
     return Namespace(
         num_layers=keys.get("num_target_layers") or sys.maxsize,
@@ -346,16 +347,11 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     """The folder's keys, which agree with the trunk."""
-    keys: dict[str, Any] = read_json(path / CONFIG)
-    name = drafter_kind(path)
-    if name is None:
-        raise ValueError(
-            f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {', '.join(DRAFTER_KINDS)}."
-        )
+    keys, name = _config(path), drafter_kind(path)
     said = {**keys, **(keys.get("dflash_config") or {})}
     if other := [key for key, plain in OTHER_FORMS.items() if said.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
-    rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
     several = name == EAGLE3 and keys.get("num_hidden_layers", 1) != 1
     if several or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(
@@ -368,6 +364,24 @@ def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
                 f"{path / CONFIG} has {size} {theirs[size]}, and the trunk {own}; give a drafter of this trunk, "
                 "whose layer has the trunk's sizes and positions."
             )
+    return keys
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The keys of a drafter's folder, of which those that are looked into are objects, numbers or lists of numbers."""
+    keys: dict[str, Any] = read_json(path / CONFIG)
+    if drafter_kind(path) is None:
+        raise ValueError(
+            f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {', '.join(DRAFTER_KINDS)}."
+        )
+    objects = {name: keys.get(name) or {} for name in ("dflash_config", "eagle_config", *ROPE)}
+    wrong = {name: value for name, value in objects.items() if not isinstance(value, dict)}
+    for said in [] if wrong else [keys, *objects.values()]:
+        wrong |= {name: said[name] for name in SIZES if type(said.get(name) or 0) is not int}
+        lists = {name: said.get(name) or [] for name in (LAYERS, BLOCK_LAYERS_READ)}
+        wrong |= {name: of for name, of in lists.items() if type(of) is not list or {*map(type, of)} - {int}}
+    for name, value in wrong.items():
+        raise ValueError(f"{path / CONFIG} has {name} {value!r}, which no drafter has; fetch the folder again.")
     return keys
 
 

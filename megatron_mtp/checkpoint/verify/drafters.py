@@ -118,7 +118,7 @@ def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, D
     for hook in hooks:
         hook.remove()
     states_SX = torch.cat([states[number] for number in reference.layers], dim=-1)
-    words_VH, head = model.embedding.word_embeddings.weight, model.head().weight
+    words_VH, head = model.embedding.word_embeddings.weight, model.head().weight[: reference.keys["vocab_size"]]
     tokens_S = prompt.tokens_BS[0].cuda()
     if reference.block is None:
         return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]])

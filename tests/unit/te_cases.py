@@ -1,5 +1,6 @@
 """Models of Transformer Engine's own modules, built, saved and loaded on a CPU, which cannot run them."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from unittest import mock
@@ -41,11 +42,14 @@ KINDS = {
     "moe-shared": f"{GQA} --qk-layernorm {MOE} {SHARED}",
     "mla-moe": f"{MLA} --q-lora-rank 24 {MOE} {SHARED}",
     "mla-dense": f"{MLA} --q-lora-rank 24",
+    "mla-fused": f"{MLA} --q-lora-rank 24 --mla-down-proj-fusion",
     "mla-moe-plain-queries": f"{MLA} {MOE} {SHARED}",
 }
 OF_MEGATRON = "query-norms"
 """A checkpoint as Megatron's own module has plain queries: behind a norm, which DeepSeek-V2-Lite does not have."""
 
+FUSED_STATE = re.compile(r"linear_(q|kv|qkv)_down_proj\._extra_state$")
+"""States of FP8 that Megatron's fused down-projection saves under two names, and does not find again."""
 
 WEIGHTS = "weights.safetensors"
 
@@ -99,7 +103,8 @@ def load(folder: str) -> None:
         metadata = dist_checkpointing.load_content_metadata(str(step)) or {}
         state = {"model": model.sharded_state_dict(metadata=metadata)}
         loaded = dist_checkpointing.load(state, str(step), strict=StrictHandling("assume_ok_unexpected"))
-        model.load_state_dict(loaded["model"], strict=True)
+        apart = model.load_state_dict(loaded["model"], strict=False)  # as Megatron, where a strict load fails
+        assert all(FUSED_STATE.search(name) for name in (*apart.missing_keys, *apart.unexpected_keys)), apart
         given, found = load_file(Path(folder, kind, WEIGHTS)), weights(model)
         assert given.keys() == found.keys()
         assert not [name for name, value in given.items() if not torch.equal(value, found[name])], kind

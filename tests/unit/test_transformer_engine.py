@@ -29,7 +29,11 @@ except PackageNotFoundError:
         "Transformer Engine is not installed; scripts/test_te.sh installs it and runs this", allow_module_level=True
     )
 
+FUSED = "linear_qkv_down_proj"
+"""The down-projections of queries, keys and values as one weight, which Megatron saves as two."""
+
 NAMES = {
+    f"self_attention.{FUSED}.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
@@ -62,7 +66,9 @@ def test_portable_modules_have_the_weights(kind: str, saved: Path) -> None:
     for name, value in given.items():
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        assert torch.equal(value, found.pop(name)), name
+        parts = [name.replace(FUSED, one) for one in ("linear_q_down_proj", "linear_kv_down_proj")]
+        held = [found.pop(one) for one in (parts if FUSED in name else [name])]
+        assert torch.equal(value, torch.cat(held)), name
     assert not found
 
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -368,6 +369,18 @@ class MTPTrunk(LanguageModule):
 
 class MTPGPTModel(MTPTrunk, GPTModel):
     """Megatron's GPT, whose forward calls `_postprocess` after the decoder."""
+
+    def build_schedule_plan(self, *inputs: Any, **named: Any) -> "TrunkSchedulePlan":
+        """The plan of a forward with these arguments, for `--overlap-moe-expert-parallel-comm`."""
+        return TrunkSchedulePlan(self, *inputs, **named)
+
+
+class TrunkSchedulePlan(TransformerModelChunkSchedulePlan):
+    """Megatron's, which takes the trunk's layers apart; the MTP block runs whole after them, in `_postprocess`."""
+
+    def _build_layer_schedule_plan(self, module: nn.Module | None, *streams: Any) -> None:
+        if not isinstance(module, MultiTokenPredictionBlock):
+            super()._build_layer_schedule_plan(module, *streams)
 
 
 def _await_gathered(module: torch.nn.Module) -> None:

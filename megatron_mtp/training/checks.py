@@ -120,9 +120,9 @@ UNSUPPORTED = (
         "--defer-embedding-wgrad-compute", "what the depths add to the output layer's gradient cannot be put off"
     ),
     Unsupported(
-        "--overlap-moe-expert-parallel-comm",
-        "its schedule takes layers apart, and this script's forward step and depths give it no plan of theirs",
-        depths_alone=False,
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        "its schedule would never ask the depths for the weight gradients that they put off",
+        "drop --delay-wgrad-compute",
     ),
     Unsupported("--heterogeneous-layers-config-path", _SIZES),
     Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
@@ -182,6 +182,11 @@ def _of_the_run(args: Namespace) -> Sentences:
         yield (
             "--mtp-lr or --mtp-clip-grad was given with --mtp-train-only, which trains nothing else; give --lr and "
             "--clip-grad in their place."
+        )
+    if args.mtp_train_only and args.overlap_moe_expert_parallel_comm:  # ours
+        yield (
+            "--overlap-moe-expert-parallel-comm was given with --mtp-train-only, but its schedule takes gradients of "
+            "every layer, and those of the trunk have none; drop one of the two."
         )
     if args.mtp_clip_grad is not None and not args.clip_grad:  # ours
         yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad above 0."

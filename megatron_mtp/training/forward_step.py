@@ -6,7 +6,7 @@ loader, gives it its depths, and cuts it for context parallelism.
 Letters in names: D depths, S sequence, B batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights, kept_positions, scaling_factor
 from megatron_mtp.model.mixing import drawn_ages
+from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -49,23 +50,33 @@ class ForwardStep:
     settings: MTPConfig
     metrics: Metrics
 
-    def __call__(self, data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Any, Any]:
-        """The model's output and the function that makes a loss of it."""
+    def __call__(
+        self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """The model's output, or Megatron's plan of the forward pass, and the function that makes a loss of it."""
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
         timers("batch-generator").stop()
 
-        output = model(
-            batch["tokens"],
-            batch["position_ids"],
-            batch["attention_mask"],
-            labels=batch["labels"],
-            packed_seq_params=packed_seq_params(batch),
-            output_processor=self._objective(),
-            output_processor_context=None if depths is None else self._in_blocks(self._mixed(depths)),
-        )
-        return output, self.loss
+        inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+        named = {
+            "labels": batch["labels"],
+            "packed_seq_params": packed_seq_params(batch),
+            "output_processor_context": None if depths is None else self._in_blocks(self._mixed(depths)),
+        }
+        objective = self._objective()
+        if not return_schedule_plan:
+            return model(*inputs, **named, output_processor=objective), self.loss
+
+        outputs: list[ObjectiveOutput] = []  # the plan's last node has to return a tensor, and the loss is one
+
+        def loss_of(stage: StageOutput) -> Tensor:
+            outputs.append(objective(stage))
+            return outputs[-1].loss
+
+        plan = model.build_schedule_plan(*inputs, **named, output_processor=loss_of)
+        return plan, lambda loss: self.loss(replace(outputs.pop(), loss=loss))
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: the loss, the tokens to divide it by, and what to log, each as [sum, tokens]."""

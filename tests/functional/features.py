@@ -12,6 +12,7 @@ _EXPERTS = (
 _SHARDED = "--use-distributed-optimizer"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+_DISPATCHED = f"{_EXPERTS} --expert-model-parallel-size 2 --mtp-num-layers 1 --bf16 --global-batch-size 8"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ TRIED = (
         2,
         f"{_EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32",
     ),
+    Tried("--overlap-moe-expert-parallel-comm", 2, _DISPATCHED, apart=1e-4),
+    Tried("--overlap-moe-expert-parallel-comm", 4, f"{_DISPATCHED} {_INTERLEAVED}", apart=1e-4),
     Tried("--moe-expert-capacity-factor 4.0", both=_EXPERTS),
     Tried("--moe-enable-routing-replay", both=_EXPERTS),
     Tried("--moe-per-layer-logging", both=_EXPERTS),

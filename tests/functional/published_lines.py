@@ -167,8 +167,7 @@ PUBLISHED = {
         --recompute-granularity selective --recompute-modules moe_act layernorm
         --overlap-moe-expert-parallel-comm --account-for-embedding-in-pipeline-split
         --account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 4""",
-        "--overlap-moe-expert-parallel-comm was given, but",
-        refused=True,
+        DEEP_EP,
     ),
     "qwen3-4b": Published("slime, scripts/models/qwen3-4B.sh", 8, f"{_SLIME_QWEN3} {FEW}", "layout of 8 ranks"),
     "mimo-7b": Published("slime, scripts/models/mimo-7B-rl.sh", 8, f"{_SLIME_MIMO} {FEW}", "layout of 8 ranks"),

@@ -280,7 +280,6 @@ LINES: dict[str, Line] = {
         --log-num-zeros-in-grad --log-params-norm --eval-iters 32 --eval-interval 200 --save-interval 25
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4
         --expert-tensor-parallel-size 1 --use-distributed-optimizer --sequence-parallel {_OVERLAP}""",
-        refused=Refusal(f"{_OVERLAP} was given, but", drop=_OVERLAP),
     ),
     "kimi-k2": Line(
         512,
@@ -479,7 +478,7 @@ LINES: dict[str, Line] = {
         1024,
         129280,
         f"{_DEEPSEEK_ON_H100} {_TWO_BY_EIGHT} {_OVERLAP} --delay-wgrad-compute",
-        refused=Refusal(f"{_OVERLAP} was given, but", drop=f"{_OVERLAP} --delay-wgrad-compute"),
+        refused=Refusal(f"{_OVERLAP} --delay-wgrad-compute was given", drop="--delay-wgrad-compute"),
     ),
     "deepseek-v3-h100": Line(1024, 129280, f"{_DEEPSEEK_ON_H100} {_TWO_BY_EIGHT}"),
     "deepseek-v3-h100-offloaded": Line(

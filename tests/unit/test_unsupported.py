@@ -142,6 +142,13 @@ def test_a_feature_is_refused_by_its_older_name_too(
     assert refusal(f"{PLAIN} {flags}", monkeypatch, capsys).startswith(f"pretrain_gpt.py: error: {named}")
 
 
+def test_layers_that_are_not_trained_have_no_gradients_to_overlap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = "--overlap-moe-expert-parallel-comm was given with --mtp-train-only"
+    assert named in refusal(f"{PLAIN} --mtp-train-only --overlap-moe-expert-parallel-comm", monkeypatch, capsys)
+
+
 def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
     for flags in ("--cuda-graph-impl transformer_engine", "--mtp-use-repeated-layer", "--cuda-graph-impl local"):
         check_supported(parse_flags(f"{DEPTHS} {flags}".split()))

@@ -40,6 +40,7 @@ def test_a_sound_drafter_raises_no_alarm(name: str, pairs: Pairs) -> None:
         assert [found for found in result["findings"] if found["severity"] != "note"] == []
         assert result["ok"]
     tensors = audit(folder)["sides"][0]["tensors"]
+    assert set(audit(saved)["sides"][0]["bytes by part"]) == {"trunk", "embedding", "head", "beside"}
     assert audit(folder, saved)["compared"]["equal"] == audit(folder, folder)["compared"]["equal"] == tensors
 
 

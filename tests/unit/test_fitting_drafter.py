@@ -95,6 +95,7 @@ def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(t
         "--mtp-draft-vocab-file",
         str(drafted),
     )
+    assert f"{KEY.format('fc').removesuffix('weight')}_extra_state/shard_0_1" in DistReader(new).objects  # for training
     model = load_model(new)
     layer, last = model.mtp.layer, model.decoder.layers[-1]
     assert torch.equal(layer.head, model.head().weight[[3, 5, 40]])

@@ -142,8 +142,11 @@ def record_of(stats: AcceptanceStats, iteration: int, data: str) -> dict[str, An
     }
 
 
-def read_record(folder: Path) -> list[float] | None:
+def read_record(folder: Path, of_drafter: bool = False) -> list[float] | None:
     """The acceptance by position that can be expected of a model in the folder, greedy or sampled; None if unknown.
+
+    Args:
+        of_drafter: whether that of a drafter beside MTP layers is wanted.
 
     Raises:
         ValueError: the record is damaged.
@@ -153,6 +156,7 @@ def read_record(folder: Path) -> list[float] | None:
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
+        record = record["drafter"] if of_drafter else record
         sampled = list(accumulate(map(float, record["overlap"]), mul))
         return [min(map(float, pair)) for pair in zip(record["acceptance"], sampled, strict=True)]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -7,7 +7,8 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
@@ -30,6 +31,9 @@ DRAFTER_SETTINGS = (
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
 )
 """What a model with a drafter is built from."""
+
+BESIDE_MTP = "drafter_beside_mtp"
+"""The argument that says whether a drafter stands beside MTP layers, and not in their place."""
 
 DRAFTER_STEPS, DRAFTER_DECAY = 7, 0.8
 """Tokens that a drafter learns to draft, and the weight of a step's loss over that of the step before (EAGLE-3)."""
@@ -242,10 +246,10 @@ class MTPConfig:
     )
     drafter: str | None = _flag(
         None,
-        "Train a drafter in the place of MTP layers, behind the frozen trunk of --load: 'eagle3' is one layer that "
-        "reads the trunk's states after three layers (arXiv:2503.01840), 'dflash' fills a block of tokens in one pass "
-        "(arXiv:2602.06036), and 'dspark' does so with a bias by the token before and a confidence "
-        "(arXiv:2607.05147). Default: MTP layers.",
+        "Train a drafter in the place of MTP layers, behind the frozen trunk of --load, or beside those of "
+        "--mtp-num-layers: 'eagle3' is one layer that reads the trunk's states after three layers (arXiv:2503.01840), "
+        "'dflash' fills a block of tokens in one pass (arXiv:2602.06036), and 'dspark' does so with a bias by the "
+        "token before and a confidence (arXiv:2607.05147). Default: none.",
         choices=(*DRAFTERS,),
     )
     drafter_steps: int | None = _flag(
@@ -344,6 +348,13 @@ class MTPConfig:
             if is_wrong:
                 raise ValueError(sentence)
 
+    def apart(self) -> "tuple[MTPConfig, MTPConfig]":
+        """The settings of MTP layers, and those of the drafter beside them, which learns what it learns by default."""
+        assert self.drafter is not None
+        own: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if "drafter" in one.name}
+        without: dict[str, Any] = dict.fromkeys(own)
+        return replace(self, **without), MTPConfig(**{**own, **DRAFTER_LOSSES[self.drafter]})
+
     @property
     def fills_blocks(self) -> bool:
         """Return whether a block drafter is trained."""
@@ -375,6 +386,21 @@ def trained_depths(args: Namespace) -> int:
         return 0
     passes: int | None = getattr(args, "mtp_unroll", None)
     return passes or int(args.mtp_num_layers)
+
+
+def drafted_steps(args: Namespace) -> int:
+    """Tokens that a drafter beside MTP layers learns to draft; 0 without one."""
+    return (args.drafter_steps or DRAFTER_STEPS) if stands_beside(args) else 0
+
+
+def stands_beside(args: Namespace) -> bool:
+    """Return whether a drafter and MTP layers are beside each other."""
+    return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
+
+
+def settings_apart(settings: MTPConfig, args: Namespace) -> tuple[MTPConfig, MTPConfig | None]:
+    """The settings of a run, and those of a drafter beside its MTP layers; None without one."""
+    return settings.apart() if stands_beside(args) else (settings, None)
 
 
 def number_of(text: str) -> float:

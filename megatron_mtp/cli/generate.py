@@ -126,7 +126,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
     check_counts(args, "batch_size")
     dtype = args.dtype and getattr(torch, args.dtype)
-    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code, config=config)
     runner, tokenizer = loaded.runner, loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):

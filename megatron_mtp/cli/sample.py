@@ -219,7 +219,9 @@ def _write(
     if not left:
         return
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    runner = load_checkpoint(args.load, vocabulary, dtype, trust_remote_code=args.trust_remote_code).runner
+    runner = load_checkpoint(
+        args.load, vocabulary, dtype, trust_remote_code=args.trust_remote_code, config=speculative
+    ).runner
     if not args.chat and args.prompt_tokens >= runner.positions:
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens}, and the model has {runner.positions} positions; give fewer."

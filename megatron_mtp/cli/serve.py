@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
     listening = listener(args.host, args.port) if is_first else None
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code)
+    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code, config=config)
     runner, drafter = loaded.runner, load_drafter(config, dtype)
     tokenizer = loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     if args.cache_gib is None:

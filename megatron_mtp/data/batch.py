@@ -50,6 +50,7 @@ class DepthBatch:
             for everywhere.
         block_weight: of each: positions of the whole sequence by blocks, or 0 where this rank has a block in order to
             have one.
+        beside: the depths of a drafter beside MTP layers; None without one.
     """
 
     labels_BS: Tensor
@@ -63,6 +64,18 @@ class DepthBatch:
     ages_DS: Tensor | None = None
     blocks_A: Tensor | None = None
     block_weight: float = 1.0
+    beside: "DepthBatch | None" = None
+
+    def first(self, depths: int) -> "DepthBatch":
+        """The first so many depths."""
+        return replace(
+            self,
+            tokens_DBS=None if self.tokens_DBS is None else self.tokens_DBS[:depths],
+            labels_DBS=self.labels_DBS[:depths],
+            loss_mask_DBS=self.loss_mask_DBS[:depths],
+            inside_DBS=self.inside_DBS[:depths],
+            whole_tokens=self.whole_tokens[: 1 + depths],
+        )
 
     def at(self, positions_S: Tensor) -> "DepthBatch":
         """The part at these positions of every sequence; `whole_tokens` still counts all of them."""

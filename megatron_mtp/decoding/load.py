@@ -19,13 +19,15 @@ from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tr
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
-from megatron_mtp.config import DRAFTERS
+from megatron_mtp.config import DRAFTERS, stands_beside
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
+from megatron_mtp.model.drafter_layers import alone
 from megatron_mtp.runtime import transformer_engine_works
 
 if TYPE_CHECKING:
@@ -101,9 +103,14 @@ def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = N
     return load_checkpoint(folder, dtype=dtype, flag="speculative config: model").runner
 
 
-def load_runner(folder: str | Path, vocab_size: int | None = None, dtype: torch.dtype | None = None) -> Runner:
+def load_runner(
+    folder: str | Path,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    config: SpeculativeConfig | None = None,
+) -> Runner:
     """The model of a checkpoint folder, its newest iteration; arguments and errors as of `load_checkpoint`."""
-    return load_checkpoint(folder, vocab_size, dtype).runner
+    return load_checkpoint(folder, vocab_size, dtype, config=config).runner
 
 
 def load_checkpoint(
@@ -112,6 +119,7 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     flag: str = "--load",
     trust_remote_code: bool = False,
+    config: SpeculativeConfig | None = None,
 ) -> Loaded:
     """Build the model that the checkpoint's own arguments describe, and fill it.
 
@@ -121,6 +129,8 @@ def load_checkpoint(
         dtype: of the weights; the checkpoint's if None.
         flag: how messages call the folder.
         trust_remote_code: whether to run the code of a tokenizer that has some.
+        config: how the model is to draft; of MTP layers and a drafter beside them it chooses what is loaded, which are
+            the MTP layers unless its method drafts with the drafter.
 
     Raises:
         ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
@@ -138,6 +148,8 @@ def load_checkpoint(
             f"{flag} is {folder}, which does not hold the arguments of its training; give one that Megatron saved."
         )
     check_trainable(args, f"{flag} is {iteration.parent}, which")
+    takes_drafter = config is not None and PROPOSERS[config.method].depths in DRAFTERS
+    is_one_of_two, args = stands_beside(args), alone(args, takes_drafter)
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None and Symbols.DS_ATTENTION in pattern:
         raise ValueError(
@@ -145,9 +157,9 @@ def load_checkpoint(
             f"({Symbols.DS_ATTENTION}); draft with another model."
         )
     stored_dtype = reader.dtype(EMBEDDING)
-    config = _config(args, stored_dtype, f"{flag} {folder}")
-    config.draft_vocabulary = stored_draft_vocabulary(iteration, config.mtp.drafter is not None)
-    model = build(config)
+    of_model = _config(args, stored_dtype, f"{flag} {folder}")
+    of_model.draft_vocabulary = stored_draft_vocabulary(iteration, of_model.mtp.drafter is not None)
+    model = build(of_model)
     fill(model, reader)
     model.cuda()
     model.config.params_dtype = dtype or stored_dtype  # from which Mamba layers read the type of their input
@@ -158,7 +170,7 @@ def load_checkpoint(
         vocab_size = entries(read_tokenizer(tokenizer, trust_remote_code))
     runner = Runner(model, vocab_size)
     runner.source = iteration.parent
-    runner.alarm.expected = read_record(iteration.parent)
+    runner.alarm.expected = read_record(iteration.parent, is_one_of_two and takes_drafter)
     return Loaded(runner, tokenizer)
 
 

@@ -11,7 +11,7 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, add_yarn_arguments, trained_depths
+from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, add_yarn_arguments, settings_apart, trained_depths
 from megatron_mtp.model.pattern import without_stages
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
@@ -100,7 +100,7 @@ MODEL_ARGUMENTS = (
     "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
     "hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups "
     "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv mtp_architecture vocab_size "
-    "drafter drafter_steps drafter_layers drafter_ffn_hidden_size "
+    "drafter drafter_beside_mtp drafter_steps drafter_layers drafter_ffn_hidden_size "
     "drafter_num_layers drafter_mask_token drafter_markov_rank "
     "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout"
 ).split()
@@ -147,6 +147,10 @@ class DepthFields:
     """Fields of our configurations beside Megatron's."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
+    beside: MTPConfig | None = None
+    """Settings of a drafter beside MTP layers."""
+    lacks_drafter: bool = False
+    """Whether the checkpoint to load has none."""
     mtp_init_seed: int = 0
     absent_mtp_layers: tuple[int, ...] = ()
     draft_vocabulary: Tensor | None = None
@@ -187,10 +191,12 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
     config.true_vocab_size = args.vocab_size
     if args.mtp_num_layers is not None:
         config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
-    config.mtp = MTPConfig(
+    of_drafter = (*DRAFTER_SETTINGS, "drafter_steps") if getattr(args, "drafter", None) is not None else ()
+    settings = MTPConfig(
         mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
         mtp_unroll=getattr(args, "mtp_unroll", None),
         mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
-        **{name: value for name in DRAFTER_SETTINGS if (value := getattr(args, name, None)) is not None},
+        **{name: value for name in of_drafter if (value := getattr(args, name, None)) is not None},
     )
+    config.mtp, config.beside = settings_apart(settings, args)
     return config

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 
-from megatron_mtp.config import BLOCK_LAYERS, DSPARK, MARKOV_RANK
+from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_STEPS, DSPARK, MARKOV_RANK, MTPConfig
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
 from megatron_mtp.model.drafter_layers import check_layers, default_layers
@@ -154,7 +154,8 @@ def _stage_arguments(
         "mtp_init_seed": config.mtp_init_seed,
         "absent_mtp_layers": config.absent_mtp_layers,
         "train_only_mtp": config.mtp.mtp_train_only,
-        "drafter": _drafter(config),
+        "drafter": _drafter(config, config.mtp),
+        **_beside(config),
         "draft_vocabulary": config.draft_vocabulary,
         "absent_draft_vocabulary": config.absent_draft_vocabulary,
         "true_vocab_size": config.true_vocab_size,
@@ -202,13 +203,22 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     return with_portable_modules(layer_spec, config.transformer)
 
 
-def _drafter(config: MTPModelConfig) -> "Drafter | None":
-    """The drafter that takes the place of MTP layers; None without one.
+def _beside(config: MTPModelConfig) -> dict[str, Any]:
+    """Arguments of a drafter beside MTP layers."""
+    if config.beside is None or (drafter := _drafter(config, config.beside)) is None:
+        return {}
+    drafter = replace(drafter, steps=config.beside.drafter_steps or DRAFTER_STEPS)
+    submodules = DRAFTERS[drafter.kind].submodules(config.transformer)
+    return {"beside": drafter, "beside_submodules": submodules, "lacks_drafter": config.lacks_drafter}
+
+
+def _drafter(config: MTPModelConfig, settings: MTPConfig) -> "Drafter | None":
+    """The drafter of these settings; None without one.
 
     Raises:
         ValueError: the trunk does not have them.
     """
-    settings, kind, layers = config.mtp, config.mtp.drafter, config.transformer.num_layers
+    kind, layers = settings.drafter, config.transformer.num_layers
     if kind is None:
         return None
     if config.transformer.mtp_standalone:

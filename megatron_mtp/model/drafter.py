@@ -41,6 +41,7 @@ class Drafter:
         mask_token: whose embedding stands at the places of a block that are to be drafted.
         vocabulary: tokens of the trunk.
         markov_rank: of the bias by the token before; None without.
+        steps: tokens that it drafts beside MTP layers; None in their place, where it has as many as the model depths.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Drafter:
     mask_token: int = 0
     vocabulary: int = 0
     markov_rank: int | None = None
+    steps: int | None = None
 
 
 def layer_config(config: TransformerConfig, ffn_hidden_size: int | None = None, **others: Any) -> TransformerConfig:
@@ -156,7 +158,8 @@ class DrafterBlock(MultiTokenPredictionBlock):
         draft_vocabulary: Tensor | None = None,
     ) -> None:
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
-        own = layer_config(config, drafter.ffn_hidden_size, **self.settings)
+        steps = drafter.steps or config.mtp_num_layers
+        own = layer_config(config, drafter.ffn_hidden_size, **self.settings, mtp_num_layers=steps)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
         self.sequential = True
 
@@ -195,6 +198,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
     ) -> ShardedStateDict:
         """Entries under `drafter.`, beside the trunk's."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own = f"{prefix.removesuffix('mtp.')}{DRAFTER}"
+        own = prefix.rstrip(".").rpartition(".")[0]
+        own = f"{own}.{DRAFTER}" if own else DRAFTER
         apply_prefix_mapping(entries, {f"{prefix}layers.0.": own, prefix: own})
         return entries

@@ -1,9 +1,10 @@
 """Which layers of a trunk a drafter reads, and what Megatron's arguments say of a model that has one."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_mtp.config import BLOCK_LAYERS, EAGLE3
+from megatron_mtp.config import BESIDE_MTP, BLOCK_LAYERS, EAGLE3, drafted_steps, stands_beside
 
 FEATURES = 3
 """Layers of the trunk that an EAGLE-3 drafter reads; others read any number."""
@@ -52,4 +53,14 @@ def as_mtp_layers(steps: int) -> dict[str, Any]:
         "mtp_init": None,
         "mtp_train_only": True,
         "mtp_loss_scaling_factor": 1.0,
+        BESIDE_MTP: False,
     }
+
+
+def alone(args: Namespace, is_drafter: bool) -> Namespace:
+    """The arguments of a model that drafts with one of two: with the drafter, or with the MTP layers beside it."""
+    if not stands_beside(args):
+        return args
+    steps: int = drafted_steps(args)
+    changes = as_mtp_layers(steps) if is_drafter else {"drafter": None, BESIDE_MTP: False}
+    return Namespace(**{**vars(args), **changes})

@@ -24,6 +24,7 @@ def fill_absent_layers(
     absent: tuple[int, ...],
     init: str,
     seed: int,
+    block_name: str = "mtp",
 ) -> dict[str, Any]:
     """The loaded state with entries for the MTP layers that it lacks.
 
@@ -34,6 +35,7 @@ def fill_absent_layers(
         absent: indices of the layers to make.
         init: 'random' or 'last-layer'.
         seed: of 'random'.
+        block_name: in the model.
 
     Raises:
         ValueError: the stage has no trunk layer that could be copied.
@@ -41,10 +43,10 @@ def fill_absent_layers(
     filled = dict(loaded)
     weights = RandomWeights.of(block.config, block.config.num_layers, seed)
     for index in absent:
-        prefix = f"mtp.layers.{index}."
+        prefix = f"{block_name}.layers.{index}."
         new = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
         if init == "random":
-            new |= _drawn(prefix, block.layers[index], weights)
+            new |= _drawn(f"mtp.layers.{index}.", block.layers[index], weights)
         else:
             new = {name: _from_trunk(name, value, loaded, block) for name, value in new.items()}
         filled |= {prefix + name: value for name, value in new.items()}

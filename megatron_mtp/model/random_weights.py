@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWN = ("linear_", "eh_proj", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset", "markov_w1")
+DRAWN = ("linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset", "markov_w1")
 """First letters of the names of matrices, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")

@@ -7,7 +7,7 @@ the depths' hidden states; without one it is the plain model.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,7 @@ class StageOutput:
         head: the output head.
         depth_head: the same as the depths see it, detached where they must not train it.
         batch: the call's `output_processor_context`.
+        beside: the same of a drafter beside MTP layers; None without one.
     """
 
     hidden_SBH: Tensor
@@ -60,6 +61,7 @@ class StageOutput:
     depth_head: Head
     batch: Any
     confidence_DSB: Tensor | None = None
+    beside: "StageOutput | None" = None
 
 
 DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
@@ -69,6 +71,9 @@ DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
         "dspark": "megatron_mtp.model.block_drafter:BlockDrafter",
     }
 )
+
+DRAFTER_BLOCK = "drafter_block"
+"""The module of a drafter beside MTP layers."""
 
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
@@ -80,6 +85,9 @@ class MTPTrunk(LanguageModule):
     The stage holds a block where `mtp_submodules` is given and the stage is the one for it.
     """
 
+    _read: tuple[int, ...] = ()
+    _states_after: dict[int, Tensor]
+
     def __init__(
         self,
         *,
@@ -89,6 +97,9 @@ class MTPTrunk(LanguageModule):
         absent_mtp_layers: tuple[int, ...] = (),
         train_only_mtp: bool = False,
         drafter: "Drafter | None" = None,
+        beside: "Drafter | None" = None,
+        beside_submodules: MultiTokenPredictionLayerSubmodules | None = None,
+        lacks_drafter: bool = False,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
         true_vocab_size: int | None = None,
@@ -100,7 +111,8 @@ class MTPTrunk(LanguageModule):
         super().__init__(**trunk_arguments)
         self._trunk_is_built = True
         self._mtp_init, self._mtp_init_seed, self._absent = mtp_init, mtp_init_seed, absent_mtp_layers
-        self._lacks_draft_vocabulary = absent_draft_vocabulary
+        self._lacks_draft_vocabulary, self._lacks_drafter = absent_draft_vocabulary, lacks_drafter
+        self.drafter_block: DrafterBlock | None = None
         self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
             mtp_num_layers=self.config.mtp_num_layers,
@@ -110,10 +122,18 @@ class MTPTrunk(LanguageModule):
         if self.mtp_process:
             assert mtp_submodules is not None
             attach_embedding(self)
-            of_block = self.config, mtp_submodules, self.pg_collection, self.vp_stage, draft_vocabulary
-            self.mtp = (
-                MultiTokenPredictionBlock(*of_block) if drafter is None else DRAFTERS[drafter.kind](drafter, *of_block)
-            )
+            of_block = self.pg_collection, self.vp_stage, draft_vocabulary
+
+            def drafting(kind: "Drafter", submodules: MultiTokenPredictionLayerSubmodules) -> "DrafterBlock":
+                return DRAFTERS[kind.kind](kind, self.config, submodules, *of_block)
+
+            if drafter is None:
+                self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, *of_block)
+            else:
+                self.mtp = drafting(drafter, mtp_submodules)
+            if beside is not None:
+                assert beside_submodules is not None
+                self.drafter_block = drafting(beside, beside_submodules)
             self._set_quantization()
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
@@ -123,9 +143,8 @@ class MTPTrunk(LanguageModule):
             slice_size = self.vocab_size // ranks
             self.draft_vocabulary = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
         self.drafter = drafter
-        if drafter is not None:
-            self._read_layers(drafter.layers)
-            self.config.variable_seq_lengths = self.pg_collection.pp.size() > 1  # stages send tensors of any width
+        if reading := drafter or beside:
+            self._read_layers(reading.layers)
         if train_only_mtp:
             freeze_trunk(self)
 
@@ -135,7 +154,8 @@ class MTPTrunk(LanguageModule):
         A pipeline stage has some of them. It gets the states after layers before its own beside its input, and sends
         them on with those of its own layers.
         """
-        self._states_after: dict[int, Tensor] = {}
+        self._read, self._states_after = numbers, {}
+        self.config.variable_seq_lengths = self.pg_collection.pp.size() > 1  # stages send tensors of any width
 
         def keep(layer: Any, _: Any, made: Any) -> None:
             self._states_after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
@@ -158,9 +178,10 @@ class MTPTrunk(LanguageModule):
         if self._trunk_is_frozen and not is_after_mtp:
             given = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
             self._stage_input, input_tensor = given, None if given is None else given.detach()
-        if self.drafter is not None and input_tensor is not None:
-            input_tensor, *before = input_tensor.split(self.config.hidden_size, dim=-1)
-            self._states_after.update(zip(self.drafter.layers, before, strict=False))
+        given = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if self._read and given is not None:
+            input_tensor, *before = given.split(self.config.hidden_size, dim=-1)
+            self._states_after.update(zip(self._read, (one.detach() for one in before), strict=False))
         super().set_input_tensor(input_tensor)
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -183,19 +204,26 @@ class MTPTrunk(LanguageModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
-        if self.mtp_process and self._absent:
+        if self._absent or self._lacks_drafter:
             from megatron_mtp.model.initialize import fill_absent_layers
-
+        new_drafter = None
+        if self.mtp_process and self._absent:
             state_dict = fill_absent_layers(
                 dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
             )
+            new_drafter = self.mtp if self.drafter is not None else None
         if self.mtp_process and self._lacks_draft_vocabulary:
             state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
-        is_new_drafter = bool(self._absent) and self.drafter is not None
-        self._absent, self._lacks_draft_vocabulary = (), False
+        if self.drafter_block is not None and self._lacks_drafter:
+            own, new_drafter = self.state_dict(), self.drafter_block
+            of_block = own, new_drafter, (0,), "random", self._mtp_init_seed, DRAFTER_BLOCK
+            state_dict = fill_absent_layers(dict(state_dict), *of_block)
+            name = f"{DRAFTER_BLOCK}.draft_vocabulary"
+            state_dict |= {name: own[name]} if name in own else {}
+        self._absent, self._lacks_draft_vocabulary, self._lacks_drafter = (), False, False
         loaded = super().load_state_dict(state_dict, strict=strict, **kwargs)
-        if is_new_drafter:
-            self.mtp.begin_head(self.head())
+        if new_drafter is not None:
+            new_drafter.begin_head(self.head())
         return loaded
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
@@ -204,6 +232,8 @@ class MTPTrunk(LanguageModule):
         absent = tuple(f"{prefix}mtp.layers.{index}." for index in self._absent)
         if self._lacks_draft_vocabulary:
             absent += (prefix + DRAFT_VOCABULARY,)
+        if self._lacks_drafter:
+            absent += (f"{prefix}{DRAFTER_BLOCK}.",)
         for name, entry in entries.items():
             if absent and name.startswith(absent):
                 entry.key = ABSENT + entry.key
@@ -224,18 +254,21 @@ class MTPTrunk(LanguageModule):
             hidden_states = answer_with_zeros(hidden_states, self._stage_input)
         depth_hidden: list[Tensor] = []
         confidence_DSB: Tensor | None = None
-        if self.mtp_process and output_processor_context is not None:
-            batch = output_processor_context
+        beside: tuple[list[Tensor], Tensor | None] = [], None
+        batch = output_processor_context
+        if self.mtp_process and batch is not None:
             attention = AttentionInputs(**{name: trunk_outputs[name] for name in AttentionInputs.__annotations__})
-            if self.drafter is not None and self.drafter.kind in FILL_BLOCKS:
-                of_blocks = self._read_states(), batch, self.embedding, attention, self._whole_angles
-                depth_hidden, confidence_DSB = self.mtp.blocks(*of_blocks)
+            position_ids_BS = trunk_outputs["position_ids"]
+            if self.drafter is not None:
+                depth_hidden, confidence_DSB = self._drafted(self.mtp, batch, position_ids_BS, attention)
             else:
-                depth_hidden = self.depth_states(hidden_states, batch, trunk_outputs["position_ids"], attention)
+                depth_hidden = self.depth_states(hidden_states, batch, position_ids_BS, attention)
             if self.drafter is not None and self._stage_input is not None:
                 depth_hidden[0] = answer_with_zeros(depth_hidden[0], self._stage_input)
+            if self.drafter_block is not None and batch.beside is not None:
+                beside = self._drafted(self.drafter_block, batch.beside, position_ids_BS, attention)
         if not self.post_process:
-            if self.drafter is not None:
+            if self._read:
                 return torch.cat([hidden_states, self._read_states()], dim=-1) if self._states_after else hidden_states
             return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
         if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
@@ -245,7 +278,10 @@ class MTPTrunk(LanguageModule):
         if output_processor is not None:
             depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
             depth_head = self.mtp.head_of(depth_head) if self.mtp_process else depth_head
-            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, output_processor_context, confidence_DSB)
+            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, batch, confidence_DSB)
+            if self.drafter_block is not None and batch is not None:
+                own = self.drafter_block.head_of(self.head(trunk_outputs["runtime_gather_output"], detached=True))
+                stage = replace(stage, beside=StageOutput(hidden_states, beside[0], head, own, batch.beside, beside[1]))
             return output_processor(stage)
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
@@ -269,7 +305,7 @@ class MTPTrunk(LanguageModule):
             ValueError: a drafter reads layers that did not run in the same forward pass.
         """
         if self.drafter is not None:
-            hidden_SBH = self._read_states()
+            return self._drafted(self.mtp, batch, position_ids_BS, attention)[0]
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         return self.mtp(
             hidden_SBH,
@@ -279,8 +315,25 @@ class MTPTrunk(LanguageModule):
             attention,
             shifted_in_DBS,
             self._mixer(batch),
-            self._later_angles(attention),
+            self._later_angles(self.mtp, attention),
         )
+
+    def _drafted(
+        self, block: Any, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What the head takes of a drafter's drafts, and their confidence; neither trains the trunk's embedding."""
+
+        def embedding(**given: Any) -> Tensor:
+            made_SBH: Tensor = self.embedding(**given)
+            return made_SBH.detach()
+
+        states_SBX = self._read_states()
+        if block.drafter.kind in FILL_BLOCKS:
+            made: tuple[list[Tensor], Tensor | None]
+            made = block.blocks(states_SBX, batch, embedding, attention, self._whole_angles)
+            return made
+        angles = self._later_angles(block, attention)
+        return block(states_SBX, batch.tokens_DBS, position_ids_BS, embedding, attention, angles=angles), None
 
     def _read_states(self) -> Tensor:
         """The states that a drafter reads, side by side; they are given once."""
@@ -289,12 +342,11 @@ class MTPTrunk(LanguageModule):
                 "this model's drafter reads states of the trunk's layers, which only its own forward pass gives; train "
                 "it by megatron-mtp train --drafter."
             )
-        assert self.drafter is not None
         return torch.cat([self._states_after.pop(number) for number in sorted(self._states_after)], dim=-1)
 
-    def _later_angles(self, attention: AttentionInputs) -> Angles | None:
+    def _later_angles(self, block: MultiTokenPredictionBlock, attention: AttentionInputs) -> Angles | None:
         """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
-        if not self.mtp.shares_kv or attention.rotary_pos_emb is None:
+        if not block.shares_kv or attention.rotary_pos_emb is None:
             return None
         is_packed = attention.packed_seq_params is not None
         ranks = 1 if is_packed else self.pg_collection.cp.size()
@@ -403,8 +455,8 @@ def freeze_trunk(model: nn.Module) -> None:
 
 
 def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a stage that are not the MTP block."""
-    return (module for name, module in model.named_children() if name != "mtp")
+    """The parts of a stage that do not draft."""
+    return (module for name, module in model.named_children() if name not in ("mtp", DRAFTER_BLOCK))
 
 
 def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ from megatron_mtp.losses.chunks import chunks
 from megatron_mtp.losses.vocabulary import vocabulary_of
 from megatron_mtp.model.sharing import Head
 
+MTP, DRAFTER = "mtp", "drafter"
+"""What figures are called by: what drafts, and a drafter beside MTP layers."""
+
 
 @torch.no_grad()
 def count_acceptance(
@@ -58,15 +61,20 @@ def stats_of(counts_4D: Tensor) -> AcceptanceStats:
     )
 
 
-def named(stats: AcceptanceStats) -> dict[str, float]:
+def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
     """Every figure by the name that it has in logs, metrics.jsonl, TensorBoard, W&B and reports."""
     lists = {
         "acceptance": stats.acceptance,
         "conditional acceptance": stats.conditional_acceptance,
         "overlap": stats.overlap,
     }
-    figures = {f"mtp_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
-    return {**figures, "expected accepted length": stats.expected_length}
+    figures = {f"{what}_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
+    return {**figures, expected_length_of(what): stats.expected_length}
+
+
+def expected_length_of(what: str) -> str:
+    """The name of the expected accepted length; what drafts without another beside it needs no name there."""
+    return "expected accepted length" if what == MTP else f"{what} expected accepted length"
 
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import BESIDE_MTP, MTPConfig, settings_apart
 from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import (
     APEX,
@@ -34,7 +34,6 @@ from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chats import make_chats, reads_chats
 from megatron_mtp.training.checks import (
-    check_alone,
     check_data,
     check_flags,
     check_hub,
@@ -43,6 +42,7 @@ from megatron_mtp.training.checks import (
     drafter_arguments,
     leave_out_evaluations,
     set_depths,
+    set_drafter,
 )
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load, check_stored, draft_vocabulary
@@ -54,7 +54,7 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
     settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
-    check_loss(settings)
+    check_loss(settings_apart(settings, args)[0])
     return settings
 
 
@@ -116,7 +116,7 @@ def parse_run_args(
     vars(given).update(older)  # which Megatron does after it has checked the positions of depths
     check_ranges(given)
     check_hub(given)
-    check_alone(given)
+    set_drafter(given)
     set_depths(given)
     given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
@@ -124,7 +124,8 @@ def parse_run_args(
     check_load(given, mends)
     stored = checkpoint_arguments(given) | older
     if (drafter := given.drafter or stored.get("drafter")) is not None:
-        stored |= drafter_arguments(Namespace(**{**vars(given), **stored, "drafter": drafter}))
+        stored = {BESIDE_MTP: given.drafter_beside_mtp, **stored, "drafter": drafter}
+        stored |= drafter_arguments(Namespace(**{**vars(given), **stored}))
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser)
@@ -138,11 +139,12 @@ def parse_run_args(
         args.mtp_num_layers = None
     args.reads_chats = given.reads_chats
     args.create_attention_mask_in_dataloader &= not args.reads_chats  # packed rows have none
+    args.drafter_beside_mtp = bool(stored.get(BESIDE_MTP))
     if args.drafter is not None:
         vars(args).update(drafter_arguments(args))  # Megatron has put the checkpoint's in their place
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
-        if given.mtp_num_layers is not None and args.drafter is None:
+        if given.mtp_num_layers is not None and (args.drafter is None or args.drafter_beside_mtp):
             args.mtp_num_layers = given.mtp_num_layers  # Megatron prefers the checkpoint's, whatever the flag says
             set_depths(args)
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
@@ -156,11 +158,11 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     model_config = config_of(args, **given)
-    model_config.mtp = mtp_config_from_args(args)
+    model_config.mtp, model_config.beside = settings_apart(mtp_config_from_args(args), args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
-    model_config.absent_mtp_layers = check_stored(args, model_config.mtp)
+    model_config.absent_mtp_layers, model_config.lacks_drafter = check_stored(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config
 

@@ -34,7 +34,9 @@ from megatron_mtp.config import (
     FILL_BLOCKS,
     MARKOV_RANK,
     MTPConfig,
+    drafted_steps,
     flag_of,
+    stands_beside,
     trained_depths,
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
@@ -279,6 +281,11 @@ def _with_depths(args: Namespace) -> Sentences:
             f"{f'--drafter-steps is {passes}' if args.drafter else said}, but sequences of --seq-length "
             f"{args.seq_length} have no token that far ahead; give fewer, or longer sequences."
         )
+    if args.seq_length is not None and drafted_steps(args) >= args.seq_length:
+        yield (
+            f"--drafter-steps is {drafted_steps(args)}, but sequences of --seq-length {args.seq_length} have no token "
+            "that far ahead; give fewer, or longer sequences."
+        )
     if args.mtp_hidden_state_mixing and trained_depths(args) < 2:
         yield (
             "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
@@ -349,18 +356,24 @@ def _check_folder(flag: str, named: str | None) -> None:
         raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
 
 
-def check_alone(args: Namespace) -> None:
-    """Raises ValueError where --drafter was given with MTP layers, or where this run cannot have a drafter (ours)."""
+def set_drafter(args: Namespace) -> None:
+    """Raises ValueError where --drafter was given with what a run with a drafter cannot have (ours)."""
+    args.drafter_beside_mtp = args.drafter is not None and bool(args.mtp_num_layers)
     if args.drafter is None:
         return
+    is_alone = not args.drafter_beside_mtp
     for given, flag, why in (
-        (args.mtp_num_layers, "--mtp-num-layers", "a drafter takes the place of MTP layers"),
-        (args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
-        (args.mtp_init, "--mtp-init", "a new drafter is drawn"),
-        (args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
-        (args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
+        (is_alone and args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
+        (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
+        (is_alone and args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
+        (is_alone and args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
         (args.hybrid_layer_pattern, PATTERN, "it reads layers of a GPT"),
         (args.multi_latent_attention, "--multi-latent-attention", "its heads are turned as the trunk's"),
+        (
+            args.overlap_moe_expert_parallel_comm,
+            "--overlap-moe-expert-parallel-comm",
+            "its schedule takes apart the layers whose states are read",
+        ),
     ):
         if given:
             raise ValueError(f"--drafter {args.drafter} was given with {flag}, but {why}; drop one of the two.")
@@ -368,7 +381,7 @@ def check_alone(args: Namespace) -> None:
 
 
 def drafter_arguments(args: Namespace) -> dict[str, Any]:
-    """The arguments of the MTP layers that a run with a drafter has: one layer in K passes on a frozen trunk.
+    """The arguments of a run with a drafter: in the place of MTP layers it is one in K passes on a frozen trunk.
 
     Raises:
         ValueError: the trunk does not have the layers that are to be read.
@@ -382,9 +395,13 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
         "drafter_layers": chosen,
         "drafter_num_layers": args.drafter_num_layers or (BLOCK_LAYERS if blocks else None),
         "drafter_markov_rank": args.drafter_markov_rank or (MARKOV_RANK if args.drafter == DSPARK else None),
-        **(DRAFTER_LOSSES[args.drafter] if args.mtp_loss == "ce" else {}),
-        **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS),
+        **({} if stands_beside(args) else _in_their_place(args)),
     }
+
+
+def _in_their_place(args: Namespace) -> dict[str, Any]:
+    loss = DRAFTER_LOSSES[args.drafter] if args.mtp_loss == "ce" else {}
+    return {**loss, **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS)}
 
 
 def set_depths(args: Namespace) -> None:

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_mtp.config import trained_depths
 from megatron_mtp.model.arguments import CUDA, MTPModelConfig, flags_without
 from megatron_mtp.model.build import build
+from megatron_mtp.model.trunk import DRAFTER_BLOCK
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
@@ -47,7 +48,12 @@ OF_LIBRARIES: dict[str, tuple[str, Any]] = {
 }
 """Arguments that need a library, and what they are in a plan."""
 
-PARTS = {"trunk": "decoder.", "depths": "mtp.", "embedding": "embedding.", "head": "output_layer."}
+PARTS = {
+    "trunk": "decoder.",
+    "depths": ("mtp.", f"{DRAFTER_BLOCK}."),
+    "embedding": "embedding.",
+    "head": "output_layer.",
+}
 """The parts of a model, and how the names of their parameters begin."""
 
 

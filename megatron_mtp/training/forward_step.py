@@ -20,7 +20,7 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megatron_mtp.config import BLOCKS, MTPConfig, trained_depths
+from megatron_mtp.config import BLOCKS, MTPConfig, drafted_steps, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
@@ -35,6 +35,7 @@ from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights, kept_positions, scaling_factor
 from megatron_mtp.model.mixing import drawn_ages
 from megatron_mtp.model.trunk import StageOutput
+from megatron_mtp.training.acceptance import DRAFTER, MTP
 from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
@@ -45,10 +46,15 @@ SPIKE = 10
 
 @dataclass
 class ForwardStep:
-    """Megatron's `forward_step_func`, with the settings and the metrics of this run."""
+    """Megatron's `forward_step_func`, with the settings and the metrics of this run.
+
+    Attributes:
+        beside: settings of a drafter beside MTP layers.
+    """
 
     settings: MTPConfig
     metrics: Metrics
+    beside: MTPConfig | None = None
 
     def __call__(
         self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
@@ -63,9 +69,9 @@ class ForwardStep:
         named = {
             "labels": batch["labels"],
             "packed_seq_params": packed_seq_params(batch),
-            "output_processor_context": None if depths is None else self._in_blocks(self._mixed(depths)),
+            "output_processor_context": None if depths is None else self._as_drafted(depths),
         }
-        objective = self._objective()
+        objective = self._objectives()
         if not return_schedule_plan:
             return model(*inputs, **named, output_processor=objective), self.loss
 
@@ -86,11 +92,24 @@ class ForwardStep:
             loss = loss * args.context_parallel_size  # Megatron takes the mean over ranks, each with a part of the sum
         _validate(loss)
         report = {"lm loss": output.main.report()}
-        for depth, sums in enumerate(output.depths, start=1):
-            report[f"mtp_{depth} loss"] = sums.report()
-        self.metrics.add(report, output.acceptance)
+        counts = {}
+        for name, drafted in ((MTP, output), (DRAFTER, output.beside)):
+            if drafted is None:
+                continue
+            report |= {f"{name}_{depth} loss": sums.report() for depth, sums in enumerate(drafted.depths, start=1)}
+            if drafted.acceptance is not None:
+                counts[name] = drafted.acceptance
+        self.metrics.add(report, counts)
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
+
+    def _as_drafted(self, batch: DepthBatch) -> DepthBatch:
+        """With what the depths draw in this step, and with the part of a drafter beside them."""
+        if self.beside is None:
+            return _in_blocks(self._mixed(batch), self.settings)
+        args = get_args()
+        own = self._mixed(batch.first(trained_depths(args)))
+        return replace(own, beside=_in_blocks(batch.first(drafted_steps(args)), self.beside))
 
     def _mixed(self, batch: DepthBatch) -> DepthBatch:
         """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
@@ -101,25 +120,24 @@ class ForwardStep:
         seed = args.seed, args.curr_iteration
         return replace(batch, ages_DS=drawn_ages(trained_depths(args), seed, positions_S, whole))
 
-    def _in_blocks(self, batch: DepthBatch) -> DepthBatch:
-        """With the blocks of this step, where a block drafter is trained."""
-        if not self.settings.fills_blocks:
-            return batch
-        args = get_args()
-        step = args.curr_iteration if torch.is_grad_enabled() else 0
-        whole = batch.positions_S.numel() * args.context_parallel_size
-        return with_blocks(batch, self.settings.drafter_blocks or BLOCKS, (args.seed, step), whole)
-
-    def _objective(self) -> NextTokensObjective:
-        """The objective of this step, with the weights of its schedules."""
+    def _objectives(self) -> NextTokensObjective:
+        """The objective of this step, and beside it that of a drafter, whose loss has no lambda."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
+        own = self._objective(settings, trained_depths(args), scaling_factor(args, settings, step), step)
+        if self.beside is None:
+            return own
+        beside = self._objective(self.beside, drafted_steps(args), 1.0, step)
+        return replace(own, beside=replace(beside, trains_trunk=False))
+
+    def _objective(self, settings: MTPConfig, depths: int, factor: float, step: int) -> NextTokensObjective:
+        """The objective of so many depths, with lambda of this step."""
+        args, loss = get_args(), depth_loss(settings)
         fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
-        loss, factor = depth_loss(settings), scaling_factor(args, settings, step)
-        interval = settings.mtp_acceptance_interval
+        interval = self.settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
         return NextTokensObjective(
-            depth_weights=depth_weights(settings, trained_depths(args), factor, loss.couples_depths),
+            depth_weights=depth_weights(settings, depths, factor, loss.couples_depths),
             cp_group=mpu.get_context_parallel_group(),
             depth_loss=loss,
             per_token=args.calculate_per_token_loss,
@@ -128,6 +146,16 @@ class ForwardStep:
             kept_positions=partial(kept_positions, fraction, (args.seed, step)),
             measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
         )
+
+
+def _in_blocks(batch: DepthBatch, settings: MTPConfig) -> DepthBatch:
+    """With the blocks of this step, where a block drafter is trained."""
+    if not settings.fills_blocks:
+        return batch
+    args = get_args()
+    step = args.curr_iteration if torch.is_grad_enabled() else 0
+    whole = batch.positions_S.numel() * args.context_parallel_size
+    return with_blocks(batch, settings.drafter_blocks or BLOCKS, (args.seed, step), whole)
 
 
 def _validate(loss: Tensor) -> None:
@@ -195,7 +223,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tupl
     depths = None
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
-        depths = depth_batch(batch, trained_depths(args), document_BS)
+        depths = depth_batch(batch, max(trained_depths(args), drafted_steps(args)), document_BS)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]

@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of
+from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
 from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.model.pattern import trunk_and_depths
@@ -116,14 +116,16 @@ def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
     return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
-def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
-    """The MTP layers that the checkpoint to load lacks; a checkpoint that lacks all of them starts a new run.
+def check_stored(args: Namespace, settings: MTPConfig) -> tuple[tuple[int, ...], bool]:
+    """The MTP layers that the checkpoint to load lacks, and whether it lacks the drafter beside them.
+
+    A drafter in their place is number 0. A checkpoint that lacks the drafter or all of the layers starts a new run.
 
     Raises:
         ValueError: it has other layers, depths or positions than this run.
     """
     if (found := loaded_iteration(args)) is None:
-        return ()
+        return (), False
     name, folder = found
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
@@ -135,14 +137,17 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[int, ...]:
     stored = common.get("args")
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
-    absent: tuple[int, ...] = ()
-    if args.drafter is not None:
-        absent = _absent_drafter(folder, stored if has_drafter else None, args)
-    elif args.mtp_num_layers is not None:
+    lacks_drafter = args.drafter is not None and _lacks_drafter(folder, stored if has_drafter else None, args)
+    absent: tuple[int, ...] = (0,) if lacks_drafter else ()
+    if args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args)):
         absent = _changed_layers(args, settings, folder, common)
+    if has_drafter and stored is not None and stands_beside(stored) != stands_beside(args) and not args.finetune:
+        args.finetune = True
+        if args.rank == 0:
+            say(f"> {folder} has MTP layers and a drafter, of which this run trains one; starting as with --finetune")
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
-    return absent
+    return absent, lacks_drafter and stands_beside(args)
 
 
 def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]) -> tuple[int, ...]:
@@ -184,8 +189,8 @@ def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: 
     return absent
 
 
-def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> tuple[int, ...]:
-    """Number 0 where the checkpoint has no drafter; it then has a trunk alone that is read.
+def _lacks_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> bool:
+    """Return whether the checkpoint has no drafter, so that the run begins a new one.
 
     Args:
         folder: of the iteration.
@@ -199,7 +204,7 @@ def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> 
         args.finetune = True  # the stored optimizer knows nothing of the drafter
         if args.rank == 0:
             say(f"> a new drafter on the trunk of {folder}; starting as with --finetune")
-        return (0,)
+        return True
     for name in DRAFTER_SETTINGS:
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if own != theirs:
@@ -207,7 +212,7 @@ def _absent_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> 
                 f"{flag_of(name)} is {_words(own)}, and the drafter of {folder} (--load) has {_words(theirs)}; give "
                 "that, or --use-checkpoint-args."
             )
-    return ()
+    return False
 
 
 def _words(value: Any) -> str:
@@ -287,7 +292,7 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     if args.mtp_num_layers is None:
         return None, False
     loaded = loaded_iteration(args)
-    stored = None if loaded is None else stored_draft_vocabulary(loaded[1], args.drafter is not None)
+    stored = None if loaded is None else _stored_draft_vocabulary(loaded[1], args)
     if stored is not None and loaded is not None:
         checkpoint = f"{FLAGS[loaded[0]]} {getattr(args, loaded[0])}"
         _check_same(stored, settings, checkpoint)
@@ -303,6 +308,24 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     if args.rank == 0:
         say(f"> the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
     return torch.tensor(tokens), loaded is not None and stored is None
+
+
+def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
+    """The tokens that the checkpoint drafts: a drafter and the MTP layers beside it have one list.
+
+    Raises:
+        ValueError: they have two.
+    """
+    is_beside = stands_beside(args)
+    found = stored_draft_vocabulary(folder, of_drafter=args.drafter is not None and not is_beside)
+    if is_beside and (folder / FORMAT).exists() and DistReader(folder).has_drafter:
+        lists = found, stored_draft_vocabulary(folder, of_drafter=True)
+        if len({None if one is None else tuple(one.tolist()) for one in lists}) > 1:
+            raise ValueError(
+                f"the drafter of {folder} and its MTP layers draft other tokens, and beside each other they have one "
+                "list; go on with one of them."
+            )
+    return found
 
 
 def _check_same(stored: Tensor, settings: MTPConfig, source: str) -> None:

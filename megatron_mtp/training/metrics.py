@@ -25,12 +25,15 @@ from torch import Tensor
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.files import written_beside
-from megatron_mtp.training.acceptance import named, stats_of
+from megatron_mtp.training.acceptance import DRAFTER, MTP, named, stats_of
 from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
 from megatron_mtp.training.short_log import say
 
 PLOT = "metrics.png"
+Rates = dict[str, AcceptanceStats]
+"""Acceptance of what drafts, and of a drafter beside MTP layers: `acceptance.MTP` and `DRAFTER`, where measured."""
+
 MTP_GRAD_NORM = "mtp grad norm"
 """Of the MTP layers, where they are clipped by themselves."""
 
@@ -40,31 +43,29 @@ class Window:
     """Sums since the last report, on the device."""
 
     losses: dict[str, Tensor] = field(default_factory=dict)
-    acceptance_4D: Tensor | None = None
+    acceptance: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, report: dict[str, Tensor], counts_4D: Tensor | None) -> None:
-        """Add what a step reported: sums and counts by name, and counts of acceptance if they were measured."""
-        for name, sum_and_tokens in report.items():
-            self.losses[name] = self.losses.get(name, 0) + sum_and_tokens
-        if counts_4D is not None:
-            self.acceptance_4D = counts_4D if self.acceptance_4D is None else self.acceptance_4D + counts_4D
+    def add(self, report: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+        """Add what a step reported: sums and counts by name, and counts of acceptance [4, D] if they were measured."""
+        for sums, new in ((self.losses, report), (self.acceptance, counts)):
+            for name, each in new.items():
+                sums[name] = sums.get(name, 0) + each
 
     @property
     def idle(self) -> list[str]:
         """Names of losses of which no position counted, on any rank; call `reduce` before."""
         return [name for name, sum_and_tokens in self.losses.items() if sum_and_tokens[1] < 0.5]
 
-    def reduce(self) -> tuple[dict[str, float], AcceptanceStats | None]:
+    def reduce(self) -> tuple[dict[str, float], Rates]:
         """Mean losses and rates over all data- and context-parallel ranks of this stage."""
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         losses = {}
         for name, sum_and_tokens in self.losses.items():
             torch.distributed.all_reduce(sum_and_tokens, group=group)
             losses[name] = (sum_and_tokens[0] / sum_and_tokens[1]).item()
-        if self.acceptance_4D is None:
-            return losses, None
-        torch.distributed.all_reduce(self.acceptance_4D, group=group)
-        return losses, stats_of(self.acceptance_4D)
+        for counts_4D in self.acceptance.values():
+            torch.distributed.all_reduce(counts_4D, group=group)
+        return losses, {name: stats_of(counts_4D) for name, counts_4D in self.acceptance.items()}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Step:
 class Reporter(Protocol):
     """Shows a run's figures while it trains; called only on the last rank."""
 
-    def interval(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
+    def interval(self, row: dict[str, Any], rates: Rates) -> None:
         """Training since the last call."""
 
     def evaluated_batch(self) -> None:
@@ -100,8 +101,8 @@ class PrintedTables(Reporter):
     """The reporter with Megatron's own log: prints what that lacks."""
 
     @override
-    def interval(self, row: dict[str, Any], rates: AcceptanceStats | None) -> None:
-        if rates is not None:
+    def interval(self, row: dict[str, Any], rates: Rates) -> None:
+        if rates:
             print(table(row, rates), flush=True)
         if MTP_GRAD_NORM in row:
             print(f" {MTP_GRAD_NORM}: {row[MTP_GRAD_NORM]:.3f}", flush=True)
@@ -144,12 +145,12 @@ class Metrics:
         self._record: dict[str, Any] | None = None  # of the last evaluation, which is not written yet
         self._idle = set[str]()  # losses of which it was said that nothing counts
 
-    def add(self, report: dict[str, Tensor], counts_4D: Tensor | None) -> None:
+    def add(self, report: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
         if torch.is_grad_enabled():
-            self._training.add(report, counts_4D)
+            self._training.add(report, counts)
             return
-        self._evaluation.add(report, counts_4D)
+        self._evaluation.add(report, counts)
         if is_last_rank():
             self._reporter.evaluated_batch()
 
@@ -200,7 +201,7 @@ class Metrics:
         losses, rates = window.reduce()
         self._name_idle(window.idle)
         iteration = get_args().iteration if self._step is None else self._step.number
-        figures = {} if rates is None else named(rates)
+        figures = {name: value for what, stats in rates.items() for name, value in named(stats, what).items()}
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **figures}
         if split == "training":
             row |= {} if self._step is None else self._step.figures()
@@ -218,8 +219,9 @@ class Metrics:
             self._reporter.evaluation(
                 *self.evaluated, "after the run" if self._is_after_run else f"at step {iteration}"
             )
-        if rates is not None and split != "training":
-            self._record = record_of(rates, iteration, split)
+        if rates and split != "training":
+            records = {what: record_of(stats, iteration, split) for what, stats in rates.items()}
+            self._record = {**records.pop(MTP), **records}
             self._keep_record()
         if self._closing:
             return
@@ -273,10 +275,18 @@ class Metrics:
             self._has_failed = True
 
 
-def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
+def table(losses: dict[str, float], rates: Rates) -> str:
     """The table after an evaluation: loss and acceptance by depth, and tokens per forward of the trunk."""
-    if rates is None:
+    if not rates:
         return f"loss of the trunk: {losses['lm loss']:.4f}; there are no MTP layers"
+    return "\n".join(
+        line
+        for what, stats in rates.items()
+        for line in (*(["the drafter beside them:"] if what == DRAFTER else []), *_lines(losses, stats, what))
+    )
+
+
+def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[str]:
     lines = [
         "+-------+------------+------------+------------------------+---------+",
         "| depth |       loss | acceptance | conditional acceptance | overlap |",
@@ -285,7 +295,6 @@ def table(losses: dict[str, float], rates: AcceptanceStats | None) -> str:
     ]
     of_depths = zip(rates.acceptance, rates.conditional_acceptance, rates.overlap, strict=True)
     for depth, (acceptance, conditional, overlap) in enumerate(of_depths, start=1):
-        loss = losses[f"mtp_{depth} loss"]
+        loss = losses[f"{what}_{depth} loss"]
         lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
-    lines += [lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]
-    return "\n".join(lines)
+    return [*lines, lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]

@@ -32,12 +32,14 @@ class ObjectiveOutput:
         main: the trunk's loss sum.
         depths: of depth 1 .. D.
         acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
+        beside: the same of a drafter beside MTP layers, with its part of the loss; None without one.
     """
 
     loss: Tensor
     main: LossSum
     depths: list[LossSum]
     acceptance: Tensor | None
+    beside: "ObjectiveOutput | None" = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class NextTokensObjective:
         trains_trunk: whether the trunk's loss is part of the loss.
         kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
         measures_acceptance: whether to count it.
+        beside: of a drafter beside MTP layers, whose part of the loss does not train the trunk; None without one.
     """
 
     depth_weights: Sequence[float]
@@ -63,14 +66,24 @@ class NextTokensObjective:
     trains_trunk: bool = True
     kept_positions: Callable[[int], Tensor | None] = lambda _: None
     measures_acceptance: bool = False
+    beside: "NextTokensObjective | None" = None
 
     def __call__(self, stage: StageOutput) -> ObjectiveOutput:
         """Called by the model, whose `batch` is a `DepthBatch`."""
-        batch, hidden_SBH, depth_hidden = stage.batch, stage.hidden_SBH, stage.depth_hidden
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
-            main = self._main(hidden_SBH, stage.head, batch)
+            main = self._main(stage.hidden_SBH, stage.head, stage.batch)
+        made = self._drafts(stage, main)
+        made = replace(made, loss=main.total + made.loss)
+        if self.beside is None or stage.beside is None:
+            return made
+        beside = self.beside._drafts(stage.beside, main)
+        return replace(made, loss=made.loss + beside.loss, beside=beside)
+
+    def _drafts(self, stage: StageOutput, main: LossSum) -> ObjectiveOutput:
+        """The part of what drafts: of the loss, its own sums, and acceptance."""
+        batch, hidden_SBH, depth_hidden = stage.batch, stage.hidden_SBH, stage.depth_hidden
         if not depth_hidden:
-            return ObjectiveOutput(main.total, main, [], None)
+            return ObjectiveOutput(torch.zeros_like(main.total), main, [], None)
         later = self.later_positions(batch.positions_S, len(depth_hidden), batch.blocks_A)
         batch = batch.of_blocks()
         trunk_SBH, head = hidden_SBH.detach(), stage.depth_head
@@ -81,7 +94,7 @@ class NextTokensObjective:
         if self.measures_acceptance:
             assert later is not None
             acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.depth_head, batch.loss_mask_DBS, later)
-        return ObjectiveOutput(main.total + auxiliary, main, depths, acceptance)
+        return ObjectiveOutput(auxiliary, main, depths, acceptance)
 
     def later_positions(
         self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None

@@ -23,7 +23,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: ".mtp." in f".{name}")
+from megatron_mtp.model.trunk import DRAFTER_BLOCK
+
+_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: not {"mtp", DRAFTER_BLOCK}.isdisjoint(name.split(".")))
 
 
 def get_mtp_optimizer(

@@ -102,7 +102,7 @@ def train(
                 config,
                 datasets_provider,
                 ModelType.encoder_or_decoder,
-                ForwardStep(settings, metrics),
+                ForwardStep(settings, metrics, config.model.beside),
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )

@@ -189,7 +189,7 @@ class ShortLog:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
 
-    def interval(self, row: dict[str, Any], rates: "AcceptanceStats | None") -> None:
+    def interval(self, row: dict[str, Any], rates: "dict[str, AcceptanceStats]") -> None:
         """A line of training; the last rank, which has the losses, says it."""
         from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
         from megatron.training import get_args
@@ -221,19 +221,20 @@ class ShortLog:
 
 
 def line_of(
-    row: dict[str, Any], rates: "AcceptanceStats | None", steps: int, tokens: int, width: int | None = None
+    row: dict[str, Any], rates: "dict[str, AcceptanceStats]", steps: int, tokens: int, width: int | None = None
 ) -> str:
     """A training row as one line, of so many steps with so many tokens; what does not fit the width is left out."""
     parts = [f"step {row['iteration']}/{steps}"]
     if "skipped steps" in row:
         parts.append(f"{row['skipped steps']} steps skipped")
     parts += [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
-    if rates is not None:
+    for what, stats in rates.items():
+        of = "" if what == "mtp" else f"{what} "
         for name, values in (
-            ("acceptance", rates.acceptance),
-            ("conditional acceptance", rates.conditional_acceptance),
+            ("acceptance", stats.acceptance),
+            ("conditional acceptance", stats.conditional_acceptance),
         ):
-            parts.append(f"{name} {' '.join(f'{rate:.1%}' for rate in values)}")
+            parts.append(f"{of}{name} {' '.join(f'{rate:.1%}' for rate in values)}")
     if "step seconds" in row:
         seconds = row["step seconds"]
         left = timedelta(seconds=round(seconds * max(steps - row["iteration"], 0)))

@@ -35,6 +35,7 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import evaluate, train_step
 
+from megatron_mtp.config import settings_apart
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
@@ -186,7 +187,6 @@ FAULTS: dict[str, Callable[[list[int]], list[int]]] = {"no-embedding-group": lam
 
 def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batches: str) -> dict[str, Any]:
     """Megatron's training step; gradients are read between the backward pass and the optimizer."""
-    args = get_args()
     config = get_model_config(model[0])
     config.grad_scale_func, config.timers = optimizer.scale_loss, get_timers()
     config.finalize_model_grads_func = finalize_model_grads
@@ -200,7 +200,7 @@ def one_step(model: list[torch.nn.Module], optimizer: Any, scheduler: Any, batch
         return optimizer_step()
 
     optimizer.step = read_gradients_and_step
-    forward_step = ForwardStep(mtp_config_from_args(args), Metrics(None))
+    forward_step = step_of_run(Metrics(None))
     data = own_microbatches(batches, len(model))
     forward_backward = get_forward_backward_func()
     losses, *_, grad_norm, _, _ = train_step(
@@ -223,7 +223,7 @@ def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict
     """Losses and acceptance of the global batch, as they are written after every evaluation."""
     metrics, data = Metrics(folder), own_microbatches(batches, len(model))
     evaluate(
-        ForwardStep(mtp_config_from_args(get_args()), metrics),
+        step_of_run(metrics),
         data if len(model) > 1 else data[0],
         model,
         None,
@@ -234,6 +234,11 @@ def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict
     torch.distributed.barrier()
     row = json.loads((folder / "metrics.jsonl").read_text())
     return {"evaluation": {name: value for name, value in row.items() if name != "split"}}
+
+
+def step_of_run(metrics: Metrics) -> ForwardStep:
+    settings, beside = settings_apart(mtp_config_from_args(get_args()), get_args())
+    return ForwardStep(settings, metrics, beside)
 
 
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
@@ -248,8 +253,7 @@ def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
 
 
 def our_losses(model: torch.nn.Module) -> dict[str, float]:
-    args = get_args()
-    output, _ = ForwardStep(mtp_config_from_args(args), Metrics(None))(iter(microbatches("stream")), model)
+    output, _ = step_of_run(Metrics(None))(iter(microbatches("stream")), model)
     sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in enumerate(output.depths, start=1)}
     return {name: (value.total / value.tokens).item() for name, value in sums.items()}
 

@@ -35,7 +35,10 @@ _LATENT = f"{_WHOLE_QUERIES} --q-lora-rank 16"
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: depths, flags beside `layout_jobs.COMMON`, the kind of batches, whether on a frozen trunk."""
+    """What is trained: depths, flags beside `layout_jobs.COMMON`, the kind of batches, whether on a frozen trunk.
+
+    `beside` counts the drafts of a drafter beside MTP layers.
+    """
 
     depths: int
     flags: str = ""
@@ -43,6 +46,7 @@ class Model:
     attention: str = "--group-query-attention --num-query-groups 2"
     frozen: bool = False
     passes: int | None = None
+    beside: int = 0
 
     @property
     def trained(self) -> int:
@@ -124,6 +128,9 @@ MODELS: dict[str, Model] = {
         frozen=True,
         passes=3,
     ),
+    "beside-d2": Model(2, f"{_DRAFTER} {_UNTIED} {_DRAFTED} --mtp-loss tv", frozen=True, beside=3),
+    "beside-trained-d2": Model(2, f"{_DRAFTER} --calculate-per-token-loss", beside=3),
+    "beside-spark-d2": Model(2, f"{_SPARK} {_DRAFTED}", frozen=True, beside=3),
     "frozen-moe-d3": Model(3, f"{_EXPERTS} --moe-token-dispatcher-type allgather", frozen=True),
 }
 
@@ -163,37 +170,40 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
-        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark",
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark beside-d2 beside-trained-d2",
     ),
     "tp2-sp": Layout(
         tp=2,
         flags="--sequence-parallel",
         models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
-        "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-spark drafter-flash drafter-flash-documents",
+        "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-spark drafter-flash drafter-flash-documents "
+        "beside-trained-d2 beside-spark-d2",
     ),
     "cp2": Layout(
         cp=2,
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
-        "hybrid-frozen-d2 drafter-padded drafter drafter-spark drafter-spark-padded drafter-flash-documents",
+        "hybrid-frozen-d2 drafter-padded drafter drafter-spark drafter-spark-padded drafter-flash-documents "
+        "beside-d2 beside-trained-d2 beside-spark-d2",
     ),
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
-        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-spark drafter-flash-documents drafter-moe",
+        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-spark drafter-flash-documents drafter-moe "
+        "beside-d2 beside-trained-d2 beside-spark-d2",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2": Layout(
         pp=2,
         flags="--num-virtual-stages-per-pipeline-rank 2",
-        models="untied-d3 tied-d3 tied-d1 frozen-d3 drafter drafter-spark",
+        models="untied-d3 tied-d3 tied-d1 frozen-d3 drafter drafter-spark beside-trained-d2",
     ),
     "dp2": Layout(
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
-        "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark",
+        "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),
@@ -283,10 +293,10 @@ COVERED: dict[str, set[str]] = {
 """The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 padded-vocabulary-d2 drafter",
+    "tp2": "tied-d3 padded-vocabulary-d2 drafter beside-d2",
     "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3 drafter-spark",
     "cp2": "documents-d3 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
-    "pp2": "tied-d1 repeated-d3 drafter",
+    "pp2": "tied-d1 repeated-d3 drafter beside-trained-d2",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "packed-d3 grouped-d3",

@@ -19,6 +19,7 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.decoding.method import config_from
 from megatron_mtp.runtime import prepare
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -101,7 +102,8 @@ def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path
     ("flags", "said"),
     [
         (["--drafter-layers", "1", "2", "8"], "--drafter-layers is 1 2 8, and the trunk has 8 layers; give 3 rising"),
-        (["--mtp-num-layers", "1"], "given with --mtp-num-layers, but a drafter takes the place of MTP layers"),
+        (["--mtp-init", "random"], "given with --mtp-init, but a new drafter is drawn"),
+        (["--overlap-moe-expert-parallel-comm"], "but its schedule takes apart the layers whose states are read"),
         (["--drafter-layers", "1", "2", "3"], "--drafter-layers is 1 2 3, and the drafter of .* has 2 4 5; give that"),
     ],
 )
@@ -323,3 +325,72 @@ def test_it_drafts_and_changes_no_token(trained: Path) -> None:
         drafted = generate(runner, prompts, 20, speculative={"method": method, "num_speculative_tokens": 2})
         assert drafted.token_ids == plain
         assert drafted.stats.drafted > 0
+
+
+# --- beside MTP layers ------------------------------------------------------------------------------------------------
+
+MTP = f"--mtp-num-layers 2 --mtp-init random --mtp-train-only --clip-grad 0 --mtp-draft-vocab-file {DRAFTED}".split()
+
+
+@pytest.fixture(scope="module")
+def beside(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `both`, which saved after two of four steps too, and what each has learned alone."""
+    folder = tmp_path_factory.mktemp("beside")
+    alone = [*DRAFTER, "--clip-grad", "0"]
+    for name, flags in (("mtp", MTP), ("drafter", alone), ("both", [*MTP, *DRAFTER])):
+        measures = ["--mtp-acceptance-interval", "1", "--eval-interval", str(STEPS), "--eval-iters", "1"]
+        given = ["--load", f"{trained}/trunk", "--save", f"{folder}/{name}", *flags, *measures]
+        log = launch.run(command(*given), folder / f"{name}.log")
+    assert "drafter_3 loss" in log
+    assert "mtp_2 loss" in log
+    assert "the drafter beside them:" in log
+    return folder
+
+
+def test_both_learn_what_each_learns_alone(trained: Path, beside: Path) -> None:
+    both, mtp, drafter = (tensors_of(beside / name) for name in ("both", "mtp", "drafter"))
+    assert both.keys() == mtp.keys() | drafter.keys()
+    trunk = tensors_of(trained / "trunk")
+    assert [key for key, tensor in trunk.items() if not torch.equal(both[key], tensor)] == []
+    alone = mtp | {key: tensor for key, tensor in drafter.items() if key.startswith("drafter.")}
+    far = {key: (both[key].double() - tensor.double()).abs().max().item() for key, tensor in alone.items()}
+    assert {key: value for key, value in far.items() if value > 1e-6} == {}
+    records = [json.loads((beside / name / "mtp_acceptance.json").read_text()) for name in ("both", "mtp", "drafter")]
+    assert records[0].pop("drafter") == records[2]
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_both_are_resumed_in_any_layout(beside: Path, tmp_path: Path, layout: str) -> None:
+    flags = ["--load", f"{beside}/both", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
+    words = command(*flags, *layout.split(), *MTP, *DRAFTER, processes=2 if layout else 1)
+    launch.run(words, tmp_path / "log")
+    ours, theirs = (tensors_of(folder) for folder in (tmp_path / "resumed", beside / "both"))
+    assert ours.keys() == theirs.keys()
+    far = {key: (ours[key].double() - theirs[key].double()).abs().max().item() for key in theirs}
+    assert {key: value for key, value in far.items() if value > (1e-4 if layout else 0)} == {}
+
+
+def test_either_drafts_from_one_checkpoint_and_is_exported(beside: Path, tmp_path: Path) -> None:
+    prompts = [[5, 6, 7], [1, 2, 3, 4]]
+    plain = generate(load_runner(beside / "both"), prompts, 12).token_ids
+    for method, kind, single in (("mtp", "sequential", "mtp"), ("eagle3", "eagle3", "drafter")):
+        config = config_from({"method": method, "num_speculative_tokens": 2})
+        ours, theirs = load_runner(beside / "both", config=config), load_runner(beside / single)
+        assert ours.kind == kind
+        assert ours.alarm.expected is not None
+        assert ours.alarm.expected == theirs.alarm.expected
+        drafted, expected = (generate(one, prompts, 12, speculative=config) for one in (ours, theirs))
+        assert drafted.token_ids == expected.token_ids == plain
+        assert drafted.stats.accepted_at == expected.stats.accepted_at
+    for name in ("both", "drafter"):
+        assert convert(["drafter-to-hf", str(beside / name), str(tmp_path / name)]) == 0
+    for name in ("both", "mtp"):
+        assert convert(["mcore-to-hf", str(beside / name), str(tmp_path / f"{name}-hf")]) == 0
+    for one, other in (("both", "drafter"), ("both-hf", "mtp-hf")):
+        ours, theirs = (
+            load_file(tmp_path / one / "model.safetensors"),
+            load_file(tmp_path / other / "model.safetensors"),
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)

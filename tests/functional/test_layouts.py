@@ -75,7 +75,9 @@ def tiered(case: tuple[str, ...], is_first: bool) -> Any:
 )
 def test_a_step_is_that_of_a_single_process(records: Records, model: str, layout: str) -> None:
     record = records.of(f"train/{model}/{layout}")
-    assert record["losses"].keys() == {"lm loss", *(f"mtp_{d} loss" for d in range(1, MODELS[model].trained + 1))}
+    counts = {"mtp": MODELS[model].trained, "drafter": MODELS[model].beside}
+    named = {f"{name}_{depth} loss" for name, count in counts.items() for depth in range(1, count + 1)}
+    assert record["losses"].keys() == {"lm loss"} | named
     single = records.of(f"train/{model}/{SINGLE}")
     assert_same_step(record, single)
     assert record["evaluation"] == pytest.approx(single["evaluation"], rel=TOLERANCE)

@@ -89,15 +89,20 @@ def our_model(
     shares_kv: bool = False,
     drafter_layers: tuple[int, ...] | None = None,
     drafter: dict[str, Any] | None = None,
+    beside: MTPConfig | None = None,
+    freezes: bool = False,
     **changes: Any,
 ) -> MTPGPTModel:
     settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
     if drafter_layers is not None:
         settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True, **(drafter or {})}
         changes |= {"mtp_use_repeated_layer": True}
+    if freezes:
+        settings["mtp_train_only"] = True
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
         mtp=MTPConfig(**settings),
+        beside=beside,
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         true_vocab_size=tokens,
         **_gpt_fields(tied, position),

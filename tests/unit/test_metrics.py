@@ -52,8 +52,8 @@ def train(metrics: Metrics, args: Namespace, first: int, last: int) -> None:
     """Steps `first` .. `last`, two microbatches each; step n has a mean loss of n."""
     for step in range(first, last + 1):
         metrics.begin_step()
-        metrics.add(report(4.0 * step, 4), None)
-        metrics.add(report(2.0 * step, 2), None)
+        metrics.add(report(4.0 * step, 4), {})
+        metrics.add(report(2.0 * step, 2), {})
         metrics.end_step(Step(step, learning_rate=0.5**step, grad_norm=1.0 * step))
 
 
@@ -73,8 +73,8 @@ def test_evaluation_adds_counts_before_it_divides(
 ) -> None:
     metrics = Metrics(tmp_path)
     with torch.no_grad():
-        metrics.add(report(2.0, 2), counts([10], [10], [1]))
-        metrics.add(report(4.0, 1), counts([90], [90], [89]))
+        metrics.add(report(2.0, 2), {"mtp": counts([10], [10], [1])})
+        metrics.add(report(4.0, 1), {"mtp": counts([90], [90], [89])})
         metrics.end_evaluation(model=None)
     (row,) = rows(tmp_path)
     assert row["split"] == "validation"
@@ -88,7 +88,7 @@ def evaluate(metrics: Metrics, data: str, sets: int) -> None:
     metrics.begin_evaluation(data)
     for _ in range(sets):
         with torch.no_grad():
-            metrics.add(report(1.0, 1), counts([2], [2], [1]))
+            metrics.add(report(1.0, 1), {"mtp": counts([2], [2], [1])})
             metrics.end_evaluation(model=None)
 
 
@@ -158,7 +158,7 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
     metrics = Metrics(tmp_path)
     train(metrics, args, 1, 3)
     with torch.no_grad():
-        metrics.add(report(1.0, 1), None)
+        metrics.add(report(1.0, 1), {})
     metrics.end_evaluation(model=None)
     train(metrics, args, 4, 4)
     metrics.close()
@@ -233,7 +233,7 @@ def test_a_depth_without_a_position_is_named_once(
     metrics = Metrics(tmp_path)
     for step in range(1, 5):
         metrics.begin_step()
-        metrics.add({**report(4.0, 4), "mtp_2 loss": nothing.clone()}, None)
+        metrics.add({**report(4.0, 4), "mtp_2 loss": nothing.clone()}, {})
         metrics.end_step(Step(step))
     metrics.close()
     assert capsys.readouterr().out.count("> mtp_2 loss: no position counts, so that 0 is shown; documents may be") == 1
@@ -252,7 +252,7 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
 def test_table_multiplies_the_conditional_rates() -> None:
     text = table(
         {"lm loss": 2.5, "mtp_1 loss": 3.0, "mtp_2 loss": 3.5},
-        AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0]),
+        {"mtp": AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0])},
     )
     assert "| depth |       loss | acceptance | conditional acceptance | overlap |" in text
     assert "|     1 |     3.0000 |      80.0% |                  80.0% |   70.0% |" in text

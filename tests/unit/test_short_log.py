@@ -28,7 +28,7 @@ ROW = {
     "step seconds": 0.5,
     "peak memory bytes": 2**30,
 }
-RATES = AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0])
+RATES = {"mtp": AcceptanceStats(accepted_at=[8, 4], reached_at=[10, 8], offered_at=[10, 10], overlap_at=[7.0, 4.0])}
 
 
 def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
@@ -40,16 +40,16 @@ def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
 
 
 def test_a_narrow_terminal_gets_what_fits() -> None:
-    whole = line_of(ROW, None, 560, 4096)
+    whole = line_of(ROW, {}, 560, 4096)
     for width in (20, 40, 80, 200):
-        line = line_of(ROW, None, 560, 4096, width)
+        line = line_of(ROW, {}, 560, 4096, width)
         assert whole.startswith(line)
         assert len(line) < width
-    assert line_of(ROW, None, 560, 4096, 80).endswith("| 8,192 tokens/s")
+    assert line_of(ROW, {}, 560, 4096, 80).endswith("| 8,192 tokens/s")
 
 
 def test_skipped_steps_are_said() -> None:
-    assert line_of(ROW | {"skipped steps": 3}, None, 560, 4096).startswith("step 120/560 | 3 steps skipped | lm loss")
+    assert line_of(ROW | {"skipped steps": 3}, {}, 560, 4096).startswith("step 120/560 | 3 steps skipped | lm loss")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
+from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.patches.catalogue import read_catalogue
 
 NESTED = "language_model."
@@ -73,7 +74,8 @@ class MegatronSide(Opened):
     @property
     def said_depths(self) -> int | None:
         """The number of depths in the arguments; a repeated layer serves them all."""
-        found = 0 if self.argument("drafter") else self.argument("mtp_num_layers")
+        takes_place = self.argument("drafter") and not self.argument(BESIDE_MTP)
+        found = 0 if takes_place else self.argument("mtp_num_layers")
         if not is_count(found):
             return None if self.args is None else 0
         return min(found, 1) if self.argument("mtp_use_repeated_layer") else found

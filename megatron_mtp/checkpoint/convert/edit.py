@@ -33,6 +33,7 @@ from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
+from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import check_trainable
@@ -86,6 +87,8 @@ def changed(
         notes, begin: as in `Conversion`.
     """
     drafts = "mtp.", DRAFTER
+    if reader.has_drafter:
+        arguments = {"drafter": None, BESIDE_MTP: False, **arguments}
     kept = (key for key in reader.keys if not key.startswith(drafts) and key.removeprefix(CARRIED) not in dropped)
     parts = [part for part in ([copied(reader, key) for key in kept], made) if part]
     new = {key for part in parts for group in part for entry in group.entries for key in entry.keys}
@@ -127,7 +130,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
     template = Template.of(reader)
-    arguments: dict[str, Any] = {"drafter": None, **OF_DEPTHS, "mtp_num_layers": depths}
+    arguments: dict[str, Any] = {**OF_DEPTHS, "mtp_num_layers": depths}
     if template.pattern is not None:
         arguments["hybrid_layer_pattern"] = template.with_depths(depths)
     fitted = None

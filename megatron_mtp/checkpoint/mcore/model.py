@@ -14,13 +14,17 @@ from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
+from megatron_mtp.model.drafter_layers import alone
 from megatron_mtp.model.trunk import MTPTrunk
 
 
 def load_model(folder: Path) -> MTPTrunk:
-    """Load a checkpoint's model in float32 and evaluation mode; ValueError where Megatron cannot run it."""
+    """Load a checkpoint's model in float32 and evaluation mode; ValueError where Megatron cannot run it.
+
+    A drafter beside MTP layers is left out.
+    """
     reader = DistReader(folder)
-    args = reader.common()["args"]
+    args = alone(reader.common()["args"], is_drafter=False)
     check_trainable(args, str(folder))
     model = model_of(args, stored_draft_vocabulary(reader.folder, getattr(args, "drafter", None) is not None))
     fill(model, reader)

@@ -1,0 +1,132 @@
+"""model/drafter.py: a drafter beside MTP layers learns what it learns alone, and so do they, on one trunk."""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron_single import LAMBDA, VOCABULARY, make_batch, our_model
+from torch import Tensor
+
+from megatron_mtp.config import MTPConfig, drafted_steps, stands_beside
+from megatron_mtp.data.batch import with_blocks
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.combine import depth_weights
+from megatron_mtp.model.drafter_layers import alone, as_mtp_layers
+from megatron_mtp.model.trunk import DRAFTER_BLOCK, MTPGPTModel
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+
+DEPTHS, STEPS, LAYERS, BLOCKS = 2, 4, 5, 6
+DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
+OF_MTP = MTPConfig(mtp_loss="tv")
+OF_DRAFTER: dict[str, dict[str, Any]] = {
+    "eagle3": {"drafter_layers": (1, 2, 4), "mtp_loss": "kd"},
+    "dflash": {"drafter_layers": (1, 3), "drafter_num_layers": 2, "drafter_blocks": BLOCKS},
+    "dspark": {
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_markov_rank": 4,
+        "drafter_blocks": BLOCKS,
+        "mtp_loss": "mix",
+        "mtp_loss_mix": "ce=0.1,tv=0.9",
+    },
+}
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def settings_of(kind: str) -> MTPConfig:
+    return MTPConfig(drafter=kind, **OF_DRAFTER[kind])
+
+
+def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[MTPGPTModel, MTPGPTModel, MTPGPTModel]:
+    """MTP layers with the drafter beside them, and each alone, all with the same weights in float64."""
+    drafter = MTPConfig(drafter=kind, drafter_steps=STEPS, **OF_DRAFTER[kind])
+    both = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes, beside=drafter).double()
+    mtp = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes).double()
+    in_place = {"drafter": kind, **OF_DRAFTER[kind]}
+    layers = in_place.pop("drafter_layers")
+    single = our_model(STEPS, drafted=drafted, num_layers=LAYERS, drafter_layers=layers, drafter=in_place).double()
+    state = both.state_dict()
+    mtp.load_state_dict({name: value for name, value in state.items() if not name.startswith(DRAFTER_BLOCK)})
+    own = {name: value for name, value in state.items() if not name.startswith("mtp.")}
+    single.load_state_dict({name.replace(DRAFTER_BLOCK, "mtp"): value for name, value in own.items()})
+    return both, mtp, single
+
+
+def objective(settings: MTPConfig, depths: int, factor: float, trains_trunk: bool) -> NextTokensObjective:
+    loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
+    weights = depth_weights(settings, depths, factor)
+    return NextTokensObjective(
+        weights, group, loss, linear_main=True, trains_trunk=trains_trunk, measures_acceptance=True
+    )
+
+
+def run(
+    model: MTPGPTModel, made: NextTokensObjective, depths: int, kind: str | None = None
+) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+    """A step, and its gradients by name; with a `kind` that drafter has the depths, or those beside them."""
+    batch = make_batch(max(depths, STEPS) if made.beside else depths)
+    whole = batch["depths"]
+    blocks = with_blocks(whole, BLOCKS, (1, 2), whole.positions_S.numel()) if kind in ("dflash", "dspark") else whole
+    batch["depths"] = blocks
+    if made.beside is not None:
+        batch["depths"] = replace(whole.first(depths), beside=blocks.first(STEPS))
+    output = model(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        labels=batch["labels"],
+        output_processor=made,
+        output_processor_context=batch["depths"],
+    )
+    output.loss.backward()
+    return output, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("freezes", [True, False], ids=["frozen trunk", "trained trunk"])
+@pytest.mark.parametrize(
+    ("kind", "drafted"), [("eagle3", DRAFTED), ("eagle3", None), ("dflash", None), ("dspark", DRAFTED)]
+)
+def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:
+    both, mtp, single = models(kind, drafted, freezes)
+    of_mtp = objective(OF_MTP, DEPTHS, LAMBDA, not freezes)
+    of_drafter = objective(settings_of(kind), STEPS, 1.0, False)
+    together, found = run(both, replace(of_mtp, beside=of_drafter), DEPTHS, kind)
+    first, wanted = run(mtp, of_mtp, DEPTHS)
+    second, drafter = run(single, of_drafter, STEPS, kind)
+    assert {name.split(".")[0] for name in drafter} == {"mtp"}
+    wanted |= {name.replace("mtp.", f"{DRAFTER_BLOCK}.", 1): gradient for name, gradient in drafter.items()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9 * gradient.abs().max().item())
+    assert together.beside is not None
+    for ours, theirs in ((together, first), (together.beside, second)):
+        assert torch.equal(ours.acceptance, theirs.acceptance)
+        for one, other in zip(ours.depths, theirs.depths, strict=True):
+            torch.testing.assert_close(one.report(), other.report())
+
+
+def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
+    of_mtp = {"mtp_num_layers": 2, "mtp_use_repeated_layer": False, "mtp_unroll": None, "mtp_train_only": False}
+    both = Namespace(**of_mtp, drafter="eagle3", drafter_steps=5, drafter_beside_mtp=True)
+    assert stands_beside(both)
+    assert drafted_steps(both) == 5
+    mtp, single = alone(both, is_drafter=False), alone(both, is_drafter=True)
+    assert mtp.drafter is None
+    assert {name: getattr(mtp, name) for name in of_mtp} == of_mtp
+    assert {name: getattr(single, name) for name in as_mtp_layers(5)} == as_mtp_layers(5)
+    assert single.drafter == "eagle3"
+    for one in (mtp, single):
+        assert not stands_beside(one)
+        assert drafted_steps(one) == 0
+        assert alone(one, is_drafter=True) is one
+
+
+def test_a_drafter_beside_mtp_layers_learns_what_it_learns_by_default() -> None:
+    given = MTPConfig(drafter="dspark", drafter_steps=3, drafter_blocks=2, mtp_loss="ce", mtp_z_loss=0.1)
+    mtp, drafter = given.apart()
+    assert mtp == MTPConfig(mtp_loss="ce", mtp_z_loss=0.1)
+    own = {"drafter_steps": 3, "drafter_blocks": 2, "mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"}
+    assert drafter == MTPConfig(drafter="dspark", **own)

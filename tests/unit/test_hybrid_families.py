@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
-from megatron_mtp.checkpoint.families.rules import MinusOne, Piece, Rule, SwapHalves, Then
+from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -231,7 +231,7 @@ def halves_swapped(rule: Rule) -> Rule:
 
 
 def one_forgotten(rule: Rule) -> Rule:
-    if not isinstance(rule.map, MinusOne):
+    if not isinstance(rule.map, Computed):
         return rule
     return spoiling("out_norm.weight", fault=lambda value: value + 1)(rule)
 

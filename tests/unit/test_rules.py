@@ -7,11 +7,11 @@ from torch import Tensor, tensor
 from megatron_mtp.checkpoint.families.rules import (
     Axis,
     ByKind,
+    Computed,
     Concat,
     Copies,
     Map,
     MergeQKV,
-    MinusOne,
     Same,
     Split,
     SwapHalves,
@@ -44,16 +44,16 @@ def test_rows_of_groups_go_kind_by_kind() -> None:
 
 def test_one_is_taken_from_a_norm_and_its_original_kept() -> None:
     weight = tensor([1.5, 0.3, 1.0]).bfloat16()
-    kept, difference = MinusOne(original=True).forward([weight])
+    kept, difference = Computed(original=True, minus=1).forward([weight])
     assert torch.equal(kept, weight)
     assert difference.dtype == torch.float32
     assert torch.equal(difference + 1, weight.float())
-    assert MinusOne(original=True).backward([kept, difference])[0] is kept
+    assert Computed(original=True, minus=1).backward([kept, difference])[0] is kept
 
 
 def test_one_is_added_to_a_norm_that_was_trained_in_float32() -> None:
     """bfloat16 would round 1 + 2^-9 to 1."""
-    (weight,) = MinusOne(original=False).backward([tensor([2.0**-9, -0.5]).bfloat16()])
+    (weight,) = Computed(original=False, minus=1).backward([tensor([2.0**-9, -0.5]).bfloat16()])
     assert weight.dtype == torch.float32
     assert weight.tolist() == [1 + 2.0**-9, 0.5]
 

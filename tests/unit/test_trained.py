@@ -1,12 +1,14 @@
-"""checkpoint/families/trained.py: which trained models fit into which family, and why the others do not."""
+"""checkpoint/families/trained.py and convert/computation.py: which family takes a model, and which models none."""
 
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from megatron_mtp.checkpoint.families import trained_forms
-from megatron_mtp.checkpoint.families.trained import check_computable
+from megatron_mtp.checkpoint.convert.computation import check_config
+from megatron_mtp.checkpoint.families import Layout, trained_forms
+from megatron_mtp.checkpoint.families.trained import common_keys
+from megatron_mtp.model.arguments import parsed
 
 DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -44,74 +46,113 @@ def trained(**changes: Any) -> Namespace:
     return Namespace(**{**DENSE, **changes})
 
 
-def test_models_of_the_families_can_be_exported() -> None:
-    check_computable(trained())
-    check_computable(trained(**EXPERTS))
+SIZES = (
+    "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+)
+ROUTED = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 32 "
+    "--moe-layer-freq [0,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type none --moe-router-dtype fp32"
+)
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --kv-channels 8 "
+    "--qk-layernorm"
+)
+BIAS = "--moe-router-enable-expert-bias"
+PLAIN = f"{LATENT} --rope-type rope"
+YARN = f"{LATENT} --rope-type yarn --rotary-scaling-factor 40 "
 
 
-FOREIGN: dict[str, dict[str, Any]] = {
-    "another norm than --normalization RMSNorm": {"normalization": "LayerNorm"},
-    "--apply-layernorm-1p": {"layernorm_zero_centered_gamma": True},
-    "another activation than --swiglu": {"swiglu": False},
-    "biases": {"add_bias_linear": True},
-    "other positions than --position-embedding-type rope": {"position_embedding_type": "learned_absolute"},
-    "--rotary-interleaved": {"rotary_interleaved": True},
-    "--window-size": {"window_size": (16, 0)},
-    "--moe-router-score-function softmax": {**EXPERTS, "moe_router_score_function": "softmax"},
-    "--moe-shared-expert-gate": {**EXPERTS, "moe_shared_expert_gate": True},
-    "dense layers after MoE": {**EXPERTS, "moe_layer_freq": [1, 0, 1]},
-    "--moe-router-group-topk other than half": {**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    "--norm-epsilon above 1e-05 inside latent attention": {
-        "multi_latent_attention": True,
-        "rope_type": "rope",
-        "layernorm_epsilon": 1e-4,
-    },
-    "--rotary-percent in latent attention": {
-        "multi_latent_attention": True,
-        "rope_type": "rope",
-        "rotary_percent": 0.5,
-    },
-    "--rotary-seq-len-interpolation-factor beside another": {
-        "rotary_seq_len_interpolation_factor": 2,
-        "use_rope_scaling": True,
-    },
-    "--no-rope-freq": {"no_rope_freq": [0, 1, 0]},
-    "--use-mup": {"use_mup": True},
-    "--apply-residual-connection-post-layernorm": {"apply_residual_connection_post_layernorm": True},
-    "--glu-linear-offset": {"glu_linear_offset": 1.0},
-    "--activation-func-clamp-value": {"activation_func_clamp_value": 7.0},
-    "--moe-apply-probs-on-input": {**EXPERTS, "moe_apply_probs_on_input": True},
-    "another --softmax-type than vanilla": {"softmax_type": "off-by-one"},
-}
-YARN = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
+def check(flags: str, without: str = "") -> None:
+    """Compare a model of these flags with the config.json of the first family that takes it."""
+    args = parsed([flag for flag in f"{SIZES} {flags}".split() if flag not in without.split()], 128)
+    name = next(name for name, form in trained_forms().items() if form.fits(args, 0))
+    keys = {**common_keys(args, 128, "bfloat16"), **trained_forms()[name].keys(args), "model_type": name}
+    check_config(keys, Layout(0, frozenset({"head"})), args, "the config for it", "it cannot be exported.")
 
 
-@pytest.mark.parametrize("said", FOREIGN)
-def test_what_no_family_computes_is_named(said: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^the checkpoint was trained with {said}.*, which no form of a trained model here has"
-    ):
-        check_computable(trained(**FOREIGN[said]))
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", ROUTED, PLAIN, f"{YARN} --mscale 1.0 --mscale-all-dim 1.0", f"{YARN} --mscale 1.0 --mscale-all-dim 0.0"),
+        "--no-rope-freq [0,0,0] --rotary-seq-len-interpolation-factor 1 --softmax-type vanilla",
+    ],
+)
+def test_models_of_the_families_can_be_exported(flags: str) -> None:
+    check(flags)
 
 
-@pytest.mark.parametrize(("mscale", "whole"), [(0.7, 0.0), (0.0, 0.7), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)])
-def test_scales_of_positions_that_engines_read_differently_are_named(mscale: float, whole: float) -> None:
-    """transformers has g(1) / 1 where one of the two is 0, Megatron g(mscale) / g(mscale_all_dim)."""
-    args = trained(**YARN, mscale=mscale, mscale_all_dim=whole)
-    if mscale == 1.0:
-        return check_computable(args)
-    with pytest.raises(ValueError, match="one of --mscale and --mscale-all-dim without the other"):
-        check_computable(args)
+FOREIGN = [
+    ("normalization", "--normalization LayerNorm"),
+    ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
+    ("position_embedding_type", "--position-embedding-type learned_absolute"),
+    ("rotary_interleaved", "--rotary-interleaved"),
+    ("window_size", "--window-size 16,0"),
+    ("moe_shared_expert_gate", f"{ROUTED} --moe-shared-expert-gate"),
+    ("moe_layer_freq", f"{ROUTED} --moe-layer-freq [1,0,1]"),
+    ("moe_layer_freq", f"{ROUTED} --moe-layer-freq 2"),
+    ("seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling"),
+    ("no_rope_freq", "--no-rope-freq [0,1,0]"),
+    ("softmax_scale", "--use-mup"),
+    ("apply_residual_connection_post_layernorm", "--apply-residual-connection-post-layernorm"),
+    ("qk_l2_norm", "--qk-l2-norm"),
+    ("glu_linear_offset", "--glu-linear-offset 1.0"),
+    ("activation_func_clamp_value", "--activation-func-clamp-value 7.0"),
+    ("attention_output_gate", "--attention-output-gate"),
+    ("moe_apply_probs_on_input", f"{ROUTED} --moe-apply-probs-on-input"),
+    ("moe_latent_size", f"{ROUTED} --moe-latent-size 16"),
+    ("moe_mlp_glu_interleave_size", f"{ROUTED} --moe-mlp-glu-interleave-size 8"),
+    ("softmax_type", "--softmax-type off-by-one"),
+    ("spec", "--spec a b"),
+    # transformers has g(1) / 1 where one of the two is 0, Megatron g(mscale) / g(mscale_all_dim)
+    ("mscale", f"{YARN} --mscale 0.7 --mscale-all-dim 0"),
+    ("mscale", f"{YARN} --mscale 0 --mscale-all-dim 0"),
+    ("mscale", f"{YARN} --mscale 0 --mscale-all-dim 0.7"),
+]
+"""The setting that differs, and flags of a model that no family computes."""
 
 
-def test_an_argument_that_changes_nothing_is_no_hindrance() -> None:
-    check_computable(trained(no_rope_freq=[0, 0, 0], rotary_seq_len_interpolation_factor=1, softmax_type="vanilla"))
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(("setting", "flags"), FOREIGN)
+def test_what_no_family_computes_is_named(setting: str, flags: str) -> None:
+    with pytest.raises(ValueError, match=f"^the checkpoint was trained with {setting} .*, but it is "):
+        check(flags)
 
 
-@pytest.mark.parametrize("frequency", [2, [1, 0, 1]])
-def test_dense_layers_have_to_come_first(frequency: Any) -> None:
-    with pytest.raises(ValueError, match="dense layers after MoE"):
-        check_computable(trained(**{**EXPERTS, "moe_layer_freq": frequency}))
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    ("setting", "flags", "without"),
+    [
+        ("gated_linear_unit", "", "--swiglu"),
+        ("add_bias_linear", "", "--disable-bias-linear"),
+        (
+            "moe_router_score_function",
+            f"{ROUTED} --moe-router-score-function softmax",
+            "--moe-router-enable-expert-bias",
+        ),
+    ],
+)
+def test_what_no_family_leaves_out_is_named(setting: str, flags: str, without: str) -> None:
+    with pytest.raises(ValueError, match=f"^the checkpoint was trained with {setting} .*, but it is "):
+        check(flags, without)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    ("reason", "flags"),
+    [
+        ("norms with an epsilon of 0.0001", f"{PLAIN} --norm-epsilon 1e-4"),
+        ("groups of experts .* instead of 2",
+         f"{ROUTED} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk 1"),
+        ("the rotary scaling 'linear'", f"{PLAIN} --rotary-seq-len-interpolation-factor 2"),
+    ],
+)  # fmt: skip
+def test_what_engines_compute_otherwise_is_named(reason: str, flags: str) -> None:
+    with pytest.raises(ValueError, match=f"^the config for it asks for {reason}.*, so the checkpoint computes"):
+        check(flags)
 
 
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
@@ -119,6 +160,11 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rotary_percent": 0.5}, "names a dense family without partial rotation"),
     ("deepseek_v3", {}, "needs a model of --multi-latent-attention with --qk-layernorm"),
     ("deepseek_v3", {"multi_latent_attention": True}, "needs a model of --multi-latent-attention with --qk-layernorm"),
+    (
+        "deepseek_v3",
+        {"multi_latent_attention": True, "qk_layernorm": True, "rotary_percent": 0.5},
+        "with --qk-layernorm, and without --rotary-percent",
+    ),
     ("mimo", {"qk_layernorm": True}, "needs a dense model without --qk-layernorm"),
     ("glm4_moe", {"ffn_hidden_size": 66}, "--ffn-hidden-size 66 cannot be shared out among two routed"),
     (

@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.audit.side import (
     largest,
 )
 from megatron_mtp.checkpoint.convert.plan import unnumbered
-from megatron_mtp.checkpoint.families.rules import Copies, MinusOne, Piece, Rule, Zeros
+from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule, Zeros
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
@@ -287,8 +287,8 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) 
             found.only_a[tensor.name] = mine
     if not held:
         found.only_b |= {key: saved.tensors[key] for key, _ in pieces}
-    elif isinstance(rule.map, MinusOne) and rule.map.original and rule.hf[0].name in folder.tensors:
-        # a norm is stored as w - 1 beside the original, which an export gives back: both must agree
+    elif isinstance(rule.map, Computed) and rule.map.original and rule.hf[0].name in folder.tensors:
+        # stored as Megatron computes with it beside the original, which an export gives back: both must agree
         mine, (key, piece) = folder.tensors[rule.hf[0].name], next(p for p in pieces if not p[0].startswith(ORIGINAL))
         wanted = Entry(mine.shape, "float32", 0, lambda: rule.to_mcore([mine.tensor()])[1])
         stored = Entry(mine.shape, "float32", 0, lambda: saved.read(key, piece.offset, piece.shape).float())

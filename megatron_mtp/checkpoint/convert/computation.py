@@ -27,6 +27,8 @@ ASIDE = (
 """Settings that are not compared: they belong to training, or the tensors show them."""
 LATENT_ASIDE = "kv_channels num_query_groups rotary_percent".split()
 """Settings that latent attention does not use."""
+LAYERS_BESIDE = ("spec", "heterogeneous_layers_config_path")
+"""Arguments that replace the layers which the others describe."""
 YARN = (
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "correction_range_round_to_int"
@@ -47,6 +49,7 @@ def settings_of(args: Namespace) -> Settings:
         unused += LATENT_ASIDE + ([] if _scales(found) else YARN)
     elif not found.get("rope_scaling"):
         unused.append("rope_scaling_factor")
+    plain |= {name: getattr(args, name, None) for name in LAYERS_BESIDE}
     unread = {*ASIDE, *unused}
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
 
@@ -63,10 +66,13 @@ def _in_one_form(found: Settings) -> Settings:
     """Settings that can be written in several ways, in one of them."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
     layers, pattern = range(found["num_layers"]), found.get("hybrid_layer_pattern")
+    unplaced, divided = found.get("no_rope_freq"), found.get("seq_len_interpolation_factor")
     return {
         "moe_layer_freq": [int(n % frequency == 0) for n in layers] if isinstance(frequency, int) else list(frequency),
         "moe_router_topk_scaling_factor": found["moe_router_topk_scaling_factor"] or 1.0,
         "moe_router_num_groups": groups,
+        "seq_len_interpolation_factor": None if divided == 1 else divided,
+        "no_rope_freq": unplaced if not isinstance(unplaced, list) or any(unplaced) else None,
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
         # with one depth if there are any: the tensors show how many
@@ -93,7 +99,7 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
     try:
         described = parsed(flags(config, layout), config.integer("vocab_size"))
     except UntrainableError as reason:
-        raise ValueError(f"{source} asks for {reason}, but the checkpoint was trained without it; {remedy}") from None
+        raise ValueError(f"{source} asks for {reason}, so the checkpoint computes something else; {remedy}") from None
     if getattr(args, "hybrid_layer_pattern", None) is not None and described.hybrid_layer_pattern is None:
         raise ValueError(f"the checkpoint is a hybrid model, and {source} describes a GPT; apply hybrid-to-gpt to it.")
     different = differences(settings_of(args), settings_of(described))

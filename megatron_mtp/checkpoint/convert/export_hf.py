@@ -40,7 +40,7 @@ from megatron_mtp.checkpoint.convert.quantizing import config as quantization_co
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.families.trained import check_computable, common_keys, epsilon_note
+from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
@@ -397,7 +397,6 @@ def trained_form(
             f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; apply "
             "hybrid-to-gpt if these are a GPT's layers, else give a folder of such a model (--like)."
         )
-    check_computable(args)
     depths = StoredDepths.of(reader.keys).layers
     forms = trained_forms()
     fitting = (name for name, form in forms.items() if form.fits(args, depths))

@@ -4,7 +4,7 @@ In:  `Decoder`, the facts of a class, and a model's config.
 Out: the rules of its tensors, and Megatron's flags. What Megatron cannot compute is refused by name.
 
 A layer is norm, attention, norm, MLP or experts, each of both added to the residual stream. Other layers (norms after
-attention, parallel branches) are in carried.py.
+attention, parallel branches) are in depths_only.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from megatron_mtp.checkpoint.families.flags import (
     size_flags,
     swiglu_flags,
 )
-from megatron_mtp.checkpoint.families.rules import Piece, Rule, Scaled, rename
+from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, rename
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_WEIGHTS,
@@ -259,7 +259,7 @@ def _scaled(rule: Rule, factor: float, layout: Layout) -> Rule:
         return rule
     original = layout.has(ORIGINAL_WEIGHTS)
     kept = (Piece(f"{ORIGINAL}{rule.hf[0].name}", rule.hf[0].shape),) * original
-    return Rule(rule.hf, (*kept, replace(rule.mcore[0], wide=True)), Scaled(factor, original))
+    return Rule(rule.hf, (*kept, replace(rule.mcore[0], wide=True)), Computed(original, factor))
 
 
 CENTRED_LAYER_NORM = ["--normalization", "LayerNorm", *CENTRED]

@@ -29,7 +29,7 @@ from megatron_mtp.checkpoint.families.flags import (
     softmax_expert_flags,
     swiglu_flags,
 )
-from megatron_mtp.checkpoint.families.rules import ByKind, HFTensor, Map, MinusOne, Piece, Rule, Shape, Split, rename
+from megatron_mtp.checkpoint.families.rules import ByKind, Computed, HFTensor, Map, Piece, Rule, Shape, Split, rename
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
@@ -127,7 +127,7 @@ def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | No
 def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
     """Megatron's norm behind the delta rule is zero-centred as all others of the model are; HF's is not."""
     kept = [Piece(f"{ORIGINAL}{hf}", (width,))] * original
-    return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), MinusOne(original))
+    return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), Computed(original, minus=1))
 
 
 QWEN_DEPTHS = replace(ONE_DEPTH, keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"), published=1)

@@ -14,8 +14,9 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 
 
 def _trained_keys(args: Namespace) -> dict[str, Any]:
-    if not args.multi_latent_attention or not args.qk_layernorm:
-        raise ValueError("--family deepseek_v3 needs a model of --multi-latent-attention with --qk-layernorm.")
+    if not args.multi_latent_attention or not args.qk_layernorm or args.rotary_percent != 1.0:
+        needs = "a model of --multi-latent-attention with --qk-layernorm, and without --rotary-percent"
+        raise ValueError(f"--family deepseek_v3 needs {needs}.")
     return {
         "num_key_value_heads": args.num_attention_heads,
         "q_lora_rank": args.q_lora_rank,

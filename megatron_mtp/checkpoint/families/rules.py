@@ -1,8 +1,8 @@
 """Rules between the tensors of a Hugging Face (HF) folder and those of a Megatron checkpoint, read in both directions.
 
 A rule names some HF tensors, the pieces of Megatron tensors that hold the same numbers, and the map between them. The
-inverse of a map is derived from the map; export is import read backwards. Every map but `MinusOne` and `Scaled` moves
-numbers and never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is
+inverse of a map is derived from the map; export is import read backwards. Every map but `Computed` moves numbers
+and never computes with them, so that a round trip is equal bit by bit. torch is imported when a tensor is
 moved: listing the families does not need it.
 """
 
@@ -245,53 +245,37 @@ class ByKind:
 
 
 @dataclass(frozen=True)
-class MinusOne:
-    """The weight w of a norm as w - 1, for a norm that multiplies by w in HF and by 1 + w in Megatron.
+class Computed:
+    """The weight w of a module that Megatron computes otherwise: the float32 number `factor` w - `minus`.
 
-    The difference is a float32 number, and rounding it would lose bits of w; so an import also stores w as it is, and
-    an export gives it back. A checkpoint that Megatron saved after training has no such original.
+    Rounding loses bits of w; so an import also stores w as it is, and an export gives it back. A checkpoint that
+    Megatron saved after training has no such original.
 
     Attributes:
         original: whether the checkpoint has w as well; it is the first of both tensors.
+        factor: of a layer's output in HF that Megatron does not have.
+        minus: 1 of a norm that multiplies by w in HF and by 1 + w in Megatron.
     """
 
     original: bool
-    what = "minus 1"
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        (weight,) = tensors
-        difference = (weight.double() - 1).float()
-        return [weight, difference] if self.original else [difference]
-
-    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[0] if self.original else (tensors[0].double() + 1).float()]
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A weight with a factor in it that HF applies to the layer's output, and Megatron does not have.
-
-    The product is a float32 number. As for `MinusOne`, an import also stores the weight as it is.
-
-    Attributes:
-        factor: the factor.
-        original: whether the checkpoint has the weight without it as well; it is the first of both tensors.
-    """
-
-    factor: float
-    original: bool
+    factor: float = 1.0
+    minus: float = 0.0
 
     @property
     def what(self) -> str:
-        return f"times {self.factor:g}"
+        return f"minus {self.minus:g}" if self.minus else f"times {self.factor:g}"
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (weight,) = tensors
-        product = (weight.double() * self.factor).float()
-        return [weight, product] if self.original else [product]
+        number = weight.double() * self.factor
+        number = (number - self.minus if self.minus else number).float()  # -0.0 - 0.0 keeps its sign by this
+        return [weight, number] if self.original else [number]
 
     def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[0] if self.original else (tensors[0].double() / self.factor).float()]
+        if self.original:
+            return [tensors[0]]
+        number = tensors[0].double()
+        return [((number + self.minus if self.minus else number) / self.factor).float()]
 
 
 @dataclass(frozen=True)
@@ -397,7 +381,7 @@ class Rule:
     @property
     def rounds(self) -> bool:
         """Whether `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
-        return isinstance(self.map, MinusOne | Scaled) and not self.map.original
+        return isinstance(self.map, Computed) and not self.map.original
 
 
 def rename(name: str, key: str, shape: Shape | None, *aliases: str) -> Rule:

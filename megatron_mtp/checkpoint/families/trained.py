@@ -50,66 +50,6 @@ def epsilon_note(args: Namespace) -> dict[str, str]:
     return {"norms inside latent attention": says}
 
 
-def check_computable(args: Namespace) -> None:
-    """Refuse arguments with which a model computes something that no family here does.
-
-    Raises:
-        ValueError: the first such argument.
-    """
-    wrong = [text for is_wrong, text in _FOREIGN if is_wrong(args)]
-    if wrong:
-        raise ValueError(
-            f"the checkpoint was trained with {wrong[0]}, which no form of a trained model here has; it cannot be "
-            "exported."
-        )
-
-
-def _is_set(name: str) -> Callable[[Namespace], bool]:
-    """Whether an argument has a value; checkpoints of an older Megatron lack some of them."""
-
-    def is_set(args: Namespace) -> bool:
-        value = getattr(args, name, None)
-        return any(value) if isinstance(value, list) else bool(value)
-
-    return is_set
-
-
-_ALWAYS_FOREIGN = (
-    "use_mup no_rope_freq apply_residual_connection_post_layernorm qk_l2_norm glu_linear_offset "
-    "activation_func_clamp_value attention_output_gate experimental_attention_variant "
-    "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
-    "heterogeneous_layers_config_path spec"
-).split()
-"""Arguments that no family supports, with any value."""
-
-_FOREIGN: list[tuple[Callable[[Namespace], bool], str]] = [
-    (lambda args: args.normalization != "RMSNorm", "another norm than --normalization RMSNorm"),
-    (lambda args: args.layernorm_zero_centered_gamma, "--apply-layernorm-1p"),
-    (lambda args: not args.swiglu, "another activation than --swiglu"),
-    (lambda args: args.add_bias_linear, "biases (without --disable-bias-linear)"),
-    (lambda args: args.position_embedding_type not in ("rope", "yarn"),
-     "other positions than --position-embedding-type rope or yarn"),
-    (lambda args: args.rotary_interleaved and not args.multi_latent_attention, "--rotary-interleaved"),
-    (lambda args: args.window_size is not None, "--window-size"),
-    (lambda args: bool(args.num_experts) and args.moe_router_score_function != "sigmoid",
-     "--moe-router-score-function softmax"),
-    (lambda args: bool(args.num_experts) and bool(args.moe_shared_expert_gate), "--moe-shared-expert-gate"),
-    (lambda args: bool(args.num_experts) and _dense_first(args) is None, "dense layers after MoE"),
-    (lambda args: bool(args.num_experts) and _scores_groups_differently(args),
-     "--moe-router-group-topk other than half of --moe-router-topk"),
-    (lambda args: args.multi_latent_attention and args.rotary_percent != 1.0, "--rotary-percent in latent attention"),
-    (lambda args: args.multi_latent_attention and args.layernorm_epsilon > LARGEST_LATENT_EPSILON,
-     f"--norm-epsilon above {LARGEST_LATENT_EPSILON} inside latent attention, where transformers has 1e-6"),
-    (lambda args: _is_yarn(args) and not (args.mscale and args.mscale_all_dim)
-     and (args.mscale, args.mscale_all_dim) != (1.0, 0.0), "one of --mscale and --mscale-all-dim without the other"),
-    (lambda args: _is_divided(args) and (args.multi_latent_attention or args.use_rope_scaling or _is_yarn(args)),
-     "--rotary-seq-len-interpolation-factor beside another scaling or latent attention"),
-    (lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla", "another --softmax-type than vanilla"),
-    *((_is_set(name), f"--{name.replace('_', '-')}") for name in _ALWAYS_FOREIGN),
-]  # fmt: skip
-"""What no family here supports: a test of the arguments, and what the error calls it."""
-
-
 def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
     """Config keys that every family has.
 
@@ -243,12 +183,6 @@ def _dense_first(args: Namespace) -> int | None:
         return 0 if frequency == 1 else None
     dense = list(frequency).index(1) if 1 in frequency else len(frequency)
     return dense if all(frequency[dense:]) else None
-
-
-def _scores_groups_differently(args: Namespace) -> bool:
-    """Whether Megatron scores a group by another number of its best experts than 2, as the families do."""
-    groups, some = args.moe_router_num_groups, args.moe_router_group_topk
-    return bool(groups and some and some < groups and args.moe_router_topk // some != 2)
 
 
 def _groups(args: Namespace) -> int:

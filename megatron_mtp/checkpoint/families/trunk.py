@@ -11,9 +11,9 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
 """Forms of an export whose model has no such biases."""
 ORIGINAL_NORMS, ORIGINAL = "originals of norms", "original."
-"""Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`MinusOne`)."""
+"""Form of a checkpoint that holds the weights of norms as in the folder, under keys with this prefix (`Computed`)."""
 ORIGINAL_WEIGHTS = "originals of scaled weights"
-"""Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Scaled`)."""
+"""Form of a checkpoint that also holds weights without the factor that Megatron's contain (`Computed`)."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_OF_BOTH = 10_000, 10_000, 200_000
 """A config with more is corrupted: the largest published models have about 10^2 layers of about 10^2 experts."""

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launch
@@ -16,7 +17,10 @@ from megatron_mtp.checkpoint.convert.drafter_form import read_drafter
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.cli import attach
 from megatron_mtp.cli.convert import main as convert
+from megatron_mtp.config import DRAFTERS
+from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
@@ -25,6 +29,8 @@ from megatron_mtp.runtime import prepare
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from drafting_single import trained_forward
+from hf_models import make
+from tiers import tiered
 
 prepare()
 
@@ -34,12 +40,10 @@ DRAFTED = Path(__file__).with_name("draft_tokens.txt")
 
 def command(*flags: str, processes: int = 1) -> launch.Command:
     """A tiny trunk of eight layers, with grouped queries and a head of its own."""
-    at = launch.TINY_RUN.index("--mtp-num-layers")
     return launch.Command(
         "pretrain_gpt.py",
         (
-            *launch.TINY_RUN[:at],
-            *launch.TINY_RUN[at + 2 :],
+            *launch.PLAIN_RUN,
             *f"--num-layers {LAYERS} --group-query-attention --num-query-groups 2".split(),
             *f"--untie-embeddings-and-output-weights --train-iters {STEPS} --save-interval {HALF}".split(),
             *"--attention-dropout 0 --hidden-dropout 0 --eval-interval 100 --eval-iters 0 --log-interval 1".split(),
@@ -104,6 +108,11 @@ def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path
         (["--drafter-layers", "1", "2", "8"], "--drafter-layers is 1 2 8, and the trunk has 8 layers; give 3 rising"),
         (["--mtp-init", "random"], "given with --mtp-init, but a new drafter is drawn"),
         (["--overlap-moe-expert-parallel-comm"], "but its schedule takes apart the layers whose states are read"),
+        (
+            ["--drafter-steps", "64"],
+            "--drafter-steps is 64, but sequences of --seq-length 64 have no token that far ah",
+        ),
+        (["--hidden-size", "32"], "error: the checkpoint cannot be loaded into this model: Global shape mismatch"),
         (["--drafter-layers", "1", "2", "3"], "--drafter-layers is 1 2 3, and the drafter of .* has 2 4 5; give that"),
     ],
 )
@@ -316,6 +325,38 @@ def test_a_block_drafter_of_another_trunk_is_refused(
     args = DistReader(trained / "trunk").common()["args"]
     with pytest.raises(ValueError, match=said):
         read_drafter(spoiled(block / "exported", tmp_path / "spoiled", **changes), args)
+
+
+@pytest.mark.parametrize("kind", tiered(DRAFTERS, ("dspark",)))
+def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole verb, from a folder and texts; when it is given again, no finished step is taken again."""
+    train_bpe(["abc abd"], 258, tmp_path / "tokenizer")
+    model = make(tmp_path / "model", "llama", 0, changes={"num_hidden_layers": 5, "vocab_size": 258})
+    shutil.copytree(tmp_path / "tokenizer", model, dirs_exist_ok=True)
+    (tmp_path / "texts").mkdir()
+    for number in range(60):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"abc abd {number} " * 20)
+
+    started: list[str] = []
+
+    def run(command: list[str]) -> SimpleNamespace:
+        started.append(command[3])
+        return SimpleNamespace(returncode=launch.start(command, tmp_path / started[-1]).wait(launch.TIMEOUT))
+
+    monkeypatch.setattr(attach, "subprocess", SimpleNamespace(run=run))
+    flags = f"--drafter {kind} --drafter-steps 3 --drafter-layers 1 2 3 --steps 4 --sequence 32 --batch 2 --float32"
+    flags += " --evaluated-batches 1" + (" --mtp-draft-vocab-size 200" if kind == "eagle3" else "")
+    words = [str(model), str(tmp_path / "texts"), str(tmp_path / "run"), *flags.split()]
+    assert attach.main(words, "attach") == 0, (tmp_path / started[-1]).read_text()
+    fitted = ["convert"] if kind == "eagle3" else []
+    assert started == ["preprocess", "convert", *fitted, "train", "convert", "generate"]
+    assert inspect(tmp_path / "run/exported")["reads the trunk after"] == "1 2 3 layers"
+    assert convert(["verify", f"{tmp_path}/run/exported", f"{tmp_path}/run/checkpoint"]) == 0
+    (said,) = [line for line in (tmp_path / "generate").read_text().splitlines() if "same tokens" in line]
+    assert "yes" in said
+    started.clear()
+    assert attach.main(words, "attach") == 0, (tmp_path / started[-1]).read_text()
+    assert started == "preprocess train generate".split()
 
 
 def test_it_drafts_and_changes_no_token(trained: Path) -> None:

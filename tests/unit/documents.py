@@ -22,7 +22,7 @@ DOORS = {
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
-    "llama-server": "--model --spec-type --spec-draft-n-max",
+    "llama-server": "--model --spec-type --spec-draft-n-max --spec-draft-p-min",
     "scancel": "--signal",
     "pip wheel": "--no-deps --no-build-isolation",
     "python -m pip download": "--constraint --dest",

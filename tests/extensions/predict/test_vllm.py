@@ -11,6 +11,7 @@ Megatron's modules on the tokens that vLLM emitted, and on those that our greedy
 import json
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.cli.convert import main as convert
+from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import greedy, read_text
@@ -37,6 +41,7 @@ prepare()
 PYTHON = launch.ROOT / ".venv-vllm" / "bin" / "python"
 CLIENT = Path(__file__).parent / "vllm_client.py"
 PROMPT, NEW, DRAFTS = [3, 4, 5, 6], 160, (1, 2, 3)
+MTP = '{"method": "mtp"}'
 
 pytestmark = pytest.mark.skipif(
     not (PYTHON.parents[1] / "installed").exists(),
@@ -71,6 +76,14 @@ RUN = (
     "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 --init-method-std 0.1 "
     "--untie-embeddings-and-output-weights"
 )
+KINDS = {"eagle3": "--drafter eagle3 --drafter-steps 3"}
+
+
+def generated(folder: Path, log: Path, drafts: Iterable[int], *more: str, method: str = MTP) -> list[dict[str, Any]]:
+    """vLLM's tokens and counters with each of these numbers of drafts."""
+    command = [str(PYTHON), str(CLIENT), str(folder), json.dumps(PROMPT), str(NEW), json.dumps([*drafts]), method]
+    printed = launch.run([*command, *more], log).splitlines()
+    return [json.loads(line) for line in printed if line[:1] == "{"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,8 +93,7 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")
     mcore_to_hf(checkpoint, exported, Options(quiet=True), form_of(checkpoint, family=case.family))
     assert audit(exported)["ok"]
-    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), json.dumps(DRAFTS)]
-    served = [json.loads(line) for line in launch.run(command, tmp_path / "vllm.log").splitlines() if line[:1] == "{"]
+    served = generated(exported, tmp_path / "vllm.log", DRAFTS)
     assert [each["drafts"] for each in served] == list(DRAFTS)
     agree(load_model(checkpoint), served, case.family, name)
 
@@ -99,6 +111,26 @@ def agree(model: MTPTrunk, served: list[dict[str, Any]], family: str, name: str)
         assert each["proposed"] == ours.target_forwards * drafts
         assert each["accepted_per_position"] == ours.accepted_at
         assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: Path) -> None:
+    """The same tokens, and within a point the same part of the drafts, beside the exported trunk."""
+    trunk, saved, exported, beside = (tmp_path / name for name in ("trunk", "saved", "exported", "beside"))
+    common = ["--num-layers", "8", *RUN.replace("--mtp-num-layers 3", "").split()]
+    for flags in (["--save", str(trunk)], ["--load", str(trunk), "--save", str(saved), *KINDS[kind].split()]):
+        launch.run(launch.Command("pretrain_gpt.py", (*launch.PLAIN_RUN, *common, *flags)), tmp_path / "train.log")
+    mcore_to_hf(trunk, exported, Options(quiet=True), form_of(trunk))
+    assert convert(["drafter-to-hf", str(saved), str(beside)]) == 0
+    method, runner = json.dumps({"method": kind, "model": str(beside)}), load_runner(saved)
+    for each in generated(exported, tmp_path / "vllm.log", [3], method=method):
+        speculative = {"method": kind, "num_speculative_tokens": each["drafts"]}
+        ours = generate(runner, [PROMPT], NEW, speculative=speculative)
+        theirs, stats = sum(each["accepted_per_position"]), ours.stats
+        print(f"{kind}: {theirs} of {each['proposed']}; ours {stats.accepted} of {stats.drafted}")
+        assert each["tokens"] == [*PROMPT, *ours.token_ids[0]]
+        assert theirs / each["proposed"] == pytest.approx(stats.accepted / stats.drafted, abs=0.01)
+        assert theirs
 
 
 def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path: Path) -> None:
@@ -119,9 +151,7 @@ def test_vllm_drafts_with_a_quantized_export_until_its_list_is_spoiled(tmp_path:
     rates = []
     for folder, sound in ((exported, True), (spoiled, False)):
         assert audit(folder)["ok"] == sound
-        command = [str(PYTHON), str(CLIENT), str(folder), json.dumps(PROMPT), str(NEW), "[1]"]
-        printed = launch.run(command, tmp_path / "vllm.log").splitlines()
-        (served,) = (json.loads(line) for line in printed if line[:1] == "{")
+        (served,) = generated(folder, tmp_path / "vllm.log", [1])
         rates.append(served["accepted_per_position"][0] / served["proposed"])
     hf_to_mcore(exported, tmp_path / "read", Options(quiet=True))
     model, tokens = load_model(tmp_path / "read"), greedy(load_model(tmp_path / "read"), PROMPT, NEW + 2)
@@ -144,9 +174,7 @@ def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path
     for only_mtp, file in enumerate(files):
         stream = export_hf_weights(later, like=exported, only_mtp=bool(only_mtp))
         save_file({name: tensor.contiguous() for name, tensor in stream}, file)
-    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), str(NEW), "[2]", *map(str, files)]
-    printed = launch.run(command, tmp_path / "vllm.log").splitlines()
-    (served,) = (json.loads(line) for line in printed if line[:1] == "{")
+    (served,) = generated(exported, tmp_path / "vllm.log", [2], *map(str, files))
     agree(later, [served], case.family, "after")
     with pytest.raises(AssertionError):
         agree(load_model(saved / "iter_0000020"), [served], case.family, "before")
@@ -164,5 +192,5 @@ def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) ->
     gone.unlink()
     (found,) = [one for one in audit(exported)["findings"] if one["guess"] == "file missing"]
     assert gone.name in found["says"]
-    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), "8", "[1]"]
+    command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), "8", "[1]", MTP]
     assert subprocess.run(command, capture_output=True).returncode != 0

@@ -1,10 +1,11 @@
-"""vLLM as a client of an exported folder, in its own environment: greedy generation with MTP drafts.
+"""vLLM as a client of an exported folder, in its own environment: greedy generation with drafts.
 
-    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' [model.safetensors mtp.safetensors]
+    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' '{"method": "mtp"}' \\
+        [model.safetensors mtp.safetensors]
 
-FOLDER, prompt, new tokens, and the numbers of drafts a round to try. Prints a line of JSON for each: prompt with new
-tokens, and vLLM's own counters. Two files of newer weights, for the model and for its draft module, are loaded into the
-engine that has started.
+FOLDER, prompt, new tokens, the numbers of drafts a round to try, and the speculative config without them. Prints a line
+of JSON for each: prompt with new tokens, and vLLM's own counters. Two files of newer weights, for the model and for its
+draft module, are loaded into the engine that has started.
 """
 
 import json
@@ -21,7 +22,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 
-def started(folder: str, drafts: int) -> LLM:
+def started(folder: str, drafts: int, speculative: dict[str, Any]) -> LLM:
     return LLM(
         folder,
         trust_remote_code=True,  # MiMo's configuration is a class in its folder
@@ -33,7 +34,7 @@ def started(folder: str, drafts: int) -> LLM:
         disable_log_stats=False,
         enable_prefix_caching=False,
         compilation_config={"custom_ops": ["none"]},  # its rotary kernel for CPU is not DeepSeek's rotation
-        speculative_config={"method": "mtp", "num_speculative_tokens": drafts},
+        speculative_config={**speculative, "num_speculative_tokens": drafts},
     )
 
 
@@ -56,9 +57,9 @@ def load(worker: Any, model: str, mtp: str) -> None:
         reload_weights(runner.vllm_config, module, iter(load_file(file).items()), None, is_checkpoint_format=True)
 
 
-def main(folder: str, prompt: str, new: str, drafts: str, *newer: str) -> None:
+def main(folder: str, prompt: str, new: str, drafts: str, speculative: str, *newer: str) -> None:
     for count in json.loads(drafts):
-        llm = started(folder, count)
+        llm = started(folder, count, json.loads(speculative))
         if newer:
             llm.collective_rpc(load, args=newer)
         print(json.dumps(generate(llm, json.loads(prompt), int(new), count)), flush=True)

@@ -124,7 +124,8 @@ def parse_run_args(
     check_load(given, mends)
     stored = checkpoint_arguments(given) | older
     if (drafter := given.drafter or stored.get("drafter")) is not None:
-        stored = {BESIDE_MTP: given.drafter_beside_mtp, **stored, "drafter": drafter}
+        is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp
+        stored |= {BESIDE_MTP: is_beside, "drafter": drafter}
         stored |= drafter_arguments(Namespace(**{**vars(given), **stored}))
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -378,7 +378,7 @@ def beside(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `both`, which saved after two of four steps too, and what each has learned alone."""
     folder = tmp_path_factory.mktemp("beside")
     alone = [*DRAFTER, "--clip-grad", "0"]
-    for name, flags in (("mtp", MTP), ("drafter", alone), ("both", [*MTP, *DRAFTER])):
+    for name, flags in (("mtp", MTP), ("drafter", alone), ("both", ["--use-checkpoint-args", *MTP, *DRAFTER])):
         measures = ["--mtp-acceptance-interval", "1", "--eval-interval", str(STEPS), "--eval-iters", "1"]
         given = ["--load", f"{trained}/trunk", "--save", f"{folder}/{name}", *flags, *measures]
         log = launch.run(command(*given), folder / f"{name}.log")

@@ -6,7 +6,7 @@ next one of a single cycle through the vocabulary. A depth's eh_proj passes the 
 for its own token. Noise on the embedding part of eh_proj makes a depth err; benchmarks measure how often.
 
 Products with zeros draw less power than others. Where that matters the output projections stay random as well, as small
-as Megatron initialises them, so that what the layers add changes few of the tokens that the embedding decides.
+as Megatron initializes them, so that what the layers add changes few of the tokens that the embedding decides.
 """
 
 from typing import Any

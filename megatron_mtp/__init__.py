@@ -9,7 +9,7 @@ registry.py    tables to which other packages add rows: losses, proposers, verif
 patches/       faults of the published megatron-core that are put right
 cpu/           what Megatron needs to run without CUDA
 data/          text to tokens to batches; the shifts of every depth
-model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialisation
+model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
 losses/        what the depths are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
 decoding/      speculative decoding with the trained depths

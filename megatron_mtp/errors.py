@@ -136,7 +136,7 @@ def _rank() -> str:
 
 
 def _of_the_output(error: Exception) -> str | None:
-    """Where a letter cannot be shown; UTF-8 has all of them."""
+    """Encoding of the output where it lacks a character; UTF-8 has all of them."""
     if not isinstance(error, UnicodeEncodeError) or error.encoding.lower().replace("-", "") == "utf8":
         return None
     letter = ascii(error.object[error.start])

@@ -125,7 +125,7 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder, or in one below it; links are followed, and nothing has to be there."""
+    """True if a path lies in a folder, or in one below it; links are followed, and nothing has to be there."""
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 

@@ -87,7 +87,7 @@ def check_device(on_cpu: bool) -> None:
 
 @cache
 def why_not(module: str) -> str | None:
-    """Why a module cannot be imported; None if it can. A build for another torch or driver may raise anything."""
+    """The reason why a module cannot be imported, or None. A build for another torch or driver may raise anything."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -98,7 +98,7 @@ def why_not(module: str) -> str | None:
 
 
 def why_no_launcher() -> str | None:
-    """Why Triton cannot build the C module by which it launches kernels; None if it can."""
+    """The reason why Triton cannot build the C module by which it launches kernels; None if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler (gcc, clang, or CC)"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -118,24 +118,24 @@ def hide_transformer_engine() -> None:
 
 
 def transformer_engine_works() -> bool:
-    """Whether Megatron can build its layers with it; they need a CUDA device."""
+    """True if Megatron can build its layers with it; they need a CUDA device."""
     from megatron_mtp.cpu import substitutions
 
     return not substitutions.installed() and why_not("transformer_engine.pytorch") is None
 
 
 def fuses_weight_gradients() -> bool:
-    """Whether Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
+    """True if Apex's extension is installed, which adds a weight's gradient to its buffer in the matrix product."""
     return why_not("fused_weight_gradient_mlp_cuda") is None
 
 
 def mamba_works() -> bool:
-    """Whether Megatron's Mamba-2 layers can be used; they need a CUDA device."""
+    """True if Megatron's Mamba-2 layers can be used; they need a CUDA device."""
     return _all_usable("mamba_ssm", "causal_conv1d", "einops")
 
 
 def delta_rule_works() -> bool:
-    """Whether Megatron's Gated DeltaNet layers can be used; they need a CUDA device."""
+    """True if Megatron's Gated DeltaNet layers can be used; they need a CUDA device."""
     return _all_usable("fla")
 
 

@@ -24,7 +24,7 @@ source, target = sys.argv[1:]
 weights = "SmolLM2-135M-Instruct.Q4_1.gguf"
 read = AutoModelForCausalLM.from_pretrained(source, gguf_file=weights, dtype=torch.float32)
 if hasattr(read.config, "quantization_config"):
-    del read.config.quantization_config  # what has been dequantised still calls itself quantised, and is not saved
+    del read.config.quantization_config  # what has been dequantized still calls itself quantized, and is not saved
 plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
 plain.load_state_dict(read.state_dict())
 plain.save_pretrained(target)

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_corpus(run: Path, tokenizer: Path, documents: int) -> Path:
-    """The prefix of a tokenised corpus; made unless it is there."""
+    """The prefix of a tokenized corpus; made unless it is there."""
     prefix = run / "corpus"
     if not prefix.with_suffix(".idx").exists():
         run.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder or a Megatron checkpoint holds, from names and shapes; copies alone are read."""
+"""Contents of a Hugging Face folder or a Megatron checkpoint, from names and shapes; copies alone are read."""
 
 from pathlib import Path
 from typing import Any

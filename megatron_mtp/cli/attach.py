@@ -368,7 +368,7 @@ def _trained_on(args: Namespace) -> str:
 
 
 def _is_chat(corpus: str) -> bool:
-    """Whether it is a file of conversations."""
+    """True if it is a file of conversations."""
     if not corpus.endswith(".jsonl") or not Path(corpus).is_file():
         return False
     with open(corpus, encoding="utf-8", errors="replace") as file:

@@ -111,11 +111,11 @@ def _side(side: dict[str, Any]) -> list[str]:
     if side.get("drafter"):
         counts, drafter = ("", "") if kind == side["drafter"] else (counts, f", drafter {side['drafter']}")
     types = ", ".join(f"{count} {name}" for name, count in side["types"].items()) or "no tensors"
-    quantised = f", quant_method {side['quant_method']}" if side.get("quant_method") else ""
+    quantized = f", quant_method {side['quant_method']}" if side.get("quant_method") else ""
     pattern = f", pattern {side['hybrid layer pattern']}" if side.get("hybrid layer pattern") else ""
     copies = f", {side['copies']} of them copies" if side["copies"] else ""
     return [
-        f"{side['side']}  {side['path']}: {side['form']}, {kind}{drafter}{pattern}{quantised}",
+        f"{side['side']}  {side['path']}: {side['form']}, {kind}{drafter}{pattern}{quantized}",
         f"   {counts}{side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
     ]
 

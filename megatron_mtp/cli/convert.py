@@ -153,7 +153,7 @@ def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":
 
 
 def init(args: Namespace) -> "Init":
-    """How attach-mtp makes weights; ValueError for flags that are out of range, or of another way."""
+    """Initialization that attach-mtp's flags ask for; ValueError for flags that are out of range, or of another way."""
     from megatron_mtp.checkpoint.convert.edit import Init
     from megatron_mtp.checkpoint.convert.fitting import FitData
 
@@ -236,7 +236,7 @@ def prove(args: Namespace) -> dict[str, Any]:
 
 
 def options(args: Namespace) -> "Options":
-    """How to convert, from the flags, some of which a command may lack; ValueError where one is out of range."""
+    """Options of a conversion, from flags of which a command may lack some; ValueError where one is out of range."""
     import torch
 
     from megatron_mtp.checkpoint.convert.quantizing import Quantize

@@ -1,4 +1,4 @@
-"""What a generation cost: the prompts of a run under one clock, alone or in turns with plain decoding; its figures."""
+"""Cost of a generation: the prompts of a run under one clock, alone or in turns with plain decoding; its figures."""
 
 import time
 from collections.abc import Callable
@@ -158,5 +158,5 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
 
 
 def _rounding(dtype: str) -> str:
-    """Why greedy texts may differ: rounding, which depends on a forward's rows, decides near-ties of logits."""
+    """Explain why greedy texts may differ: rounding, which depends on a forward's rows, decides near-ties of logits."""
     return "" if dtype == "float32" else f": {dtype} rounds a row otherwise among others; compare with --dtype float32"

@@ -37,7 +37,7 @@ exit status: 0 if training can run here (on the CPU counts), 1 if not.
 
 
 @dataclass(frozen=True)
-class Check:
+class Component:
     """One row.
 
     Attributes:
@@ -80,7 +80,7 @@ def parser(program: str) -> Parser:
     return made
 
 
-def text_of(checks: list[Check], patches: list[dict[str, str]], can_train: bool) -> str:
+def text_of(checks: list[Component], patches: list[dict[str, str]], can_train: bool) -> str:
     """A line for every check, three for every patch, and whether training can run."""
     signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
     width = max(len(check.name) for check in checks)
@@ -92,12 +92,12 @@ def text_of(checks: list[Check], patches: list[dict[str, str]], can_train: bool)
     return "\n".join([*lines, "", verdict])
 
 
-def check_versions() -> list[Check]:
+def check_versions() -> list[Component]:
     """Python and every package that ours requires, against the ranges of pyproject.toml."""
     try:
         about = importlib.metadata.metadata(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return [Check(DISTRIBUTION, None, False, True, "install it with `pip install -e .` in its folder")]
+        return [Component(DISTRIBUTION, None, False, True, "install it with `pip install -e .` in its folder")]
     required = [Requirement(line) for line in about.get_all("Requires-Dist") or []]
     rows: list[tuple[str, str | None, SpecifierSet]] = [
         ("Python", platform.python_version(), SpecifierSet(about["Requires-Python"]))
@@ -107,7 +107,7 @@ def check_versions() -> list[Check]:
     for name, found, supported in rows:
         fits = found is not None and supported.contains(found, prereleases=True)
         says = f"supported is {supported}" if supported else "any version is supported"
-        checks.append(Check(name, found, fits, needed=True, says=says))
+        checks.append(Component(name, found, fits, needed=True, says=says))
     return checks
 
 
@@ -118,7 +118,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def check_device() -> list[Check]:
+def check_device() -> list[Component]:
     """The CUDA device, and the libraries over which processes communicate."""
     torch = _torch()
     if torch is None:
@@ -131,9 +131,9 @@ def check_device() -> list[Check]:
         memory = f"{device.total_memory / 2**30:.0f} GiB of memory each, CUDA {torch.version.cuda}"
     nccl, gloo = torch.distributed.is_nccl_available(), torch.distributed.is_gloo_available()
     return [
-        Check("CUDA device", named, on_cuda, False, memory),
-        Check("NCCL", "in torch" if nccl else None, nccl, on_cuda, "processes on CUDA devices communicate over it"),
-        Check("gloo", "in torch" if gloo else None, gloo, not on_cuda, "processes on CPUs communicate over it"),
+        Component("CUDA device", named, on_cuda, False, memory),
+        Component("NCCL", "in torch" if nccl else None, nccl, on_cuda, "processes on CUDA devices communicate over it"),
+        Component("gloo", "in torch" if gloo else None, gloo, not on_cuda, "processes on CPUs communicate over it"),
     ]
 
 
@@ -145,7 +145,7 @@ def _torch() -> ModuleType | None:
     return None
 
 
-def check_kernels() -> list[Check]:
+def check_kernels() -> list[Component]:
     """Libraries that make training faster."""
     found, torch = _installed("transformer-engine"), _torch()
     costs = "Megatron's own modules and plain attention take its place: slower on a CUDA device, and no FP8"
@@ -154,31 +154,31 @@ def check_kernels() -> list[Check]:
     if is_whole and torch is not None:
         unused = "it can be imported; without a CUDA device Megatron's own modules are used"
         costs = "fused layers" if torch.cuda.is_available() else unused
-    engine = Check("Transformer Engine", found, is_whole, False, f"{broken}; {costs}" if broken else costs)
+    engine = Component("Transformer Engine", found, is_whole, False, f"{broken}; {costs}" if broken else costs)
     triton, compiler = _installed("triton"), shutil.which("g++")
     why = "it is not installed" if triton is None else why_no_launcher()
     says = "the losses' kernels" if why is None else f"{why}; losses on a CUDA device are slower and take more memory"
     return [
         engine,
         _apex(),
-        Check("Triton", triton, why is None, False, says),
-        Check("g++", compiler, compiler is not None, False, "torch.compile builds a CUDA device's kernels with it"),
+        Component("Triton", triton, why is None, False, says),
+        Component("g++", compiler, compiler is not None, False, "torch.compile builds a CUDA device's kernels with it"),
     ]
 
 
-def _apex() -> Check:
+def _apex() -> Component:
     """NVIDIA's Apex has fused optimizers; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     if any((Path(place) / "optimizers").is_dir() for place in places):
-        return Check("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
+        return Component("Apex", _installed("apex") or "built here", True, False, "fused optimizers")
     costs = (
         "without Transformer Engine as well, torch's Adam takes the place of the fused one, and gradients are not "
         "accumulated in the matrix products; with it, those of the output layer alone are not"
     )
     if spec is not None:
         costs = f"the installed package of that name is another project (NVIDIA's is built from its source); {costs}"
-    return Check("Apex", None, False, False, costs)
+    return Component("Apex", None, False, False, costs)
 
 
 def patch_rows(probe: bool) -> list[dict[str, str]]:
@@ -205,13 +205,13 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     return rows
 
 
-def check_patches(rows: list[dict[str, str]]) -> list[Check]:
+def check_patches(rows: list[dict[str, str]]) -> list[Component]:
     """Return whether every row is known to be right for the installed versions."""
     states = [row["state"].partition(" (")[0] for row in rows]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     ok = set(states) <= {KNOWN, "applied", "not needed"}
     says = "functions of Megatron and torch that are replaced"
-    return [Check("patches", counted, ok, "missing" in states, says)] if rows else []
+    return [Component("patches", counted, ok, "missing" in states, says)] if rows else []
 
 
-CHECKS: tuple[Callable[[], list[Check]], ...] = (check_versions, check_device, check_kernels)
+CHECKS: tuple[Callable[[], list[Component]], ...] = (check_versions, check_device, check_kernels)

@@ -196,7 +196,7 @@ def _record(
 def _ends(
     args: Namespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[frozenset[int], Callable[[list[int]], int | None] | None]":
-    """What ends a text before its budget: tokens, and `--stop`."""
+    """Tokens and strings of `--stop` that end a text before its budget."""
     from megatron_mtp.data.tokenizer import end_tokens
 
     if "" in args.stop:

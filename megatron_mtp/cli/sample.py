@@ -173,7 +173,7 @@ def _check(args: Namespace) -> None:
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    """What texts depend on, by the name of the flag."""
+    """Settings on which texts depend, by the name of the flag."""
     if args.chat:
         found: dict[str, Any] = {"chat": [os.path.abspath(file) for file in args.chat]}
     else:

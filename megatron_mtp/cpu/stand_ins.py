@@ -1,4 +1,4 @@
-"""What takes the place of CUDA on a CPU: streams, events, memory, random state, device strings, type names."""
+"""Stand-ins of CUDA on a CPU: streams, events, memory, random state, device strings, type names."""
 
 import functools
 import os

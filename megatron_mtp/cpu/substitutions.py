@@ -1,4 +1,4 @@
-"""What Megatron needs to run without CUDA, over gloo: a named list of substitutions, each with its reason.
+"""Substitutions by which Megatron runs without CUDA, over gloo: a named list, each with its reason.
 
 Megatron assumes a CUDA device in its device strings, its streams and events, its random number state and the names of
 tensor types. `install()` substitutes the CPU for each of these, in this process alone; nothing is substituted when a
@@ -42,7 +42,7 @@ _FACTORIES = (
 
 
 def installed() -> bool:
-    """Whether the substitutions are in place in this process."""
+    """True if the substitutions are in place in this process."""
     return bool(SUBSTITUTIONS)
 
 
@@ -71,7 +71,7 @@ def _substitute(rows: Sequence[Substitution]) -> None:
 
 
 def _replace_copies(rows: Sequence[Substitution]) -> None:
-    """Of what the rows are about to replace, in the modules of Megatron that are there already."""
+    """Replace copies of the rows' functions in modules of Megatron that are loaded already."""
     by_id = {id(getattr(row.owner, row.name)): row.replacement for row in rows if hasattr(row.owner, row.name)}
 
     def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def _cuda_rows() -> list[Substitution]:
         ),
         *_rows(
             torch.cuda,
-            "dropout and initialisation draw from the CUDA generator, whose state is saved with every checkpoint",
+            "dropout and initialization draw from the CUDA generator, whose state is saved with every checkpoint",
             get_rng_state=stand_ins.get_rng_state,
             set_rng_state=stand_ins.set_rng_state,
             manual_seed=torch.manual_seed,

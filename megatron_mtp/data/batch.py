@@ -188,7 +188,7 @@ def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
 
 
 class LaterPositions:
-    """Where the positions d = 1 .. D later are; other ranks hold some of them.
+    """Places of the positions d = 1 .. D later, of which other ranks hold some.
 
     Only positions next to a cut of the sequence are exchanged. `lookup` appends their values to this rank's own, and
     `where` gives the rows of the result.

@@ -20,7 +20,7 @@ TEXT_FILES = ["*.txt", "*.md", "*.py", "*.jsonl"]
 
 
 class Document(NamedTuple):
-    """Where the text of a document is.
+    """Place of a document's text.
 
     Attributes:
         path: its file.

@@ -167,7 +167,7 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 
 
 def sampling_defaults(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """What generation_config.json in the tokenizer's folder asks for, by name; neutral values are left out."""
+    """Sampling settings of generation_config.json in the tokenizer's folder, by name; neutral values are left out."""
     found = _object_in(Path(tokenizer.name_or_path) / GENERATION_CONFIG)
     given = {name: found[name] for name in NEUTRAL if found.get(name) is not None}
     return {name: value for name, value in given.items() if value != NEUTRAL[name]}
@@ -209,7 +209,7 @@ def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def apply_template(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tokenize: bool = False, **arguments: Any
 ) -> Any:
-    """What transformers' `apply_chat_template` makes of the messages, whose calls may have their arguments as JSON."""
+    """Apply transformers' chat template to messages, whose calls may have their arguments as JSON."""
     render = functools.partial(tokenizer.apply_chat_template, tokenize=tokenize, **arguments)
     decoded = _decoded_calls(messages)
     try:

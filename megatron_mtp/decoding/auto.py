@@ -74,7 +74,7 @@ class AutoK:
 
     @property
     def rests(self) -> bool:
-        """Whether the next step is plain whatever it would take; the same on all ranks."""
+        """True if the next step is plain whatever it would take; the same on all ranks."""
         return self._rest > 0
 
     def choose(self) -> int:
@@ -163,7 +163,7 @@ class AutoK:
         return unsure[0] if best and unsure else best
 
     def _missing_seconds(self) -> float:
-        """How much longer plain decoding has to go on until another draft costs no more than `SHARE` of all."""
+        """Seconds of plain decoding that are missing until another draft costs no more than `SHARE` of all."""
         lost = self._drafting - self._worth * self._target_seconds(0)  # beyond plain decoding to the same tokens
         return (lost + self._price()) / SHARE - self._elapsed
 
@@ -176,7 +176,7 @@ class AutoK:
         return draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
 
     def _passes(self, count: int) -> int:
-        """Of a draft, each of which takes the same time."""
+        """Passes of a draft, each of which takes the same time."""
         return 1 if self.at_once else count
 
     def _target_seconds(self, count: int) -> float:

@@ -53,7 +53,7 @@ class Stack:
 
     @property
     def is_short(self) -> bool:
-        """Whether `dense_layer` has a forward for every layer."""
+        """True if `dense_layer` has a forward for every layer."""
         return None not in self.short
 
 
@@ -153,7 +153,7 @@ class Modules:
 
     def _run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         self.scope.enter(cache, rows)
-        stack, merge, normalise = self.stacks[number], self._merges[number], self._last_norms[number]
+        stack, merge, normalize = self.stacks[number], self._merges[number], self._last_norms[number]
         rotary, angles = self._rotary(rows)
         if stack.mtp is not None and not stack.is_short:
             embedded_SBH = self._embed(tokens_BR) if self.model.mtp.sequential else None
@@ -172,7 +172,7 @@ class Modules:
                 hidden_SBH = made[0] if isinstance(made, tuple) else made
             if stack.read:
                 after.append(hidden_SBH)
-        state_SBH = hidden_SBH if normalise is None else normalise(hidden_SBH)
+        state_SBH = hidden_SBH if normalize is None else normalize(hidden_SBH)
         if not stack.read:
             return state_SBH
         feature_SBH = self.model.mtp.layer.feature(torch.cat([after[number - 1] for number in stack.read], dim=-1))
@@ -236,6 +236,6 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
 
 
 def _looks_up(model: MTPTrunk) -> bool:
-    """Whether Megatron's embedding does no more than look up."""
+    """True if Megatron's embedding does no more than look up."""
     config = model.config
     return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)

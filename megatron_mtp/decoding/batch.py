@@ -1,4 +1,4 @@
-"""What a step of the engine runs: a part of some prompts, or all sequences that draft alike.
+"""Batches of the engine's steps: a part of some prompts, or all sequences that draft alike.
 
 A sequence begins with its prompt, run in parts beside others, whose last row gives the first token. Then it joins the
 batch of those that draft alike. Every step of a batch drafts, scores the newest tokens and the drafts in one forward of
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has emitted a token."""
+        """True if it has emitted a token."""
         return len(self.tokens) > len(self.request.prompt)
 
     @property
@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def has_run(self) -> bool:
-        """Whether all rows of its prompt have run."""
+        """True if all rows of its prompt have run."""
         return self.run == self.rows
 
     @property
@@ -99,11 +99,11 @@ class Sequence:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether more than a token is asked of the target."""
+        """True if more than a token is asked of the target."""
         return self.request.logprobs is not None or self.request.penalties != NO_PENALTIES
 
     def update(self, gained: list[int], depth: int = 0, draft: Draft | None = None, row: int = 0) -> Update:
-        """What stays of the tokens that a step gave it, up to its end, from a draft of this depth.
+        """Keep the tokens of a step up to the sequence's end, from a draft of this depth.
 
         A stop or the budget ends it, also inside an accepted draft. Drafts beyond the budget count as never offered.
         """
@@ -215,7 +215,7 @@ class PrefillBatch:
 
 
 class PendingOutput(NamedTuple):
-    """What a step gave the sequences of its rows, while the next one runs; None where one has ended.
+    """Output of a step, being read while the next one runs; None where a sequence has ended.
 
     `read` waits for counts, tokens and valid nodes of each row, which are being copied to the host.
     """
@@ -334,7 +334,7 @@ class DecodeBatch:
         return update
 
     def _arrived(self) -> list[Update]:
-        """What the step before gave; of sequences that were cancelled or put back since then, nothing."""
+        """Updates of the step before; none of sequences that were cancelled or put back since then."""
         if self._pending is None:
             return []
         (seqs, nodes, read), self._pending = self._pending, None
@@ -403,7 +403,7 @@ class DecodeBatch:
 
 
 def can_record(runner: Any, proposer: Proposer, count: int, verifier: str) -> bool:
-    """Whether the device has graphs, and a step of K = `count` reads nothing back to the host."""
+    """True if the device has graphs, and a step of K = `count` reads nothing back to the host."""
     runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
     recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
     return recordable and all(one.device.type == "cuda" and one.recordable for one in runners)

@@ -48,7 +48,7 @@ class BlockTable:
 
     @property
     def number(self) -> int:
-        """Of the last known block."""
+        """Number of the last known block."""
         return self.known[-1].number if self.known else START
 
 
@@ -82,7 +82,7 @@ class BlockManager:
         return self.count - self.free
 
     def blocks_for(self, slots: int) -> int:
-        """How many blocks hold so many slots."""
+        """Number of blocks that hold so many slots."""
         return -(-slots // self.size)
 
     def extend(self, held: BlockTable, slots: int) -> list[int] | None:
@@ -145,7 +145,7 @@ class BlockManager:
                     known.caches.add(cache)
 
     def seen_of(self, held: BlockTable) -> dict[int, int]:
-        """What `seen` of a sequence that begins with known blocks is."""
+        """The value of `seen` of a sequence that begins with known blocks."""
         made: dict[int, int] = {}
         for cache in held.known[0].caches if held.known else ():
             complete = next((n for n, one in enumerate(held.known) if cache not in one.caches), len(held.known))

@@ -2,7 +2,7 @@
 
 A step of drafting has few rows. On a small model Megatron's bookkeeping around each product then takes longer than the
 product; on a large one the product takes as long as reading its weight. `lean` returns a forward for a transformer
-layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: no biases, rotary halves, no quantisation,
+layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: no biases, rotary halves, no quantization,
 no sequence parallelism. All others run as Megatron's modules, and so do experts within their layer.
 
 The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
@@ -63,7 +63,7 @@ WITHOUT_EFFECT = frozenset(
     # before and after the layers; the scale of muP's attention is `softmax_scale`
     "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
     "mup_attn_scale_power clone_scatter_output_in_embedding "
-    # training: dropout, initialisation, schedule, gradients, logs
+    # training: dropout, initialization, schedule, gradients, logs
     "attention_dropout hidden_dropout init_method output_layer_init_method init_method_std embedding_init_method "
     "embedding_init_method_std perform_initialization use_cpu_initialization init_model_with_meta_device timers "
     "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func calculate_per_token_loss "
@@ -92,17 +92,17 @@ def short_norm(norm: Any) -> Callable[[Tensor], Tensor]:
     """RMSNorm as `PortableNorm` computes it, in half as many operations; other norms, and on CUDA, as they are."""
     if type(norm) is not PortableNorm or norm.bias is not None or norm.weight.is_cuda:
         return norm
-    weight = norm.weight.detach() + (1 if norm.centred else 0)
+    weight = norm.weight.detach() + (1 if norm.centered else 0)
     # x w / sqrt(|x|^2 / H + eps) = x (w sqrt(H)) / hypot(|x|, sqrt(eps H)), in float32 or better
     channels, dtype, exact = weight.numel(), weight.dtype, torch.promote_types(weight.dtype, torch.float32)
     scaled = weight.to(exact) * channels**0.5
     least = torch.tensor((norm.eps * channels) ** 0.5, dtype=exact, device=weight.device)
 
-    def normalise(hidden: Tensor) -> Tensor:
+    def normalize(hidden: Tensor) -> Tensor:
         length = vector_norm(hidden, 2, -1, True, dtype=exact)
         return (hidden / torch.hypot(length, least) * scaled).to(dtype)
 
-    return normalise
+    return normalize
 
 
 def turns(angles_L11C: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -132,21 +132,21 @@ def lean(layer: Any, product: Product) -> Forward | None:
         parts.append((short_norm(layer.pre_mlp_layernorm), make(layer.mlp, product)))
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
-        for normalise, part in parts:
-            hidden_SBH = hidden_SBH + part(normalise(hidden_SBH), angles)
+        for normalize, part in parts:
+            hidden_SBH = hidden_SBH + part(normalize(hidden_SBH), angles)
         return hidden_SBH
 
     return forward
 
 
 def is_dense(layer: Any) -> bool:
-    """Whether `lean` knows all of the layer, which is whole on this rank and has no experts."""
+    """True if `lean` knows all of the layer, which is whole on this rank and has no experts."""
     whole = layer.config.tensor_model_parallel_size == 1
     return whole and _is_plain(layer) and not _are_experts(getattr(layer, "mlp", None)) and _is_known(layer.config)
 
 
 def mixer_of(layer: Any) -> Any:
-    """What stands in the place of a layer's recurrence (recurrent_layers.py); None for a layer of another kind."""
+    """Module in the place of a layer's recurrence (recurrent_layers.py); None for a layer of another kind."""
     mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
     return mixer if isinstance(mixer, StandIn) else None
 
@@ -169,7 +169,7 @@ def mlp_of(layer: Any) -> Any:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the layer has the modules that `lean` knows, and nothing beside them."""
+    """True if the layer has the modules that `lean` knows, and nothing beside them."""
     if type(layer) is MambaLayer:
         return _is_plain_part(layer.mixer)
     known = type(layer) in (TransformerLayer, MLPLayer) and isinstance(layer.cross_attention, IdentityOp)
@@ -188,7 +188,7 @@ def _is_plain_part(part: Any) -> bool:
 
 
 def _are_experts(mlp: Any) -> bool:
-    """Whether it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
+    """True if it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
     own = getattr(mlp, "own", mlp)
     return isinstance(own, MoELayer) and not own.config.add_bias_linear
 
@@ -294,7 +294,7 @@ def _experts(experts: Any, _: Product) -> Forward:
 
 
 def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """What an MLP does between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
+    """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
     activate = config.activation_func
     if not config.gated_linear_unit:
         return activate

@@ -103,12 +103,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
         return bool(self.scheduler.seqs)
 
     @property
     def load(self) -> Load:
-        """How busy it is."""
+        """Load of the engine."""
         scheduler, running = self.scheduler, self.settings.running
         return Load(
             running=len(scheduler.seqs) - len(scheduler.waiting),
@@ -125,7 +125,7 @@ class Engine:
         )
 
     def _method_of(self, request: Request) -> Method:
-        """How a request drafts; errors as `make_method`."""
+        """The method of a request; errors as `make_method`."""
         config = request.speculative or self.speculative
         kind = config, request.sampling.greedy
         if kind not in self._methods:

@@ -87,7 +87,7 @@ class StaticExperts(StandIn):
         return made.view_as(hidden_SBH), None
 
     def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router chooses for every row, as probabilities and numbers of experts [T, K]."""
+        """The router's choice for every row: probabilities and numbers of experts [T, K]."""
         router, config = self.own.router, self.own.config
         router._maintain_float32_expert_bias()
         return topk_routing_with_score_function(
@@ -110,7 +110,7 @@ def place_static_experts(layer: TransformerLayer) -> None:
 
 
 def reads_nothing_back(layer: TransformerLayer) -> bool:
-    """Whether a forward of a layer with cached attention can be part of a CUDA graph."""
+    """True if a forward of a layer with cached attention can be part of a CUDA graph."""
     return bool(
         type(layer) is TransformerLayer
         and type(layer.self_attention) in (SelfAttention, MLASelfAttention, PortableLatentAttention)
@@ -134,7 +134,7 @@ def _is_known(layer: MoELayer) -> bool:
 
 
 def _is_plain(expert: MLP) -> bool:
-    """Whether it is whole on this rank, and has no biases."""
+    """True if it is whole on this rank, and has no biases."""
     products = (expert.linear_fc1, expert.linear_fc2)
     return all(one.bias is None for one in products) and expert.config.expert_tensor_parallel_size == 1
 

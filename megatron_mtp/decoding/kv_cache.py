@@ -94,7 +94,7 @@ class BlockTables:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether a sequence has one block."""
+        """True if a sequence has one block."""
         return self.table_BL.size(1) == 1
 
     @cached_property
@@ -113,7 +113,7 @@ class BlockTables:
         return _run(self.firsts) if self._is_whole else None
 
     def places(self, slots_BR: Tensor) -> Places:
-        """Where some slots are."""
+        """Places of some slots."""
         if self.sequence_X is not None:
             return self.table_BL[self.sequence_X, slots_BR[0] // self.size].unsqueeze(0), slots_BR % self.size
         if self._is_whole:
@@ -121,7 +121,7 @@ class BlockTables:
         return self.table_BL.gather(1, slots_BR // self.size), slots_BR % self.size
 
     def first_blocks(self, window: int, heads: int) -> Tensor:
-        """Where every sequence's blocks of the window are in a memory [N * G, S, C], [B, G, L]."""
+        """Places of every sequence's blocks of the window in a memory [N * G, S, C], [B, G, L]."""
         first_B1L = self.table_BL[:, None, : -(-window // self.size)]
         if heads == 1:
             return first_B1L
@@ -171,12 +171,12 @@ class Rows:
 
     @property
     def is_chain(self) -> bool:
-        """Whether they are consecutive."""
+        """True if they are consecutive."""
         return self.depth_BR is None
 
     @cached_property
     def places_BR(self) -> Tensor:
-        """Where the rows would stand; before 0 for padding."""
+        """Places of the rows; before 0 for padding."""
         if self.count == 1 and not self.start:
             return self.first_B.unsqueeze(1)
         own_R = torch.arange(self.start, self.start + self.count, device=self.first_B.device)
@@ -199,7 +199,7 @@ class Rows:
 
     @cached_property
     def slots_BR(self) -> Tensor:
-        """Where keys and values go."""
+        """Slots of keys and values."""
         if self.padded is not None:
             return self.packed(self.padded.slots_BR)
         if self.inside and self.live_BR is None:

@@ -81,7 +81,7 @@ class Loaded:
         return tokenizer
 
     def line(self, folder: str) -> str:
-        """What was loaded from the folder, in a line."""
+        """One line on what was loaded from the folder."""
         runner = self.runner
         size = sum(weight.numel() for weight in runner.model.parameters())
         ranks = torch.distributed.get_world_size()

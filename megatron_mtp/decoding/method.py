@@ -1,4 +1,4 @@
-"""How to draft: a config from JSON, and the proposer, the verifier and K that it names, checked against the model."""
+"""Drafting methods: a config from JSON, and the proposer, verifier and K that it names, checked against the model."""
 
 import json
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def config_from(given: dict[str, Any]) -> SpeculativeConfig:
 
 
 def is_lossless(config: SpeculativeConfig) -> bool:
-    """Whether the target's distribution is kept."""
+    """True if the target's distribution is kept."""
     return config.verifier is None or VERIFIERS[config.verifier].lossless
 
 
@@ -184,7 +184,7 @@ def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
 
 
 def _misfit(proposer: Proposer, verifier: Verifier, sampling: Sampling) -> str | None:
-    """Why a verifier cannot judge what is drafted; None if it can."""
+    """The reason why a verifier cannot judge what is drafted; None if it can."""
     method = proposer.config.method
     if proposer.drafts_trees and not verifier.judges_trees:
         return f"judges chains, and '{method}' drafts trees"

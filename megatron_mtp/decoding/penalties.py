@@ -1,4 +1,4 @@
-"""What requests ask of the target's logits beside a token: penalties, and log-probabilities of what was emitted.
+"""Penalties on the target's logits, and log-probabilities of emitted tokens.
 
 `PenalizedVerifier` stands in the place of a batch's verifier: it changes the logits that the rule sees, and keeps those
 that log-probabilities are made of. Penalties change the distribution that a lossless rule keeps, and not the drafts.
@@ -50,7 +50,7 @@ class PenalizedVerifier:
         return verdict
 
     def logprobs(self, row: int, tokens: list[int], top: int) -> list[TokenLogprob]:
-        """Of the tokens that the last step gave a sequence."""
+        """Log-probabilities of the tokens that the last step gave a sequence."""
         assert self.logits_BRV is not None
         assert self.kept_BR is not None
         rows_R = self.kept_BR[row].nonzero()[:, 0]
@@ -58,7 +58,7 @@ class PenalizedVerifier:
 
 
 def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
-    """How often each token stands on the way from the root to a row, the row itself included, [B, R, V]."""
+    """Counts of each token on the way from the root to a row, the row itself included, [B, R, V]."""
     if draft.nodes == 0:
         return torch.zeros_like(like_BRV)
     ancestors_BRR, _ = ancestors_of(draft.parents())
@@ -88,13 +88,13 @@ def penalized(
 
 
 def _counts(tokens: list[int], like_RV: Tensor) -> Tensor:
-    """How often each token is there, [1, V]."""
+    """Counts of each token, [1, V]."""
     index_T = torch.tensor(tokens, dtype=torch.long, device=like_RV.device)
     return torch.bincount(index_T, minlength=like_RV.size(-1)).to(like_RV).unsqueeze(0)
 
 
 def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """Of one token a row, with the `top` most probable ones."""
+    """Log-probabilities of one token a row and of the `top` most probable ones."""
     logprobs_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)).log_softmax(dim=-1)
     chosen_R1 = torch.tensor(tokens, dtype=torch.long, device=logits_RV.device).unsqueeze(1)
     own = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()

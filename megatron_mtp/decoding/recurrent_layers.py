@@ -31,7 +31,7 @@ class CachedRecurrence(StandIn):
         self.sizes = self.sizes_of_own()
 
     def sizes_of_own(self) -> Sizes:
-        """Of this rank's heads."""
+        """Sizes of this rank's heads."""
         raise NotImplementedError
 
     def between(self, projected_SBC: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What recurrent layers remember of a sequence: a state, and the inputs of the rows since then.
+"""Memory of recurrent layers: a sequence's state, and the inputs of the rows since then.
 
 A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
 inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
@@ -42,7 +42,7 @@ KEPT = 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer's state and of its causal convolution; `width` positions are convolved."""
+    """Sizes of a layer's state and of its causal convolution; `width` positions are convolved."""
 
     heads: int
     groups: int
@@ -52,13 +52,13 @@ class Sizes:
     width: int
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence's entry in a layer's memory."""
+        """Bytes of one sequence's entry in a layer's memory."""
         return sum(part.nbytes for part in RecurrentMemory(self, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
 
 
 @dataclass(frozen=True)
 class RowPiece:
-    """Where some rows of a forward stand, for every layer of a stack.
+    """Places of some rows of a forward, for every layer of a stack.
 
     Attributes:
         rows: which of the forward's.
@@ -83,7 +83,7 @@ class RowPiece:
 
     @cached_property
     def slots_BR(self) -> Tensor:
-        """Where the rows are kept; the scratch slot for those that do not count."""
+        """Slots of the rows; the scratch slot for those that do not count."""
         return torch.where(self.live_BR, self.places_BR, KEPT)
 
     @cached_property
@@ -142,7 +142,7 @@ class Recurrence:
         return before
 
     def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "RecurrentMemory":
-        """Of a layer; made if there is none."""
+        """Memory of a layer; made if there is none."""
         if layer not in self.layers:
             self.layers[layer] = RecurrentMemory(sizes, len(self.held), like)
         return self.layers[layer]
@@ -168,7 +168,7 @@ class Recurrence:
         return torch.where(live_BR.any(dim=1), first_B, self.end_E[tables.where])
 
     def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
-        """How many rows the states take in before the one at `lead_B` runs; the slots begin behind them."""
+        """Number of rows that the states take in before the one at `lead_B` runs; the slots begin behind them."""
         start_B = self.start_E[tables.where]
         dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
         self.start_E[tables.where] = start_B + dropped_B
@@ -271,7 +271,7 @@ class RecurrentMemory:
         return self._sum_before(piece.lead_B, piece.tables) + own_BHR.unsqueeze(3)
 
     def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> Tensor:
-        """What queries see of the state and of earlier rows, [B, H, R, P]."""
+        """Values that queries see of the state and of earlier rows, [B, H, R, P]."""
         seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.tables.where] * sums_BHR1.exp()
         if piece.before == 0:
             return seen_BHRP
@@ -282,7 +282,7 @@ class RecurrentMemory:
         return seen_BHRP + (self._for_heads(query_BGRN @ key_BGWN.mT) * left_BHRW) @ value_BHWP
 
     def among(self, query_BGRN: Tensor, key_BGRN: Tensor, sums_BHR1: Tensor) -> Tensor:
-        """How much every row of a piece (last but one) sees of every row up to itself (last), [B, H, R, R]."""
+        """Weight with which every row of a piece (last but one) sees every row up to itself (last), [B, H, R, R]."""
         left_BHRR = (sums_BHR1 - sums_BHR1.mT).tril().exp().tril()
         return self._for_heads(query_BGRN @ key_BGRN.mT) * left_BHRR
 
@@ -299,7 +299,7 @@ class RecurrentMemory:
         return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
 
     def _for_heads(self, values_BGxx: Tensor) -> Tensor:
-        """What a group's heads share, for each of its heads."""
+        """Repeat what a group's heads share for each of its heads."""
         return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""What passes between the engine and its doors: a request goes in, and updates come out until one of them ends it.
+"""Messages to and from the engine: a request goes in, and updates come out until one of them ends it.
 
 A door (HTTP, the command line, a test) calls `add`, then `step` until nothing is busy, and hands every update to whom
 it belongs. Only one thread calls an engine.
@@ -19,7 +19,7 @@ SEEDS = range(-(2**63), 2**63)
 
 
 class Finish(StrEnum):
-    """Why a sequence ended, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
+    """Reason for a sequence's end, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -122,7 +122,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step gave a sequence.
+    """Tokens that a step gave a sequence.
 
     Attributes:
         request: the number that `add` returned.
@@ -168,7 +168,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is.
+    """Load of an engine.
 
     Attributes:
         running, waiting: sequences in the steps, and requests that wait for a place.
@@ -195,11 +195,11 @@ class Load:
 
 
 class QueueFull(Exception):  # noqa: N818 - named like queue.Full
-    """As many requests wait as the engine was set up for."""
+    """Raised when as many requests wait as the engine was set up for."""
 
 
 class EngineCore(Protocol):
-    """What a door needs of an engine."""
+    """Interface of an engine to those who send requests."""
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its number. Raises ValueError where it can never be served, QueueFull if not now."""
@@ -212,8 +212,8 @@ class EngineCore(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
 
     @property
     def load(self) -> Load:
-        """How busy it is."""
+        """Load of the engine."""

@@ -35,7 +35,7 @@ PLACES = ("rope", "yarn", "none")
 
 
 class Keeping(NamedTuple):
-    """What the layers of a trunk or a depth keep of a sequence.
+    """Memory that the layers of a trunk or a depth keep of a sequence.
 
     Attributes:
         attending: layers with keys and values.
@@ -115,7 +115,7 @@ class Runner:
 
     @cached_property
     def recordable(self) -> bool:
-        """Whether a forward of few rows reads nothing back to the host."""
+        """True if a forward of few rows reads nothing back to the host."""
         from megatron_mtp.decoding.experts import reads_nothing_back
 
         return not (self.recurrent_trunk or self.recurrent_depths) and (

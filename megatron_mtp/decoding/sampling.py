@@ -22,7 +22,7 @@ DRAFT, VERIFY, RECOVER = 0, 1, 2
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; temperature 0 is greedy, and then the other settings change nothing.
+    """Choice of a token; temperature 0 is greedy, and then the other settings change nothing.
 
     Applied in this order, which is that of transformers; vLLM applies min-p before top-k and top-p.
 
@@ -64,7 +64,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, without randomness."""
+        """True if the most probable token is taken, without randomness."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -91,13 +91,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingOfEach:
-    """How tokens are chosen where the sequences of a batch differ, in their order; in the place of one `Sampling`."""
+    """Choice of tokens where the sequences of a batch differ, in their order; in the place of one `Sampling`."""
 
     each: tuple[Sampling, ...]
 
     @property
     def greedy(self) -> bool:
-        """Whether all sequences take the most probable token."""
+        """True if all sequences take the most probable token."""
         return all(one.greedy for one in self.each)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class SamplingOfEach:
 
 
 def sampling_of(each: list[Sampling]) -> Sampling | SamplingOfEach:
-    """Of a batch; one for all where they do not differ, which takes fewer operations."""
+    """Sampling of a batch; one for all where they do not differ, which takes fewer operations."""
     return each[0] if len(set(each)) == 1 else SamplingOfEach(tuple(each))
 
 

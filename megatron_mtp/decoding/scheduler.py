@@ -1,4 +1,4 @@
-"""Who runs in a step: which prompts, and which sequences are decoded; and what becomes of them afterwards.
+"""Scheduling: which prompts run in a step, which sequences are decoded, and what becomes of them afterwards.
 
 A step decodes or runs prompts, by turns where there are both, so that first tokens wait for one step at most:
 
@@ -276,7 +276,7 @@ class Scheduler:
         return [(seq, count) for seq, count in parts if count or seq.has_run]
 
     def _wanted(self, rows: int) -> int:
-        """How many of a forward's rows the prompts take that have a place; of the oldest no more than half count."""
+        """Number of a forward's rows for prompts that have a place; of the oldest no more than half count."""
         left = [seq.rows_left for seq in self.prefilled]
         return min(left[0], -(-rows // 2)) + sum(left[1:]) if left else 0
 
@@ -362,14 +362,14 @@ class Scheduler:
             self.block_manager.learn(seq.block_table, seq.tokens[:length], seq.progress.seen)
 
     def _reuses(self, seq: Sequence) -> bool:
-        """Whether a sequence shares blocks with others: all its rows must be there, and be what others would have.
+        """True if a sequence shares blocks with others: all its rows must be there, and be what others would have.
 
         States are those of the whole sequence; none are kept of its beginnings.
         """
         return self.settings.reuse and not self.has_states and not seq.method.proposer.leaves_rows_out
 
     def block_tables_of(self, seqs: list[Sequence]) -> BlockTables:
-        """Where the slots of these sequences are."""
+        """Block tables of these sequences."""
         table_BL = torch.zeros(len(seqs), self._tables.table_BL.size(1), dtype=torch.long)
         for row, seq in enumerate(seqs):
             table_BL[row, : len(seq.block_table.blocks)] = torch.tensor(seq.block_table.blocks)

@@ -36,7 +36,7 @@ def wants_few_shapes(device: torch.device) -> bool:
 
 @dataclass
 class Progress:
-    """How far drafters have come with a sequence.
+    """Progress of drafters with a sequence.
 
     Attributes:
         seen: tokens that the sequence had when rows of a drafter's cache last ran, by the number of the cache.
@@ -152,7 +152,7 @@ class Sequences:
             one.seen.update(dict.fromkeys(caches, len(ids)))
 
     def window(self, beyond: int) -> int:
-        """How many slots a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
+        """Number of slots that a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
         beyond = max(beyond, self.growth, self.reach)
         return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
 
@@ -239,7 +239,7 @@ class Sequences:
 
     @property
     def _all_live(self) -> bool:
-        """Whether the host knows that no sequence has ended; a fixed step must hold for any."""
+        """True if the host knows that no sequence has ended; a fixed step must hold for any."""
         return not self.fixed and all(self.live)
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:

@@ -52,7 +52,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every token continues the one before."""
+        """True if every token continues the one before."""
         return self.parents_BN is None
 
     def parents(self) -> Tensor:
@@ -70,7 +70,7 @@ class Draft:
         return torch.ones_like(self.tokens_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def levels(self) -> list[list[int]]:
-        """How deep every node stands, from 1 on, on the host; -1 where it is no candidate, or continues none."""
+        """Depth of every node, from 1 on, on the host; -1 where it is no candidate, or continues none."""
         if self.is_chain and self.valid_BN is None:
             return [list(range(1, self.nodes + 1))] * self.tokens_BN.size(0)
         found = []
@@ -84,7 +84,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target makes of a draft.
+    """The target's verdict on a draft.
 
     Attributes:
         kept_BR: rows on the accepted path; the root always is.
@@ -117,7 +117,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Round:
-    """What proposers and verifiers may know beside the draft and the target's logits.
+    """Facts for proposers and verifiers beside the draft and the target's logits.
 
     Attributes:
         sampling: temperature, top-k, top-p and min-p, of target and drafter alike.
@@ -175,7 +175,7 @@ class Proposer:
 
     @classmethod
     def recurrent_layers(cls) -> str:
-        """Where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
+        """Places where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
         trunk, depths = not cls.drafts_trees, cls.depths is None or cls.keeps_states
         return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in depths"}.get(
             (trunk, depths), "no"
@@ -188,12 +188,12 @@ class Proposer:
 
     @property
     def has_states(self) -> bool:
-        """Whether recurrent layers draft."""
+        """True if recurrent layers draft."""
         return self.depths is not None and self.runner.recurrent_depths
 
     @property
     def draws_siblings(self) -> bool:
-        """Whether the candidates of a row are independent samples of one q; a chain has one a row."""
+        """True if the candidates of a row are independent samples of one q; a chain has one a row."""
         return not self.drafts_trees
 
     def nodes(self, count: int) -> int:

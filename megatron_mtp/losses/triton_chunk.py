@@ -123,7 +123,7 @@ def _all_launch(group: ProcessGroup) -> bool:
 
 @cache
 def why_no_kernels() -> str | None:
-    """Why Triton's kernels cannot be launched here, warned of once; None if one was."""
+    """The reason why Triton's kernels cannot be launched here, warned of once; None if one was."""
     reason = why_not("triton")
     if reason is None:
         from megatron_mtp.losses import triton_kernels

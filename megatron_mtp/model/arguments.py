@@ -150,7 +150,7 @@ class DepthFields:
     beside: MTPConfig | None = None
     """Settings of a drafter beside MTP layers."""
     lacks_drafter: bool = False
-    """Whether the checkpoint to load has none."""
+    """True if the checkpoint to load has none."""
     mtp_init_seed: int = 0
     absent_mtp_layers: tuple[int, ...] = ()
     draft_vocabulary: Tensor | None = None

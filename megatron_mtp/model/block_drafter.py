@@ -53,7 +53,7 @@ BLOCKS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Context:
-    """What the blocks of a layer attend to before their own rows.
+    """Keys and values that the blocks of a layer attend to before their own rows.
 
     Attributes:
         key_SBGC, value_SBGC: of every position.
@@ -233,7 +233,7 @@ class BlockDrafter(DrafterBlock):
         attention: AttentionInputs,
         angles: Callable[[int], Tensor],
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What the head takes of draft 1 .. K, each [A, B, H], or [A, B, H + R] with the bias; and its confidence.
+        """Inputs of the head for draft 1 .. K, each [A, B, H], or [A, B, H + R] with the bias; and the confidence.
 
         Args:
             states_SBX: the trunk's states that are read, as this rank has them.

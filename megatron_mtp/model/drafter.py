@@ -1,4 +1,4 @@
-"""What all drafters have: they read the trunk's states after some layers, and stand where MTP layers would.
+"""Interface of drafters: they read the trunk's states after some layers, and stand where MTP layers would.
 
 A drafter is an MTP block of another kind on a frozen trunk, so that losses, metrics, layouts and drafting are those of
 MTP: eagle3.py runs one layer in K passes, block_drafter.py several layers once for K tokens.
@@ -31,7 +31,7 @@ from megatron_mtp.model.sharing import Head
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a model with a drafter is built with.
+    """Settings that a model with a drafter is built with.
 
     Attributes:
         kind: a name of `config.DRAFTERS`.

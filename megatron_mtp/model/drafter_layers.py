@@ -1,4 +1,4 @@
-"""Which layers of a trunk a drafter reads, and what Megatron's arguments say of a model that has one."""
+"""Layers of a trunk that a drafter reads, and Megatron's arguments of a model that has one."""
 
 from argparse import Namespace
 from collections.abc import Sequence

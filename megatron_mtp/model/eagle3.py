@@ -137,6 +137,6 @@ class Eagle3Block(DrafterBlock):
 
     @override
     def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:
-        """What the head takes at step 1 .. K, each [S, B, H], from the trunk's states [S, B, 3 H]."""
+        """Inputs of the head at step 1 .. K, each [S, B, H], from the trunk's states [S, B, 3 H]."""
         states = super().forward(self.layer.feature(hidden_SBH.detach()), *args, **others)
         return [self.layer.norm(state_SBH) for state_SBH in states]

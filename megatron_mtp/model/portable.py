@@ -46,7 +46,7 @@ from megatron_mtp.model.causal import causal_mask
 
 
 class PortableNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centred weights.
+    """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centered weights.
 
     With sequence parallelism every rank normalizes its own positions and has a part of the weights' gradients. Megatron
     sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
@@ -55,15 +55,15 @@ class PortableNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.centred = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.centred else 1.0))
+        self.centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.centered else 1.0))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The normalized values [..., H]."""
-        weight = self.weight + 1 if self.centred else self.weight
+        weight = self.weight + 1 if self.centered else self.weight
         if self.bias is None:
             return rms_norm(hidden, weight.shape, weight, self.eps)
         return layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
@@ -444,5 +444,5 @@ def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
 
 
 def offsets_of(packed: PackedSeqParams) -> Tensor:
-    """Where the documents of a packed row start and end; padding belongs to the document before it."""
+    """Start and end of the documents of a packed row; padding belongs to the document before it."""
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

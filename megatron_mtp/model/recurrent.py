@@ -141,7 +141,7 @@ def columns_of_ranks(sizes: list[int], ranks: int, shared: tuple[int, ...] = ())
 
     Args:
         sizes: of the parts; each is cut evenly.
-        shared: by part, by how many neighbouring ranks a slice is shared; 1 where left out.
+        shared: by part, by how many neighboring ranks a slice is shared; 1 where left out.
     """
     columns, start = [], 0
     for index, size in enumerate(sizes):

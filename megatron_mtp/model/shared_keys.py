@@ -35,7 +35,7 @@ class SharingAttention(PortableAttention):
     passes: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        """As of `PortableAttention`, with queries and keys rotated to the positions of their pass."""
+        """Attend as `PortableAttention`, with queries and keys rotated to the positions of their pass."""
         self.chain = ()
         if self.passes is not None:
             self.passes.append((key, value))
@@ -56,7 +56,7 @@ def sharing(layers: list[SharingAttention]) -> Iterator[None]:
 
 
 def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """What `run` makes of the inputs in one pass of the layer; the backward pass computes it again.
+    """Result of `run` in one pass of the layer; the backward pass computes it again.
 
     Of what was computed, only the pass's keys and values are held in between.
     """

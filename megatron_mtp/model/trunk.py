@@ -321,7 +321,7 @@ class MTPTrunk(LanguageModule):
     def _drafted(
         self, block: Any, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What the head takes of a drafter's drafts, and their confidence; neither trains the trunk's embedding."""
+        """Inputs of the head for a drafter's drafts, and their confidence; neither trains the trunk's embedding."""
 
         def embedding(**given: Any) -> Tensor:
             made_SBH: Tensor = self.embedding(**given)

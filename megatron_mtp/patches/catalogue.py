@@ -1,4 +1,4 @@
-"""What distributed checkpoints hold, with checksums (CRC-32), and read without running code.
+"""Catalogue of a distributed checkpoint's entries, with checksums (CRC-32), read without running code.
 
 The catalogue of a checkpoint (`.metadata`) is a pickle, and so is every entry that is not a tensor; torch's own reader
 unpickles whatever they name. Here a catalogue may name only the classes that catalogues consist of. Entries are read

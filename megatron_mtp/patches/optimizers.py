@@ -164,7 +164,7 @@ def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """What the model has under `ABSENT` keys: parameters, and for a state of a kernel None."""
+    """Entries of the model under `ABSENT` keys: parameters, and for a state of a kernel None."""
     models = [part for name, part in state.items() if name.startswith("model") and isinstance(part, dict)]
     return {entry.key: entry.data for part in models for entry in part.values() if _is_absent(entry)}
 
@@ -197,7 +197,7 @@ def _is_absent(entry: Any) -> bool:
 
 
 def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
-    """Of `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight` zeros in the parameter's shape."""
+    """Zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
     if not _is_absent(entry):

@@ -151,7 +151,7 @@ def _apply(rows: list[Patch]) -> None:
 
 
 def _sentence(patch: Patch, ending: str) -> str:
-    """Which version is there, and which are known."""
+    """Sentence on the version that is there and those that are known."""
     version = installed(patch.package)
     return f"{patch.target} is patched in {patch.package} {patch.versions}, and the installed {version} {ending}"
 

@@ -99,7 +99,7 @@ class APIError(Exception):
 
 
 def _sendable(text: str) -> str:
-    """As UTF-8 can have it, since JSON may name half of a surrogate pair; without the middle of a long value."""
+    """Text that UTF-8 can hold, since JSON may name half of a surrogate pair; without the middle of a long value."""
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[: LONGEST_MESSAGE - MESSAGE_END]} ... {text[-MESSAGE_END:]}"
     return text.encode(errors="backslashreplace").decode()
@@ -256,7 +256,7 @@ class Body(BaseModel):
         return list(range(self.seed, self.seed + count))
 
     def speculative(self) -> SpeculativeConfig | None:
-        """How to draft, if the request says so. Raises APIError."""
+        """The drafting method of a request that names one. Raises APIError."""
         if self.speculative_config is None:
             return None
         try:
@@ -318,7 +318,7 @@ class Message(BaseModel):
         return given
 
     def plain(self) -> dict[str, Any]:
-        """As templates read it: the content is one string, of several parts by lines; no calls are none."""
+        """The message as templates read it: the content is one string, of several parts by lines; no calls are none."""
         text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {**(self.model_extra or {}), "role": self.role, "content": text, **calls}

@@ -168,7 +168,7 @@ class AnswersDataset(GPTDataset):
 
 
 def read_answers(prefix: str) -> np.ndarray:
-    """Where the answer of every document begins, and the token behind it: [documents, 2], int32.
+    """Start of every document's answer, and the token behind it: [documents, 2], int32.
 
     Raises:
         ValueError: no such file is beside the dataset, or it is that of other texts.

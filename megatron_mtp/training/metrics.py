@@ -266,7 +266,7 @@ class Metrics:
 
     @contextmanager
     def _going_on_without(self, file: Path) -> Iterator[None]:
-        """If a file cannot be written, report it once; training goes on."""
+        """Report once that a file cannot be written; training goes on."""
         try:
             yield
         except OSError as error:

@@ -99,7 +99,7 @@ class NextTokensObjective:
     def later_positions(
         self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
     ) -> LaterPositions | None:
-        """Where the trunk's states of later positions are; None where nothing compares with them."""
+        """Places of the trunk's states of later positions; None where nothing compares with them."""
         if not (self.measures_acceptance or self.depth_loss.needs_teacher):
             return None
         return LaterPositions(positions_S, depths, self.cp_group, chosen_A)

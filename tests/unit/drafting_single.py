@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_single import MOE, VOCABULARY, our_model, randomise, transformer_config
+from megatron_single import MOE, VOCABULARY, our_model, randomize, transformer_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +96,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTMode
         position_embedding_type="rope",
     )
     model = build(config)
-    randomise(model)
+    randomize(model)
     return model.cuda()
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
-from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomise, transformer_config
+from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomize, transformer_config
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPHybridModelConfig
@@ -51,7 +51,7 @@ def our_hybrid(
     )
     model = build(config)
     assert isinstance(model, MTPHybridModel)
-    randomise(model)
+    randomize(model)
     return model.cuda()
 
 

@@ -108,7 +108,7 @@ def our_model(
         **_gpt_fields(tied, position),
     )
     model = build(config)
-    randomise(model)
+    randomize(model)
     return model.cuda()
 
 
@@ -126,7 +126,7 @@ def _gpt_fields(tied: bool, position: str) -> dict[str, Any]:
     }
 
 
-def randomise(model: torch.nn.Module, seed: int = 1) -> None:
+def randomize(model: torch.nn.Module, seed: int = 1) -> None:
     """Weights large enough that every part of the model shows in the loss; norms around 1, but no norm is 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

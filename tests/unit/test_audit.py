@@ -260,13 +260,13 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
     name = "model.layers.0.mlp.down_proj.weight"
     scale = {f"{name}_scale_inv": torch.full((1, 1), 0.5)}
 
-    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**tensors, name: (tensors[name] * 2).to(torch.float8_e4m3fn), **scale}
 
     whole = read(eight)
     for file in eight.glob("*.safetensors*"):
         file.unlink()
-    write(eight, quantise(whole))
+    write(eight, quantize(whole))
     whole = [name for name in read(eight) if name.endswith("down_proj.weight") and "layers.0." not in name]
     plain = [other.removesuffix(".weight") for other in whole]
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": plain}
@@ -280,7 +280,7 @@ def test_fp8_weights_are_read_with_their_scales(glm: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("make_folder", [fp8_folder, blocked_folder, mxfp4_folder])
-def test_quantised_weights_are_compared_as_transformers_reads_them(
+def test_quantized_weights_are_compared_as_transformers_reads_them(
     make_folder: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """A release of compressed-tensors or MXFP4, its checkpoint, and the export in bfloat16 are one model."""

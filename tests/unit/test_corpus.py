@@ -144,7 +144,7 @@ def test_jsonl_is_one_document_per_line(tmp_path: Path, letters: Path, capsys: p
 # --- interrupted, repeated -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["while tokenising", "after the first rename, over an old dataset"])
+@pytest.mark.parametrize("moment", ["while tokenizing", "after the first rename, over an old dataset"])
 def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters: Path, moment: str) -> None:
     import megatron.core.datasets.indexed_dataset  # noqa: F401  (in this process, so that the child need not import it)
 
@@ -158,13 +158,13 @@ def test_kill_leaves_no_index_and_the_next_run_completes(tmp_path: Path, letters
         rename(source, target)
         die()
 
-    if moment != "while tokenising":
+    if moment != "while tokenizing":
         assert run(*flags) == 0
         flags.append("--overwrite")
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # a child that hangs fails the test instead of stopping the suite
-        where = (corpus, "_encode_chunk", die) if moment == "while tokenising" else (os, "replace", rename_and_die)
+        where = (corpus, "_encode_chunk", die) if moment == "while tokenizing" else (os, "replace", rename_and_die)
         with mock.patch.object(*where):
             run(*flags)
         os._exit(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafting_single import model_of, p_value_of, prompts_of, run, run_every_step_in_python
 from megatron.core import dist_checkpointing
-from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomise
+from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomize
 
 from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.api import generate
@@ -41,7 +41,7 @@ def test_ids_that_do_not_ascend_are_refused(tokens: list[int]) -> None:
 @pytest.mark.parametrize("lacks", [False, True], ids=["stored", "not yet stored"])
 def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path) -> None:
     saved, loading = our_model(2, drafted=None if lacks else DRAFTED), our_model(2, drafted=DRAFTED)
-    randomise(loading, seed=3)
+    randomize(loading, seed=3)
     dist_checkpointing.save({"model": saved.sharded_state_dict()}, str(tmp_path))
     stored = stored_draft_vocabulary(tmp_path)
     assert (None if stored is None else stored.tolist()) == (None if lacks else DRAFTED)

@@ -237,7 +237,7 @@ def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: p
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree"])
 def test_sampled_texts_depend_on_their_seeds_alone(method: str) -> None:
-    """Also at their ends, where a neighbour has more tokens to go: at temperature 4 drafts are often accepted."""
+    """Also at their ends, where a neighbor has more tokens to go: at temperature 4 drafts are often accepted."""
     target, prompts = runner_of(), prompts_of(8)
     sampling = Sampling(4.0, top_k=20, top_p=0.95, min_p=0.02)
 

@@ -1,4 +1,4 @@
-"""What every method inherits: KV caches after any accept pattern, INV no neighbour matters, EDGE the ends of texts."""
+"""What every method inherits: KV caches after any accept pattern, INV no neighbor matters, EDGE the ends of texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ class Overheard:
 
 @every_method
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-def test_neighbours_change_nothing(
+def test_neighbors_change_nothing(
     name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """INV: drafts and their logits of a text alone and among others, while the others' drafts fare differently.

@@ -12,7 +12,7 @@ import torch
 from hf_models import Tensors, make, read, write
 from judged_models import QUIET
 from test_hf_form import trained
-from test_quantized import quantised
+from test_quantized import quantized
 from test_resumed_conversions import failing, files
 from tiers import tiered
 
@@ -118,7 +118,7 @@ def test_a_quantized_donor_gives_the_bits_of_its_dequantized_copy(tmp_path: Path
         packed[name] = packed[name].to(torch.float8_e4m3fn)
         packed[f"{name}_scale_inv"] = 1 + torch.rand([-(-size // 16) for size in packed[name].shape])
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    fp8 = quantised(Path(shutil.copytree(donor, tmp_path / "fp8")), packed, settings)
+    fp8 = quantized(Path(shutil.copytree(donor, tmp_path / "fp8")), packed, settings)
     mcore_to_hf(checkpoint(fp8), tmp_path / "dequantized", QUIET, form_of(tmp_path / "fp8-mcore"))
     found = tensors(grafted(fp8, target, tmp_path / "of-fp8"))
     wanted = tensors(grafted(tmp_path / "dequantized", target, tmp_path / "of-copy"))

@@ -35,7 +35,7 @@ def fp8_folder(folder: Path, scaled: bool = True) -> Path:
     return folder
 
 
-def test_fp8_comes_out_as_bfloat16_without_a_quantisation_config(tmp_path: Path) -> None:
+def test_fp8_comes_out_as_bfloat16_without_a_quantization_config(tmp_path: Path) -> None:
     source = fp8_folder(tmp_path / "source")
     folder = HFFolder(source, Numbers(block=(16, 16)))
     expected = folder.read(NAME)

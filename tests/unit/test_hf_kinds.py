@@ -32,7 +32,7 @@ def config(**changes: Any) -> Spoil:
     return change
 
 
-def quantised(**settings: Any) -> Spoil:
+def quantized(**settings: Any) -> Spoil:
     return config(quantization_config=settings)
 
 
@@ -121,9 +121,9 @@ def mimo_layer(folder: Path) -> None:
 
 
 KINDS: dict[str, tuple[Spoil, str]] = {
-    "bitsandbytes": (quantised(load_in_8bit=True), "is quantized with bitsandbytes"),
-    "hqq": (quantised(quant_method="hqq"), "is quantized with hqq"),
-    "unnamed": (quantised(bits=3), "is quantized with an unnamed method"),
+    "bitsandbytes": (quantized(load_in_8bit=True), "is quantized with bitsandbytes"),
+    "hqq": (quantized(quant_method="hqq"), "is quantized with hqq"),
+    "unnamed": (quantized(bits=3), "is quantized with an unnamed method"),
     "lora": (adapter, "is an adapter (LoRA) of a/base; merge it into that model"),
     "gguf": (gguf, "is a GGUF model"),
     "wrapper": (
@@ -242,7 +242,7 @@ def test_fp8_of_modelopt_is_read(where: str, published: Path, tmp_path: Path) ->
     cache = [f"model.layers.1.self_attn.{kind}_proj.{kind}_scale" for kind in "kv"]
     write(folder, {**read(folder), f"{name}weight": weight, **{one: scale.clone() for one in scales + cache}})
     if where == "config":
-        quantised(quant_method="modelopt", quant_algo="FP8")(folder)
+        quantized(quant_method="modelopt", quant_algo="FP8")(folder)
     else:
         adds("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')(folder)
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore")]) == 0

@@ -282,7 +282,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
 
 @all_kinds
 @pytest.mark.parametrize("method", tiered(["mtp_eagle", "draft_model", "ngram"], ("ngram",)))
-def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
+def test_a_text_gains_16_tokens_a_step_and_its_neighbor_one(
     pattern: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The furthest that a step goes back, at any place of the slots: after 15 drafts that ran one by one."""
@@ -308,7 +308,7 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbour_one(
 
 @all_kinds
 @pytest.mark.parametrize("settings", tiered([None, MTP, EAGLE], [MTP]), ids=["plain", "mtp", "mtp_eagle"])
-def test_neighbours_and_padding_change_nothing(pattern: str, settings: dict[str, Any] | None) -> None:
+def test_neighbors_and_padding_change_nothing(pattern: str, settings: dict[str, Any] | None) -> None:
     """INV: prompts of 1, 70 and 200 tokens in a batch and alone; the trunk's states of all rows."""
     target = runner_of(pattern)
     prompts = [random_text(length, length) for length in (1, 70, 200)]

@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "biased experts": {**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
     "latent": LATENT,
     "layer norm": {"normalization": "LayerNorm", "add_bias_linear": True, "qk_layernorm": True},
-    "zero-centred": {"layernorm_zero_centered_gamma": True},
+    "zero-centered": {"layernorm_zero_centered_gamma": True},
 }
 
 
@@ -87,9 +87,9 @@ def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) 
 
 
 def built(depths: int, **kind: Any) -> MTPGPTModel:
-    """As Megatron initialises it."""
+    """As Megatron initializes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_single, "randomise", lambda _: None)
+        patch.setattr(megatron_single, "randomize", lambda _: None)
         return our_model(depths, **kind)
 
 
@@ -155,7 +155,7 @@ def test_the_last_layers_of_a_hybrid_are_copied(pattern: str, megatron: None) ->
 
 @pytest.mark.parametrize("pattern", ["M-/M-", "G-/G-"])
 def test_random_draws_the_projections_of_recurrent_layers(pattern: str, megatron: None) -> None:
-    """What has no rule, such as A and the convolution, stays as Megatron has initialised it."""
+    """What has no rule, such as A and the convolution, stays as Megatron has initialized it."""
     made = our_hybrid(pattern)
     own = made.state_dict()
     filled = fill_absent_layers(without_layer(made, 0), own, made.mtp, (0,), "random", 7)

@@ -21,7 +21,7 @@ QUESTIONS = {
     "Where do shifts stop at the end of a document?": ("shift|end|document", "data/shift.py"),
     "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/forms.py"),
     "What changes without TE?": ("changes|without TE", "model/arguments.py"),
-    "Where are depths initialised from the trunk's last layer?": ("last layer", "model/initialize.py"),
+    "Where are depths initialized from the trunk's last layer?": ("last layer", "model/initialize.py"),
     "Where are flags refused that Megatron would take in silence?": ("refused|silence", "training/checks.py"),
 }
 """Question to the words that have to stand in the file's line, and the file."""

@@ -68,7 +68,7 @@ def test_a_depth_drafts_for_every_request_by_itself() -> None:
 
 @pytest.mark.parametrize("changes", [{}, MOE, LATENT], ids=["dense", "experts", "latent"])
 @torch.no_grad()
-def test_neighbours_change_nothing(changes: dict[str, Any]) -> None:
+def test_neighbors_change_nothing(changes: dict[str, Any]) -> None:
     model = our_model(1, **changes).eval()
     states_NBH, tokens_BN, positions_BN = requests(4)
     together = model.mtp.layers[0].forward_single_position(states_NBH, tokens_BN, positions_BN, model.embedding)

@@ -12,7 +12,7 @@ import torch
 from hf_models import make, read
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron_single import randomise
+from megatron_single import randomize
 from tiers import tiered
 
 from megatron_mtp.checkpoint.convert import hybrid, stream
@@ -47,7 +47,7 @@ CASES = {
     "without depths": ("", "*-*-"),
     "tied, two depths": (f"{DEPTHS} 2", "*-*-/*-/*-"),
     "repeated": (f"{DEPTHS} 2 --mtp-use-repeated-layer", "*-*-/*-/*-"),
-    "biases, LayerNorm, normalised heads": (f"{DEPTHS} 1 --add-qkv-bias --qk-layernorm", "*-*-/*-"),
+    "biases, LayerNorm, normalized heads": (f"{DEPTHS} 1 --add-qkv-bias --qk-layernorm", "*-*-/*-"),
     "experts": (f"{DEPTHS} 2 {EXPERTS} --untie-embeddings-and-output-weights", "*E*E/*E/*E"),
     "experts behind an MLP": (f"{DEPTHS} 1 {EXPERTS} --moe-layer-freq [0,1]", "*-*E/*E"),
     "an MLP behind experts": (f"{DEPTHS} 1 {EXPERTS} --moe-layer-freq 2", "*E*-/*-"),
@@ -62,11 +62,11 @@ def trained(folder: Path, flags: str = "", depths: int | None = None) -> Path:
     args = parsed(f"{TINY} {flags}".split(), 100)
     args.mtp_architecture = "sequential"
     model = model_of(args)
-    randomise(model)
+    randomize(model)
     entries: dict[str, Any] = {"model": model.sharded_state_dict(), "optimizer": {"common_step": torch.tensor(7.0)}}
     for seed, name in enumerate(MOMENTS, start=2):
         state = model_of(args)
-        randomise(state, seed)
+        randomize(state, seed)
         entries["optimizer"][name] = state.sharded_state_dict()
         for key in [key for key in entries["optimizer"][name] if key.endswith("_extra_state")]:
             del entries["optimizer"][name][key]

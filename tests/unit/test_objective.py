@@ -160,7 +160,7 @@ def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -
 @pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> None:
-    """No position whose chain leaves its document or meets a masked label: in the sums, the tokens, the normaliser."""
+    """No position whose chain leaves its document or meets a masked label: in the sums, the tokens, the normalizer."""
     kept = {} if keep is None else {"kept_positions": keep}
     output = outcome(depth_loss=depth_loss(MTPConfig(mtp_loss="e2e_tv")), per_token=per_token, **kept)
     trunk_SBH, depth_hidden, weight_VH = states()

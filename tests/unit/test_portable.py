@@ -18,27 +18,27 @@ EPS = 1e-5
 def plain_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return hidden / (hidden.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
-    centred = hidden - hidden.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight + bias
+    centered = hidden - hidden.mean(-1, keepdim=True)
+    return centered / (centered.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight + bias
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("centred", [False, True])
-def test_values_and_gradients_are_those_of_the_formula(kind: str, centred: bool) -> None:
-    norm = PortableNorm(transformer_config(1, normalization=kind, layernorm_zero_centered_gamma=centred), 32, EPS)
+@pytest.mark.parametrize("centered", [False, True])
+def test_values_and_gradients_are_those_of_the_formula(kind: str, centered: bool) -> None:
+    norm = PortableNorm(transformer_config(1, normalization=kind, layernorm_zero_centered_gamma=centered), 32, EPS)
     hidden, upstream = torch.randn(5, 3, 32, requires_grad=True), torch.randn(5, 3, 32)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.add_(torch.randn_like(parameter))
     inputs = [hidden, *norm.parameters()]
     ours = torch.autograd.grad((norm(hidden) * upstream).sum(), inputs)
-    plain = plain_norm(hidden, norm.weight + 1 if centred else norm.weight, norm.bias)
+    plain = plain_norm(hidden, norm.weight + 1 if centered else norm.weight, norm.bias)
     torch.testing.assert_close(norm(hidden), plain, rtol=1e-5, atol=1e-5)
     for one, other in zip(ours, torch.autograd.grad((plain * upstream).sum(), inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_zero_centred_norm_starts_as_the_identity_on_normed_values() -> None:
+def test_a_zero_centered_norm_starts_as_the_identity_on_normed_values() -> None:
     config = transformer_config(1, layernorm_zero_centered_gamma=True)
     assert torch.equal(PortableNorm(config, 4).weight, torch.zeros(4))
 

@@ -108,7 +108,7 @@ def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str
     assert [says in one for one in weights.wrong.values()] == [True]
 
 
-def quantised(folder: Path, tensors: Tensors, settings: dict[str, object]) -> Path:
+def quantized(folder: Path, tensors: Tensors, settings: dict[str, object]) -> Path:
     for file in folder.glob("*.safetensors"):
         file.unlink()
     write(folder, tensors)
@@ -127,7 +127,7 @@ def fp8_folder(folder: Path) -> Path:
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         tensors[name], tensors[f"{name}_scale"] = in_fp8(tensors[name])
         tensors[name.replace("weight", "input_scale")] = torch.ones(1)
-    return quantised(folder, tensors, FLOAT_8)
+    return quantized(folder, tensors, FLOAT_8)
 
 
 def blocked_folder(folder: Path) -> Path:
@@ -137,7 +137,7 @@ def blocked_folder(folder: Path) -> Path:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = 1 + torch.rand([-(-size // 16) for size in tensors[name].shape])
     weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [16, 16]}
-    return quantised(folder, tensors, {**FLOAT_8, "config_groups": {"group_0": {"weights": weights}}})
+    return quantized(folder, tensors, {**FLOAT_8, "config_groups": {"group_0": {"weights": weights}}})
 
 
 def rows_folder(folder: Path) -> Path:
@@ -157,11 +157,11 @@ def mxfp4_folder(folder: Path) -> Path:
         experts, columns, rows = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16)).byte()
         tensors[f"{name}_scales"] = torch.randint(120, 128, (experts, rows, columns // 32)).byte()
-    return quantised(folder, tensors, {"quant_method": "mxfp4"})
+    return quantized(folder, tensors, {"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize("make_folder", [fp8_folder, blocked_folder, rows_folder, mxfp4_folder])
-def test_a_quantised_folder_converts_and_comes_back_in_bfloat16(make_folder: object, tmp_path: Path) -> None:
+def test_a_quantized_folder_converts_and_comes_back_in_bfloat16(make_folder: object, tmp_path: Path) -> None:
     assert callable(make_folder)
     folder = make_folder(tmp_path / "hf")
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_single import randomise, relative_difference, transformer_config
+from megatron_single import randomize, relative_difference, transformer_config
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 from transformers import NemotronHConfig, Qwen3NextConfig
@@ -153,7 +153,7 @@ def test_the_convolution_sees_nothing_of_the_document_before() -> None:
     assert torch.equal(whole, torch.cat([causal_convolution(p, weight, None, documents_of(None, p)) for p in parts], 1))
 
 
-def test_ranks_that_share_a_group_are_neighbours() -> None:
+def test_ranks_that_share_a_group_are_neighbors() -> None:
     """Heads are cut over four ranks, and two groups of two columns over pairs of them."""
     heads, groups = columns_of_ranks([4, 4], 4, (1, 2))
     assert heads.tolist() == [[0], [1], [2], [3]]
@@ -167,7 +167,7 @@ def mamba() -> PortableMamba:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parts = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
     made = PortableMamba(transformer_config(None, **RECURRENT), parts, d_model=32, layer_number=1, pg_collection=groups)
-    randomise(made)
+    randomize(made)
     return made.cuda()
 
 
@@ -175,7 +175,7 @@ def delta_net() -> PortableGatedDeltaNet:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, PortableNorm, RowParallelLinear)
     made = PortableGatedDeltaNet(transformer_config(None, **RECURRENT), parts, layer_number=1, pg_collection=groups)
-    randomise(made)
+    randomize(made)
     return made.cuda()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import make
-from megatron_single import randomise
+from megatron_single import randomize
 from test_hf_form import save
 from test_random_models import drafted_logits, off
 from tiers import tiered
@@ -116,7 +116,7 @@ def checkpoint(folder: Path, setting: str) -> Path:
     """A checkpoint as training leaves it; the weights are always the same."""
     args = parsed([*TINY.split(), *setting.split()], 100)
     made = build(config_of(completed(args)))
-    randomise(made)
+    randomize(made)
     return save(made, args, folder)
 
 

@@ -27,7 +27,7 @@ from megatron_single import (
     mean_losses,
     megatron_model,
     our_model,
-    randomise,
+    randomize,
     relative_difference,
 )
 
@@ -120,7 +120,7 @@ def test_recomputation_changes_nothing(
         ({"fp4": "e2m1"}, False),
     ],
 )
-def test_quantised_depths_are_recomputed_by_tes_checkpoint(
+def test_quantized_depths_are_recomputed_by_tes_checkpoint(
     precision: dict[str, Any], is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's stand in for TE's: only delayed scaling has to be on where the checkpoint begins."""
@@ -297,14 +297,14 @@ def test_two_models_of_a_process_share_no_state() -> None:
     MTPLossLoggingHelper.tracker.clear()
     alone = step(our_model(2), make_batch(2))
     first, second = our_model(2), our_model(3, tied=True, mtp_use_repeated_layer=True)
-    randomise(second, seed=7)
+    randomize(second, seed=7)
     assert len(step(second, make_batch(3))) == 4
     assert all(parameter.grad is None for parameter in first.parameters())
     assert step(first, make_batch(2)) == alone
     assert not MTPLossLoggingHelper.tracker, "Megatron's class-level tracker is not used"
 
 
-def test_every_module_hears_of_the_quantisation_recipe_once(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_hears_of_the_quantization_recipe_once(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """TE modules have `finish_init`; here Megatron's linear layer stands in for them."""
     told: list[torch.nn.Module] = []
     monkeypatch.setattr(ColumnParallelLinear, "finish_init", lambda module, recipe: told.append(module), raising=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core import dist_checkpointing
-from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomise, relative_difference
+from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomize, relative_difference
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, set_passes
@@ -43,7 +43,7 @@ def arguments(depths: int, passes: int | None = None, more: list[str] | None = N
 
 def model(args: Namespace) -> MTPTrunk:
     made = model_of(args)
-    randomise(made)
+    randomize(made)
     return made.train()
 
 

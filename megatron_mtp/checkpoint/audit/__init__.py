@@ -1,4 +1,4 @@
-"""What is in anyone's checkpoint, and whether two are the same model: a list of findings.
+"""Findings on anyone's checkpoint, and on whether two are the same model.
 
     error     numbers are lost, wrong or unreadable
     warning   a loader may compute something else than was trained

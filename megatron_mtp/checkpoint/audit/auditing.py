@@ -122,7 +122,7 @@ def open_side(path: Path) -> Side:
 
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
-    """What is there: trunk, depths, copies, types, quantisation."""
+    """Facts of a side: trunk, depths, copies, types, quantization."""
     own: dict[str, Any]
     if isinstance(side, DrafterSide):
         own = {
@@ -201,7 +201,7 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
 
 
 def _unfit(drafter: Side, trunk: Side) -> list[Finding]:
-    """What a drafter's config says that cannot be behind this trunk."""
+    """Settings of a drafter's config that cannot be behind this trunk."""
     from megatron_mtp.checkpoint.convert.drafter_form import form_in
 
     try:

@@ -31,8 +31,8 @@ from megatron_mtp.checkpoint.audit.side import (
     PIECE,
     TRUNK,
     DrafterSide,
-    Entry,
     HFSide,
+    StoredTensor,
     equal_bits,
     largest,
 )
@@ -81,8 +81,8 @@ class Pair:
     """
 
     name: str
-    a: Entry
-    b: Entry
+    a: StoredTensor
+    b: StoredTensor
     copy: str = ""
     other: str = ""
 
@@ -92,8 +92,8 @@ class Pairing:
     """All tensors of both sides: pairs, what one side has alone by name, and what could not be paired."""
 
     pairs: list[Pair] = field(default_factory=list)
-    only_a: dict[str, Entry] = field(default_factory=dict)
-    only_b: dict[str, Entry] = field(default_factory=dict)
+    only_a: dict[str, StoredTensor] = field(default_factory=dict)
+    only_b: dict[str, StoredTensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -127,7 +127,7 @@ def pairing(a: Side, b: Side) -> Pairing:
 
 
 def is_drafter_beside_trunk(a: Side, b: Side) -> bool:
-    """Whether one side is a drafter's folder, and the other has no drafter."""
+    """True if one side is a drafter's folder, and the other has no drafter."""
     drafts = [isinstance(side, DrafterSide) or any(key.startswith(DRAFTER) for key in side.tensors) for side in (a, b)]
     return any(isinstance(side, DrafterSide) for side in (a, b)) and not all(drafts)
 
@@ -147,7 +147,7 @@ def base_of(side: Side, name: str) -> str | None:
     return next((name for name in side.tensors if side.parts.of(name).kind == wanted), None)
 
 
-def _by_name(a: dict[str, Entry], b: dict[str, Entry]) -> Pairing:
+def _by_name(a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> Pairing:
     pairs = [Pair(name, a[name], b[name]) for name in a if name in b]
     return Pairing(pairs, {n: e for n, e in a.items() if n not in b}, {n: e for n, e in b.items() if n not in a})
 
@@ -165,12 +165,12 @@ def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
                 found.only_b.pop(name, None)
 
 
-def _units(side: HFSide, names: set[str]) -> dict[tuple[str, int | None], tuple[list[str], str, Entry]]:
+def _units(side: HFSide, names: set[str]) -> dict[tuple[str, int | None], tuple[list[str], str, StoredTensor]]:
     """Megatron's tensors that come from these tensors alone: names, a label, numbers; packed experts are taken apart.
 
     The key is Megatron's, and the index of an expert in it.
     """
-    units: dict[tuple[str, int | None], tuple[list[str], str, Entry]] = {}
+    units: dict[tuple[str, int | None], tuple[list[str], str, StoredTensor]] = {}
     for rule in side.plan:
         own = [tensor.name for tensor in rule.hf]
         if len(rule.mcore) != 1 or not set(own) <= names:
@@ -180,16 +180,16 @@ def _units(side: HFSide, names: set[str]) -> dict[tuple[str, int | None], tuple[
         if piece.whole is None and ".experts." in piece.key and shape is not None and len(shape) == 3:
             shared = lru_cache(maxsize=1)(read)
             for index in range(shape[0]):
-                one = Entry((1, *shape[1:]), entries[0].dtype, 0, partial(_expert, shared, index))
+                one = StoredTensor((1, *shape[1:]), entries[0].dtype, 0, partial(_expert, shared, index))
                 label = own[0] if len(own) > 1 or re.search(r"experts\.\d+\.", own[0]) else f"{own[0]}[{index}]"
                 units[piece.key, index] = own, label, one
         else:
             index_in = None if piece.offset is None else piece.offset[0]
-            units[piece.key, index_in] = own, own[0], Entry(shape, entries[0].dtype, 0, read)
+            units[piece.key, index_in] = own, own[0], StoredTensor(shape, entries[0].dtype, 0, read)
     return units
 
 
-def _converted(rule: Rule, entries: list[Entry]) -> Tensor:
+def _converted(rule: Rule, entries: list[StoredTensor]) -> Tensor:
     return rule.to_mcore([entry.tensor() for entry in entries])[0]
 
 
@@ -278,7 +278,7 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) 
             kind = mine.kind if rule.rounds and mine is not None else None  # of a norm whose original training lost
             shape = tensor.shape or (mine.shape if mine is not None else ())
             dtype = saved.tensors[pieces[0][0]].dtype if pieces else "float32"
-            theirs = Entry(shape, dtype, 0, partial(nth, index, kind))
+            theirs = StoredTensor(shape, dtype, 0, partial(nth, index, kind))
             if mine is not None:
                 found.pairs.append(Pair(tensor.name, mine, theirs))
             elif base_of(folder, tensor.name) not in folder.tensors and pieces:
@@ -290,12 +290,12 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) 
     elif isinstance(rule.map, Computed) and rule.map.original and rule.hf[0].name in folder.tensors:
         # stored as Megatron computes with it beside the original, which an export gives back: both must agree
         mine, (key, piece) = folder.tensors[rule.hf[0].name], next(p for p in pieces if not p[0].startswith(ORIGINAL))
-        wanted = Entry(mine.shape, "float32", 0, lambda: rule.to_mcore([mine.tensor()])[1])
-        stored = Entry(mine.shape, "float32", 0, lambda: saved.read(key, piece.offset, piece.shape).float())
+        wanted = StoredTensor(mine.shape, "float32", 0, lambda: rule.to_mcore([mine.tensor()])[1])
+        stored = StoredTensor(mine.shape, "float32", 0, lambda: saved.read(key, piece.offset, piece.shape).float())
         found.pairs.append(Pair(key, wanted, stored))
 
 
-def _fits(entry: Entry, piece: Piece) -> bool:
+def _fits(entry: StoredTensor, piece: Piece) -> bool:
     wanted, shape = piece.whole or piece.shape, entry.shape or ()
     larger = wanted is not None and piece.padded and shape[0] >= wanted[0] and shape[1:] == wanted[1:]
     return wanted in (None, shape) or larger
@@ -306,7 +306,7 @@ def _fits(entry: Entry, piece: Piece) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """What was seen of a pair: both largest numbers; the difference and its figure, or why it cannot be read."""
+    """A compared pair: both largest numbers; the difference and its figure, or why it cannot be read."""
 
     pair: Pair
     largest: tuple[float | None, float | None] = (None, None)
@@ -421,7 +421,7 @@ def explain(a: Tensor, b: Tensor) -> Kind:
 
 
 def _same_rows(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices are equal as far as both have rows."""
+    """True if two matrices are equal as far as both have rows."""
     rows = min(a.size(0), b.size(0))
     return a.shape[1:] == b.shape[1:] and equal_bits(a[:rows], b[:rows])
 

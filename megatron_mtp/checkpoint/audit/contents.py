@@ -25,7 +25,7 @@ LOSSY = {"float32": ("bfloat16", "float16"), "bfloat16": ("float16",), "float16"
 
 
 def contents(side: Side) -> list[Finding]:
-    """What a side lacks, or has too many of, measured by its own config."""
+    """Findings on what a side lacks or has too many of, by its own config."""
     if not side.tensors:
         return []
     parts, held, said = side.parts, {*side.tensors, *explained(side)}, side.said_depths

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import check_quantization, merge_quantized
-from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, UNFIT, DrafterSide, Entry, HFSide
+from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, UNFIT, DrafterSide, HFSide, StoredTensor
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
 from megatron_mtp.checkpoint.hf.folder import (
@@ -154,14 +154,14 @@ def _visible(headers: Headers, weights: dict[str, str] | None) -> set[str]:
     return indexed or {file for file in headers if not file.startswith(COPY)}
 
 
-def _entry(name: str, stored: Stored, opened: OpenFiles) -> Entry:
+def _entry(name: str, stored: Stored, opened: OpenFiles) -> StoredTensor:
     def read() -> Tensor:
         tensor: Tensor = opened.file(stored.file).get_tensor(name)
         return tensor
 
     known = stored.kind in DTYPES
     dtype = str(stored.dtype).removeprefix("torch.") if known else stored.kind
-    return Entry(stored.shape, dtype, stored.bytes if known else 0, read)
+    return StoredTensor(stored.shape, dtype, stored.bytes if known else 0, read)
 
 
 def _both(side: HFSide, headers: Headers, weights: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What both sides compute on the same tokens: logits of trunk and depths, and acceptance, by the code of the proofs.
+"""Logits of trunk and depths on the same tokens, and acceptance, of both sides, by the code of the proofs.
 
 transformers runs a folder in a process of its own, Megatron runs a checkpoint; both in float32.
 """

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, Entry, HFSide
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, HFSide, StoredTensor
 from megatron_mtp.checkpoint.hf.forms import FP8
 from megatron_mtp.checkpoint.hf.quantized import (
     COMPRESSED,
     MODELOPT,
+    QuantizationSettings,
     Quantized,
-    Settings,
     activation_scales,
     inside,
     layer_of,
@@ -37,16 +37,16 @@ QUANTIZED_LATER = "bitsandbytes"
 """The method that quantizes what it loads."""
 
 
-def settings_of(side: HFSide) -> Settings:
-    """What config and side files say of the quantization; nothing where they are damaged, which another audit says."""
+def settings_of(side: HFSide) -> QuantizationSettings:
+    """The quantization that config and side files state; nothing where they are damaged, see another audit."""
     try:
-        return Settings.of(side.path, side.keys)
+        return QuantizationSettings.of(side.path, side.keys)
     except ValueError:
-        return Settings()
+        return QuantizationSettings()
 
 
-def is_quantized(entry: Entry) -> bool:
-    """Whether a weight is stored in a quantized form."""
+def is_quantized(entry: StoredTensor) -> bool:
+    """True if a weight is stored in a quantized form."""
     return entry.kind in FP8 or entry.kind is None
 
 
@@ -62,12 +62,12 @@ def merge_quantized(side: HFSide) -> None:
         others = f"; likewise {len(more)} more: {listed(more)}" if more else ""
         side.add(GUESS, f"'{first}' {weights.wrong[first]}{others}.", RESTORE, names=[first, *more])
     for name, parts in weights.broken.items():
-        side.tensors[name] = Entry(None, "damaged", sum(side.tensors.pop(part).bytes for part in parts), None)
+        side.tensors[name] = StoredTensor(None, "damaged", sum(side.tensors.pop(part).bytes for part in parts), None)
     for name, weight in weights.found.items():
         entries = {part: side.tensors.pop(one) for part, one in weight.parts.items()}
         read = None if weight.form.decode is None else partial(_decoded, side, name, weight, entries)
         size = sum(entry.bytes for entry in entries.values())
-        side.tensors[name] = Entry(weight.shape, weight.form.name, size, read)
+        side.tensors[name] = StoredTensor(weight.shape, weight.form.name, size, read)
         side.quantized[name] = weight
     if weights.found or weights.wrong or settings.keys:
         _drop_others(side, set(weights.wrong))
@@ -97,7 +97,7 @@ def _drop_others(side: HFSide, wrong: set[str]) -> None:
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def _decoded(side: HFSide, name: str, weight: Quantized, entries: dict[str, Entry]) -> Tensor:
+def _decoded(side: HFSide, name: str, weight: Quantized, entries: dict[str, StoredTensor]) -> Tensor:
     """Decode a weight, and keep what is wrong with its scales."""
     tensors = {part: entry.tensor() for part, entry in entries.items()}
     if fault := scale_fault(weight, tensors):
@@ -106,7 +106,7 @@ def _decoded(side: HFSide, name: str, weight: Quantized, entries: dict[str, Entr
 
 
 def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
-    """What is wrong with the numbers of a weight's scales; empty if nothing is.
+    """The fault in the numbers of a weight's scales; empty without one.
 
     A scale of 0 is right where all numbers are 0 as well, so these are decoded with a scale of 1 there and 0 elsewhere.
     """
@@ -158,7 +158,7 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
             yield Finding(GUESS, says, advice, names=("quantization_config",))
 
 
-def _described(side: HFSide, settings: Settings, coded: list[str]) -> Finding:
+def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
     """A note: the forms of trunk and depths, what is not read, and whether the right modules can be judged."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name in coded:
@@ -173,7 +173,7 @@ def _described(side: HFSide, settings: Settings, coded: list[str]) -> Finding:
     return Finding(GUESS, says, severity=NOTE)
 
 
-def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Iterator[Finding]:
+def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
     """Compare every weight of trunk and depths with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded}
     told = {name for one in side.findings if one.guess == GUESS for name in one.names}
@@ -234,7 +234,7 @@ def _check_promises(side: HFSide, settings: Settings, coded: list[str]) -> Itera
         yield Finding(GUESS, says, severity=NOTE, names=tuple(idle))
 
 
-def _check_names_in_vllm(side: HFSide, settings: Settings, leaves: set[str]) -> Iterator[Finding]:
+def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:
     """Look for whole weights of depths whose modules the lists name, but not as vLLM calls them."""
     whole = (name for name in side.tensors if name not in side.quantized and _leaf(name) in leaves)
     own = {name: in_vllm(side, module_of(name)) for name in whole if name.endswith(".weight")}
@@ -255,7 +255,7 @@ def in_vllm(side: HFSide, module: str) -> str:
     return stored.in_vllm(side.config, side.held_depths, module)
 
 
-def _entries(side: HFSide, settings: Settings, members: list[str]) -> str:
+def _entries(side: HFSide, settings: QuantizationSettings, members: list[str]) -> str:
     """Entries of a list that name these modules: a pattern for whole layers where the method has some."""
     layers = {layer_of(module_of(name)) for name in members}
     free = not any(name.startswith(tuple(f"{layer}." for layer in layers)) for name in side.quantized)

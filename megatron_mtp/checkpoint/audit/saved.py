@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import listed
-from megatron_mtp.checkpoint.audit.side import Entry, HFSide, Opened, Parts, is_count
+from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
@@ -82,19 +82,19 @@ class MegatronSide(Opened):
 
     @property
     def tied(self) -> bool | None:
-        """Whether embedding and head are one; None if no argument says it."""
+        """True if embedding and head are one; None if no argument says it."""
         shares = self.argument("share_embeddings_and_output_weights")  # as Megatron-Bridge calls it
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
 
     @property
     def runs(self) -> bool:
-        """Whether Megatron can run the model, so that its modules say which tensors there must be."""
+        """True if Megatron can run the model, so that its modules say which tensors there must be."""
         return self.args is not None and not getattr(self.args, "megatron_mtp_untrainable", None)
 
     @property
     def parts(self) -> Parts:
-        """How its keys are read: Megatron's depths are `mtp.layers`, carried ones have the folder's names."""
+        """Parts of its keys: Megatron's depths are `mtp.layers`, carried ones have the folder's names."""
         return Parts(None if self.runs else self.layers)
 
 
@@ -122,10 +122,10 @@ def open_saved(path: Path) -> MegatronSide:
     return side
 
 
-def _entry(reader: DistReader, key: str) -> Entry:
+def _entry(reader: DistReader, key: str) -> StoredTensor:
     shape, dtype = tuple(reader.shape(key)), reader.dtype(key)
     size = torch.Size(shape).numel() * dtype.itemsize
-    return Entry(shape, str(dtype).removeprefix("torch."), size, partial(reader.read, key))
+    return StoredTensor(shape, str(dtype).removeprefix("torch."), size, partial(reader.read, key))
 
 
 def _read_arguments(side: MegatronSide, reader: DistReader) -> None:

@@ -51,7 +51,7 @@ _HEAD = re.compile(r"(^|\.)(lm_head|output_layer|output|embed_out)\.weight$")
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor.
 
     Attributes:
@@ -88,7 +88,7 @@ def largest(tensor: Tensor) -> float | None:
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
+    """True if two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
@@ -104,7 +104,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """How the names of a side are read.
+    """Patterns by which the names of a side are read.
 
     Attributes:
         layers: number of the trunk's layers, behind which depths follow; None if it is not known.
@@ -142,7 +142,7 @@ class Parts:
 
 @dataclass
 class Opened:
-    """What both kinds of sides have.
+    """The interface of both kinds of sides.
 
     Attributes:
         path: the folder.
@@ -153,7 +153,7 @@ class Opened:
     """
 
     path: Path
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Opened:
 
     @property
     def parts(self) -> Parts:
-        """How its names are read."""
+        """Patterns of its names."""
         raise NotImplementedError
 
 
@@ -218,12 +218,12 @@ class HFSide(Opened):
 
     @property
     def tied(self) -> bool:
-        """Whether the config says that embedding and head are one."""
+        """True if the config says that embedding and head are one."""
         return self.config is not None and self.config.keys.get("tie_word_embeddings") is True
 
     @property
     def parts(self) -> Parts:
-        """How its names are read."""
+        """Patterns of its names."""
         key = None if self.family is None or self.family.depths is None else self.family.depths.layers_key
         if key is None or self.config is None:
             return Parts(self.layers)
@@ -231,7 +231,7 @@ class HFSide(Opened):
         return Parts(self.layers, len(pattern) if isinstance(pattern, str | list) and pattern else 1)
 
     def layout(self, depths: int) -> Layout | None:
-        """What the names of the tensors decide, with so many depths; None without a family whose rules fit."""
+        """The layout that the tensors' names decide, with so many depths; None without a family whose rules fit."""
         if self.family is None or self.config is None:
             return None
         known = self.family.depths
@@ -257,7 +257,7 @@ class HFSide(Opened):
         return self.rules(layout)
 
     def is_counterpart(self, key: str) -> bool:
-        """Whether a checkpoint's tensor is of the model, and no list or drafter beside it."""
+        """True if a checkpoint's tensor is of the model, and no list or drafter beside it."""
         return not key.startswith((DRAFT_VOCABULARY, DRAFTER))
 
     @cached_property
@@ -283,7 +283,7 @@ class DrafterSide(HFSide):
 
     @property
     def parts(self) -> Parts:
-        """How its names are read."""
+        """Patterns of its names."""
         return Parts(None, drafter=True)
 
     def rules_beside(self, reader: DistReader, depths: int) -> list[Rule] | None:
@@ -293,7 +293,7 @@ class DrafterSide(HFSide):
         return None if self.drafter is None else self.drafter.rules(head_key(reader))
 
     def is_counterpart(self, key: str) -> bool:
-        """Whether a checkpoint's tensor is a drafter's."""
+        """True if a checkpoint's tensor is a drafter's."""
         return key.startswith(DRAFTER)
 
     @cached_property
@@ -303,5 +303,5 @@ class DrafterSide(HFSide):
 
 
 def is_count(value: Any) -> bool:
-    """Whether a setting is a number of layers or depths that a model can have."""
+    """True if a setting is a number of layers or depths that a model can have."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LAYERS

@@ -81,7 +81,7 @@ def _in_one_form(found: Settings) -> Settings:
 
 
 def _scales(found: Settings) -> bool:
-    """Whether latent attention scales its positions: YaRN has no effect with factor 1."""
+    """True if latent attention scales its positions: YaRN has no effect with factor 1."""
     return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
 
 

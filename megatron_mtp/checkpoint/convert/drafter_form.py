@@ -50,7 +50,7 @@ LAYER = ("midlayer.", "layers.0.")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a drafter is, beside its trunk's sizes.
+    """Kind and settings of a drafter, without its trunk's sizes.
 
     Attributes:
         name: of `config.DRAFTERS`.
@@ -184,7 +184,7 @@ class DrafterForm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it is computed with, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
+        """Settings of its computation, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
         own = asdict(self.kind)
         return {**self.sizes, **own, "steps": None if self.kind.name == EAGLE3 else self.kind.steps}
 
@@ -239,7 +239,7 @@ def _moved(name: str, key: str, shape: Shape, by_token: Rows) -> Rule:
 
 
 def _layer_rules(place: Place, sizes: dict[str, Any], width: int, norms: dict[str, str], inputs: int) -> list[Rule]:
-    """Of one layer, whose attention takes so many inputs of the hidden size side by side."""
+    """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
     hidden, heads, groups, channels = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -272,7 +272,7 @@ def head_key(reader: DistReader) -> str:
 
 
 def trunk_of(path: Path) -> Namespace:
-    """What a drafter's config says of its trunk, as arguments; without `num_target_layers` any number of layers."""
+    """Arguments of the trunk that a drafter's config describes; without `num_target_layers`, of any depth."""
     keys = _config(path)
     sizes = _sizes_in(keys)
     return Namespace(
@@ -386,7 +386,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _sizes_in(keys: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of the keys of `sizes_of`, with the defaults of its class."""
+    """The keys of `sizes_of` in a config, with the defaults of its class."""
     heads, rope = keys.get("num_attention_heads") or 1, keys.get("rope_parameters") or {}
     defaults = {
         "num_key_value_heads": heads,
@@ -400,7 +400,7 @@ def _sizes_in(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind_in(path: Path, keys: dict[str, Any], args: Namespace) -> Kind:
-    """What a config says that a drafter is."""
+    """The kind of drafter that a config describes."""
     name = str(drafter_kind(path))
     said = {**keys, **(keys.get("dflash_config") or {})}
     needed = ["intermediate_size"]

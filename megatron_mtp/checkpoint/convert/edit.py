@@ -57,7 +57,7 @@ OF_DEPTHS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Init:
-    """How the weights of new depths are made: "last-layer", "fitted" to data or "random" by a seed."""
+    """Initialization of new depths: "last-layer", "fitted" to data or "random" by a seed."""
 
     name: str
     seed: int = 0
@@ -267,7 +267,7 @@ def _pass_hidden_state(shape: Shape) -> Tensor:
 
 
 def changed_args(reader: DistReader, **changes: Any) -> dict[str, Any]:
-    """What the new checkpoint stores beside tensors, with changed arguments."""
+    """The new checkpoint's state beside tensors, with changed arguments."""
     common = reader.common()
     args = Namespace(**{**vars(common["args"]), **changes})
     kept: dict[str, Any] = {name: common[name] for name in ("checkpoint_version", "megatron_mtp") if name in common}

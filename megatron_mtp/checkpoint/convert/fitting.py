@@ -6,7 +6,7 @@ state h_i:
 
     eh_proj = argmin_W  sum_i |W u_i - x_{i+1}|^2 / m_i + r |W|^2,     u_i = [enorm(embedding(t_{i+1})); hnorm(h_i)]
 
-where m_i is the mean square of x_{i+1}: the layer normalises what enters it, so that its direction counts and few
+where m_i is the mean square of x_{i+1}: the layer normalizes what enters it, so that its direction counts and few
 positions of a huge norm must not decide. The ridge r is the one of `RIDGES` that is best on every eighth text. The
 depths after the first see the state of the depth before, which stands for the trunk's of the next position: they begin
 as the same.
@@ -140,7 +140,7 @@ class Moments:
 
     @classmethod
     def zero(cls, hidden: int) -> "Moments":
-        """Of no position."""
+        """Moments of no position."""
         zeros = torch.zeros(2 * hidden, 3 * hidden, dtype=torch.float64, device="cuda")
         return cls(zeros[:, : 2 * hidden].clone(), zeros[:, 2 * hidden :].clone())
 
@@ -161,7 +161,7 @@ class Moments:
 
 @torch.no_grad()
 def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
-    """Of one text, by the modules of the first depth and of the trunk."""
+    """Moments of one text, by the modules of the first depth and of the trunk."""
     entered: list[Tensor] = []
     hook = model.decoder.layers[layer].register_forward_pre_hook(
         lambda _, args, named: entered.append(named["hidden_states"]), with_kwargs=True

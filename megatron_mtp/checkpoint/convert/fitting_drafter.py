@@ -175,7 +175,7 @@ def _attention(args: Namespace, sums: Moments, embedded_H: Tensor, seed: int) ->
 
 @dataclass(frozen=True)
 class Seen:
-    """What a text leaves in the trunk.
+    """States of a text in the trunk.
 
     Attributes:
         states_SX: that a drafter reads.
@@ -215,7 +215,7 @@ def _no_sums(inputs: int, outputs: int) -> Moments:
 
 
 def _sums(given_NX: Tensor, wanted_NH: Tensor, sized_NH: Tensor) -> Moments:
-    """Of one text, each position divided by the root mean square of `sized_NH`."""
+    """Sums of one text, each position divided by the root mean square of `sized_NH`."""
     weight_N1 = sized_NH.square().mean(-1, keepdim=True).rsqrt()
     given_NX, wanted_NH = given_NX * weight_N1, wanted_NH * weight_N1
     return Moments((given_NX.T @ given_NX).double(), (given_NX.T @ wanted_NH).double())

@@ -316,7 +316,7 @@ def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool
 
 
 def _distance(donor: GraftSide, target: GraftSide) -> list[str]:
-    """How far the trunks are from each other: |target - donor| / |donor| of a few tensors."""
+    """Distance of the trunks: |target - donor| / |donor| of a few tensors."""
     attention = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, target.last_layer))
     keys = [key for key in (*MEASURED, *dict.fromkeys(attention)) if key in donor.shapes and key in target.shapes]
     found = {key: _relative(donor.read(key), target.read(key)) for key in keys}

@@ -124,7 +124,7 @@ def fingerprint_of(model: HFModel, options: Options) -> dict[str, Any]:
 
 
 def common_of(model: HFModel, args: Namespace) -> dict[str, Any]:
-    """What the checkpoint stores beside tensors: Megatron's arguments, and where the model came from."""
+    """The checkpoint's state beside tensors: Megatron's arguments, and where the model came from."""
     return {"args": args, "checkpoint_version": 3.0, "megatron_mtp": origin(model)}
 
 
@@ -195,7 +195,7 @@ UNROLL = "mtp_unroll"
 """Passes of the layer in training."""
 
 SHARES = "mtp_repeated_layer_shares_kv"
-"""Whether later passes attended to the keys and values of pass 1."""
+"""Later passes attended to the keys and values of pass 1."""
 
 
 def pass_keys(args: Namespace) -> dict[str, Any]:

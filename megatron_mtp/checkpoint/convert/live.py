@@ -208,5 +208,5 @@ class LiveReader(DistReader):
                 held[target].copy_(value[given])
 
     def state(self) -> dict[str, Any]:
-        """What stands beside tensors: the arguments."""
+        """State beside tensors: the arguments."""
         return {"args": self._args or Namespace()}

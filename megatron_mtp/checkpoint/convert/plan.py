@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.families.trunk import (
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.forms import by
-from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
 
@@ -257,7 +257,7 @@ class HFModel:
         config = HFConfig.read(path)
         family = family_of(config)
         config = family.complete(config)
-        folder = HFFolder(path, Settings.of(path, config.keys).numbers, config.flag(TIED))
+        folder = HFFolder(path, QuantizationSettings.of(path, config.keys).numbers, config.flag(TIED))
         if lost_depths and family.depths is not None and not family.depths.stored(folder.tensors):
             counts = [key for key in family.depths.keys if config.has(key)]
             config = replace(config, keys=config.keys | dict.fromkeys(counts, 0))

@@ -38,7 +38,7 @@ STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert.
+    """Options of a conversion.
 
     Attributes:
         dtype: type of all floating-point tensors except those of `STAYS_WIDE`; None keeps each tensor's own.
@@ -115,7 +115,7 @@ class Files(Protocol):
         """Write a part to the disk, and return its record in JSON."""
 
     def holds(self, record: Any) -> bool:
-        """Whether the files hold what a record of an interrupted run describes."""
+        """True if the files hold what a record of an interrupted run describes."""
 
     def finish(self, records: list[Any]) -> None:
         """Complete the files, given the records of all parts."""
@@ -164,7 +164,7 @@ class Conversion:
         return {"family": self.title, "depths": self.depths, "tensors": tensors, "bytes": size}
 
     def described(self, target: Path) -> dict[str, Any]:
-        """What `--dry-run` prints: counts, names, room on the disk; ValueError where the target is taken."""
+        """The output of `--dry-run`: counts, names, room on the disk; ValueError where the target is taken."""
         for source in self.sources:
             check_free(target, source)
         there = next(path for path in (target, *target.absolute().parents) if path.exists())

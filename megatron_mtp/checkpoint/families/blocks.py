@@ -45,7 +45,7 @@ class GQA:
         widths: size of a query, key and value head.
         bias: whether the projections to queries, keys and values have biases.
         out_bias: whether the output projection has a bias.
-        norms: whether queries and keys are normalised per head.
+        norms: whether queries and keys are normalized per head.
         gated: whether `q_proj` also computes an output gate for every head.
         fused: whether HF stores query, key and value as one projection, all queries first.
         zero_bias: whether HF has biases of zero where Megatron has none.

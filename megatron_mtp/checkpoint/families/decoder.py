@@ -92,7 +92,7 @@ def mlp_bias_refused(config: HFConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a class of transformers computes, where it differs from Llama.
+    """Differences of a transformers class from Llama.
 
     Attributes:
         attention: sizes and names of the attention.
@@ -104,7 +104,7 @@ class Decoder:
         activation: Megatron's flags of the MLP's activation.
         norms: Megatron's flags of the norms.
         partial: whether `partial_rotary_factor` rotates a part of each head; other classes ignore the key.
-        interleaved: whether rotary positions turn neighbouring channels, not those of both halves.
+        interleaved: whether rotary positions turn neighboring channels, not those of both halves.
         sinks: whether every head has an attention sink (`self_attn.sinks`), whose score is trained.
         windows: for each layer whether it has a sliding window of `sliding_window` positions; it refuses a config with
             windows that the class does not have.

@@ -1,4 +1,4 @@
-"""What a family states about itself: names, rules, depths, defaults, and what Megatron and engines do with it.
+"""Facts of a family: names, rules, depths, defaults, and what Megatron and engines do with it.
 
 In:  a `config.json` and the names of a folder's tensors.
 Out: a `Layout` (what the tensors decide) and the rules between both sides.
@@ -35,7 +35,7 @@ NESTED = {"nested": r"^language_model\.model\."}
 
 @dataclass(frozen=True)
 class Layout:
-    """What a config leaves open, and the tensors of a folder decide.
+    """Facts that a config leaves open and the tensors of a folder decide.
 
     Attributes:
         depths: number of MTP depths in the folder.
@@ -48,13 +48,13 @@ class Layout:
     carried: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
-        """Whether the folder uses this form."""
+        """True if the folder uses this form."""
         return feature in self.features
 
 
 @dataclass(frozen=True)
 class Depths:
-    """How a family's folders store MTP depths.
+    """Storage of MTP depths in a family's folders.
 
     Attributes:
         pattern: matches one tensor name per depth; its group is the depth's index.
@@ -241,7 +241,7 @@ DEFAULTS = (
 
 @cache
 def class_defaults(model_type: str) -> Mapping[str, Any]:
-    """What a class of transformers has in the place of absent keys; empty if there is no such class."""
+    """Defaults of a transformers class for absent keys; empty if there is no such class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:

@@ -109,7 +109,7 @@ def rope_flags(config: HFConfig, interleaved: bool = False) -> list[str]:
 
     Args:
         config: the model's config.
-        interleaved: whether neighbouring channels are turned, not those of both halves.
+        interleaved: whether neighboring channels are turned, not those of both halves.
     """
     rope = _rope(config)
     kind, part = str(rope["rope_type"]), rotated_part(config)
@@ -247,7 +247,7 @@ def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> 
 def expert_flags(config: HFConfig) -> list[str]:
     """Flags of experts with DeepSeek-V3's router.
 
-    The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalised, scaled weights.
+    The router has sigmoid scores, a correction bias for the choice, groups of experts, and normalized, scaled weights.
     """
     return [*shared_flags(config), *routed_flags(config)]
 

@@ -4,7 +4,7 @@ Megatron's checkpoints hold the rows of a fused projection and of a convolution 
 heads, so that any number of tensor-parallel ranks can take their heads.
 Letters in comments: K key heads, V value heads, P channels of a head.
 
-Qwen: a layer of the folder is two of Megatron's hybrid trunk: G or *, then E or -. All norms are zero-centred (1 + w)
+Qwen: a layer of the folder is two of Megatron's hybrid trunk: G or *, then E or -. All norms are zero-centered (1 + w)
 in Megatron, and all in the folder except those behind the delta rule. The one depth has gated attention.
 
 Nemotron: each layer is Mamba-2, attention, an MLP or experts; a depth has several such layers. Activations are squared
@@ -125,7 +125,7 @@ def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | No
 
 
 def _delta_norm(hf: str, mcore: str, width: int, original: bool) -> Rule:
-    """Megatron's norm behind the delta rule is zero-centred as all others of the model are; HF's is not."""
+    """Megatron's norm behind the delta rule is zero-centered as all others of the model are; HF's is not."""
     kept = [Piece(f"{ORIGINAL}{hf}", (width,))] * original
     return Rule((HFTensor(hf, (width,)),), (*kept, Piece(mcore, (width,), wide=True)), Computed(original, minus=1))
 
@@ -316,7 +316,7 @@ def _nemotron_check(config: HFConfig) -> None:
 
 
 def _unlimited(limit: object) -> bool:
-    """Whether time steps may be anything from 0; transformers writes infinity as an object."""
+    """True if time steps may be anything from 0; transformers writes infinity as an object."""
     if not isinstance(limit, list | tuple) or len(limit) != 2:
         return False
     return limit[0] == 0 and limit[1] in (math.inf, {"__float__": "Infinity"})

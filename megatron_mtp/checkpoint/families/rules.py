@@ -51,7 +51,7 @@ class Piece:
 
 
 class Map(Protocol):
-    """How numbers move: `forward` from HF to Megatron, `backward` the inverse.
+    """A map of numbers: `forward` from HF to Megatron, `backward` the inverse.
 
     Attributes:
         what: what `forward` does, in a few words; empty for a new name alone.
@@ -59,7 +59,7 @@ class Map(Protocol):
 
     @property
     def what(self) -> str:
-        """What `forward` does, in a few words; empty for a new name alone."""
+        """Description of `forward` in a few words; empty for a new name alone."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of Megatron, from those of Hugging Face."""
@@ -380,7 +380,7 @@ class Rule:
 
     @property
     def rounds(self) -> bool:
-        """Whether `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
+        """True if `to_hf` makes float32 numbers from which `to_mcore` does not make the same bits again."""
         return isinstance(self.map, Computed) and not self.map.original
 
 

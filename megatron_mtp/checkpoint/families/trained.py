@@ -23,7 +23,7 @@ class TrainedForm:
     Attributes:
         models: which models take it, for the table in docs/conversion.md.
         engines: engines that load such a folder with its depths.
-        architecture: the class name by which engines recognise the model.
+        architecture: the class name by which engines recognize the model.
         keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the
             model does not fit the family.
         fits: whether a model with these arguments and so many depths takes this form without `--family`.
@@ -106,19 +106,19 @@ def _yarn_keys(args: Namespace) -> dict[str, Any]:
 
 
 def _is_yarn(args: Namespace) -> bool:
-    """Whether YaRN scales the positions: it is Megatron's default in latent attention, without effect by factor 1."""
+    """True if YaRN scales the positions: it is Megatron's default in latent attention, without effect by factor 1."""
     if args.multi_latent_attention:
         return args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
     return bool(args.position_embedding_type == "yarn")
 
 
 def _is_divided(args: Namespace) -> bool:
-    """Whether positions are divided by a number: linear scaling."""
+    """True if positions are divided by a number: linear scaling."""
     return getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1)
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:
-    """Whether a model has neither depths nor experts nor latent attention."""
+    """True if a model has neither depths nor experts nor latent attention."""
     return not (depths or args.num_experts or args.multi_latent_attention)
 
 

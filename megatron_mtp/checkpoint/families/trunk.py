@@ -172,7 +172,7 @@ def stepped_layers(config: HFConfig) -> list[bool]:
 
 
 def is_dense(config: HFConfig) -> bool:
-    """Whether the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
+    """True if the experts are the parts of a dense MLP (`split_mlp_rules`): all of them are always chosen."""
     parts = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     if parts != 2:
         return False

@@ -115,7 +115,7 @@ class HFConfig:
         return value[:length]
 
     def has(self, name: str) -> bool:
-        """Whether the key is present and not null."""
+        """True if the key is present and not null."""
         return self.keys.get(name) is not None
 
     @property
@@ -164,7 +164,7 @@ def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def are_words(value: Any) -> bool:
-    """Whether a value is a list of words."""
+    """True if a value is a list of words."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 

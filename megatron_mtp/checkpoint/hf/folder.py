@@ -20,7 +20,12 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
 from megatron_mtp.checkpoint.hf.forms import Numbers, Shape
-from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights, readable_methods
+from megatron_mtp.checkpoint.hf.quantized import (
+    QuantizationSettings,
+    activation_scales,
+    quantized_weights,
+    readable_methods,
+)
 from megatron_mtp.config import DFLASH, DSPARK, EAGLE3
 
 INDEX = "model.safetensors.index.json"
@@ -138,7 +143,7 @@ class HFFolder:
 
     @property
     def quantized(self) -> bool:
-        """Whether the folder has weights that are decoded."""
+        """True if the folder has weights that are decoded."""
         return bool(self._quantized)
 
     def read(self, name: str) -> Tensor:
@@ -250,7 +255,7 @@ def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> 
                 f"{folder} holds one MTP layer without a trunk ('architectures' names {name:.60}), as engines load it "
                 "beside a model; give the folder of the whole model."
             )
-    method, methods = Settings.of(folder, keys).method, readable_methods()
+    method, methods = QuantizationSettings.of(folder, keys).method, readable_methods()
     if method is not None and not method.startswith(tuple(methods)):
         raise ValueError(
             f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
@@ -277,7 +282,7 @@ def drafter_kind(path: Path) -> str | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
+    """True if a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)
     return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())

@@ -46,7 +46,7 @@ class MisfitError(ValueError):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What decoding needs beside tensors, from a config.
+    """Numbers of a config that decoding needs beside tensors.
 
     Attributes:
         block: rows and columns that share a scale, of FP8 in blocks.
@@ -63,7 +63,7 @@ class Numbers:
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """How an export writes a form.
+    """A form as an export writes it.
 
     Attributes:
         flag: names the form in `--quantize`.

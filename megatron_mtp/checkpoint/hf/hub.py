@@ -23,7 +23,7 @@ REASONS = {
 
 
 def is_hub_name(name: str | Path) -> bool:
-    """Whether this is a name on the Hub rather than a path of this machine."""
+    """True if this is a name on the Hub rather than a path of this machine."""
     path = Path(name)
     return NAME.fullmatch(str(name)) is not None and not path.exists() and not path.parent.exists()
 

@@ -174,8 +174,8 @@ def activation_scales(names: Collection[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What config and side files say of a folder's quantization.
+class QuantizationSettings:
+    """The quantization that config and side files of a folder state.
 
     Attributes:
         keys: their keys, as one object; empty without a word.
@@ -186,7 +186,7 @@ class Settings:
     source: str = CONFIG
 
     @classmethod
-    def of(cls, folder: Path, keys: dict[str, Any]) -> "Settings":
+    def of(cls, folder: Path, keys: dict[str, Any]) -> "QuantizationSettings":
         """Read what a folder says in its `config.json`, which has these keys, and in side files.
 
         Raises:
@@ -203,7 +203,7 @@ class Settings:
 
     @property
     def method(self) -> str | None:
-        """How a folder is quantized: its `quant_method`, of modelopt with its algorithm; None if it is not."""
+        """Method of a quantized folder: its `quant_method`, of modelopt with its algorithm; None without one."""
         if not self.keys:
             return None
         if self.keys.get("load_in_8bit") or self.keys.get("load_in_4bit"):
@@ -214,7 +214,7 @@ class Settings:
 
     @property
     def numbers(self) -> Numbers:
-        """What decoding needs of them."""
+        """The numbers that decoding needs of them."""
         groups = [weights for _, weights in self.groups]
         widths = [self.keys.get("bits"), self.keys.get("w_bit"), *(one.get("num_bits") for one in groups)]
         blocks = [self.keys.get("weight_block_size"), *(one.get("block_structure") for one in groups)]
@@ -301,14 +301,14 @@ def _counts(value: Any) -> bool:
 
 
 def _is_scheme(scheme: tuple[str, int, tuple[str, ...]], weights: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors quantizes so: type, bits (0: any), and one of the strategies where it names one."""
+    """True if compressed-tensors quantizes so: type, bits (0: any), and one of the strategies where it names one."""
     kind, bits, strategies = scheme
     same = weights.get("type") == kind and bits in (0, weights.get("num_bits"))
     return same and (weights.get("strategy") is None or weights["strategy"] in strategies)
 
 
 def names(entry: str, module: str, method: str) -> bool:
-    """Whether an entry of a list names a module.
+    """True if an entry of a list names a module.
 
     Args:
         entry: a name, `re:` and a regular expression from the name's beginning, or a pattern with `*`.
@@ -363,7 +363,7 @@ def without_quantization(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization_settings(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """What a config says of its quantization; None without a word."""
+    """The quantization that a config states; None without one."""
     text = keys.get("text_config")
     parts = (keys, text if isinstance(text, dict) else {})
     found = (part.get(name) for part in parts for name in KEYS)

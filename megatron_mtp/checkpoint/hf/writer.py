@@ -76,7 +76,7 @@ class HFShards:
                 os.fsync(stream.fileno())
 
     def holds(self, checksums: dict[str, int]) -> bool:
-        """Whether the files hold these tensors, given the CRC-32 of each by name."""
+        """True if the files hold these tensors, given the CRC-32 of each by name."""
         if not isinstance(checksums, dict) or not checksums.keys() <= self._places.keys():
             return False
         for name, checksum in checksums.items():

@@ -76,7 +76,7 @@ _GIVE = "give a folder that a run with --save or megatron-mtp convert has made"
 
 
 def _what(path: Path) -> str:
-    """What is at a path where a folder is expected."""
+    """Describe what is at a path where a folder is expected."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link to {os.readlink(path)}, which does not exist"
     return f"{path} is a file" if path.exists() else f"{path} does not exist"
@@ -88,7 +88,7 @@ def _whole_iterations(folder: Path) -> list[int]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is a folder that Megatron saves to, or of one iteration; it may be damaged."""
+    """True if this is a folder that Megatron saves to, or of one iteration; it may be damaged."""
     return any((folder / name).is_file() for name in (TRACKER, CATALOGUE, FORMAT))
 
 
@@ -115,7 +115,7 @@ def iteration_folder(folder: Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has files of a tokenizer."""
+    """True if the folder has files of a tokenizer."""
     return any(folder.glob("tokenizer*"))
 
 

@@ -116,12 +116,12 @@ class DistReader:
         return [key for key in (*self._tensors, *self._layers) if key not in self._stacked and _STATE.match(key)]
 
     def holds(self, key: str) -> bool:
-        """Whether the checkpoint has a tensor of this key."""
+        """True if the checkpoint has a tensor of this key."""
         return key in self._tensors or key in self._layers
 
     @property
     def has_drafter(self) -> bool:
-        """Whether there is a drafter beside the trunk."""
+        """True if there is a drafter beside the trunk."""
         return self.holds(f"{DRAFTER}fc.weight")
 
     def shape(self, key: str) -> Shape:
@@ -163,7 +163,7 @@ class DistReader:
 
     @property
     def objects(self) -> dict[str, str]:
-        """What is stored beside the tensors and arguments (states of kernels, random numbers): key to stored key.
+        """Entries beside tensors and arguments (states of kernels, random numbers): key to stored key.
 
         Layers that are stacked have keys of their own here.
         """
@@ -216,14 +216,14 @@ class DistReader:
             self._storage.read_data(LoadPlan(items), target)  # type: ignore[arg-type]
 
     def common(self) -> dict[str, Any]:
-        """What the checkpoint stores beside tensors; ValueError where its `args` are not Megatron's."""
+        """The checkpoint's state beside tensors; ValueError where its `args` are not Megatron's."""
         state = self.state()
         if not isinstance(state.get("args"), Namespace):
             raise ValueError(f"{self.folder} lacks Megatron's arguments; give a checkpoint that Megatron saved.")
         return state
 
     def state(self) -> dict[str, Any]:
-        """What the checkpoint stores beside tensors; raises ValueError where that is none of Megatron's."""
+        """The checkpoint's state beside tensors; ValueError where it is none of Megatron's."""
         register_safe_globals()
         legacy = self.folder / "common.pt"
         with read_errors(f"{self.folder} lacks Megatron's arguments"):
@@ -372,7 +372,7 @@ def absent_layers(
             repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
         raise ValueError(
             f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
-            f"--mtp-init random or --mtp-init last-layer how to initialise the missing ones{repeats}."
+            f"--mtp-init random or --mtp-init last-layer how to initialize the missing ones{repeats}."
         )
     return absent
 

@@ -34,7 +34,7 @@ _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_pr
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A chunk that was written; `asdict` makes JSON of it for the records of a conversion."""
 
     key: str
@@ -48,7 +48,7 @@ class Chunk:
     crc32: int
 
 
-def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> Chunk:
+def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> StoredChunk:
     """Append a tensor to a `.distcp` file, or the slab at `offset` of one whose shape is `whole`."""
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()
@@ -61,16 +61,16 @@ def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Sh
             raise error.__context__ from None
         raise
     dtype = str(own.dtype).removeprefix("torch.")
-    return Chunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
+    return StoredChunk(key, whole, offset, tuple(own.shape), dtype, file, start, stream.tell() - start, summed.crc32)
 
 
-def read_chunk(record: dict[str, Any]) -> Chunk:
+def read_chunk(record: dict[str, Any]) -> StoredChunk:
     """A chunk from the JSON of `asdict`."""
-    return Chunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
+    return StoredChunk(**{**record, **{name: tuple(record[name]) for name in ("whole", "offset", "shape")}})
 
 
 def chunks_are_in(folder: Path, records: list[dict[str, Any]]) -> bool:
-    """Whether the files hold the recorded chunks of an interrupted conversion, by their checksums."""
+    """True if the files hold the recorded chunks of an interrupted conversion, by their checksums."""
     try:
         for chunk in map(read_chunk, records):
             with open(folder / chunk.file, "rb") as stream:
@@ -97,7 +97,7 @@ def _kernel_states(tensors: dict[str, Any]) -> list[str]:
 
 
 def write_catalogue(
-    folder: Path, chunks: Iterable[Chunk], common: dict[str, Any], objects: Mapping[str, bytes]
+    folder: Path, chunks: Iterable[StoredChunk], common: dict[str, Any], objects: Mapping[str, bytes]
 ) -> None:
     """Complete an iteration's folder of chunks: the common state, the catalogue, and last the format's name.
 

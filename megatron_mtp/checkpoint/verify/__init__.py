@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a Megatron checkpoint are the same model.
+"""Proof that a Hugging Face folder and a Megatron checkpoint are the same model.
 
 verify.py           the proof: tensors bit by bit, settings, logits of trunk and depths
 prompt.py           the tokens and positions on which two models are compared; float32 products without TF32

@@ -27,7 +27,7 @@ OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weig
 """Keys of a depth that has an embedding or a head of its own."""
 
 
-class Given(torch.nn.Module):
+class Constant(torch.nn.Module):
     """A substitute for an attention, with a fixed output."""
 
     def __init__(self, added_SBH: Tensor) -> None:
@@ -77,10 +77,10 @@ def _replace_absent(layer: Any, prefix: str, reader: DistReader, added_SH: Tenso
         return
     if not _holds_any(reader, f"{prefix}transformer_layer.self_attention."):
         layer.tf_layer.input_layernorm = torch.nn.Identity()
-        layer.tf_layer.self_attention = Given(added_SH.unsqueeze(1))
+        layer.tf_layer.self_attention = Constant(added_SH.unsqueeze(1))
     if not _holds_any(reader, f"{prefix}transformer_layer.mlp."):
         layer.tf_layer.pre_mlp_layernorm = torch.nn.Identity()
-        layer.tf_layer.mlp = Given(torch.zeros_like(added_SH).unsqueeze(1))
+        layer.tf_layer.mlp = Constant(torch.zeros_like(added_SH).unsqueeze(1))
 
 
 def _holds_any(reader: DistReader, prefix: str) -> bool:

@@ -89,7 +89,7 @@ def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
 
 @torch.no_grad()
 def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, Drafts]:
-    """What a checkpoint and a folder draft on the trunk of the checkpoint."""
+    """Drafts of a checkpoint and of a folder on the trunk of the checkpoint."""
     model, reference = load_model(mcore), Reference(folder)
     states: dict[int, Tensor] = {}
 
@@ -187,7 +187,7 @@ class Reference:
     def _attended(
         self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor | None = None
     ) -> Tensor:
-        """What the last rows of some positions take from all of them."""
+        """Attention of the last rows of some positions to all of them."""
         query, key, value = (
             self._linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
             for one, given in (("q", rows), ("k", attends_to), ("v", attends_to))

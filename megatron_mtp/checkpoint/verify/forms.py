@@ -129,7 +129,7 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal, tensors inside them included."""
+    """True if two states are equal, tensors inside them included."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -152,7 +152,7 @@ def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
 
 
 def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
-    """Whether both models have their parameters in the same order, in which buffers of the optimizer hold them."""
+    """True if both models have their parameters in the same order, in which buffers of the optimizer hold them."""
     names = [  # without the layer, which has another number in the other form
         [
             ".".join(name.split(".")[-2:]).replace("final_layernorm", "final_norm")

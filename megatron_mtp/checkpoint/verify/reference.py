@@ -1,4 +1,4 @@
-"""What a Hugging Face folder computes, by transformers' own classes: the judge of conversions, in a separate process.
+"""Logits of a Hugging Face folder by transformers' own classes, in a separate process: the reference of conversions.
 
     python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
@@ -91,7 +91,7 @@ def quieten() -> None:
 
 @dataclass
 class Ran:
-    """What a model computed.
+    """Results of a model's forward.
 
     Attributes:
         before_BSH, after_BSH: hidden states before and after the final norm.

@@ -1,4 +1,4 @@
-"""How the families store their depths, as engines load them: names, order of the halves, layers. For reference.py.
+"""Storage of each family's depths, as engines load them: names, order of the halves, layers. For reference.py.
 
 This repeats facts of `checkpoint/families` on purpose and shares nothing with them: a mistake in a rule must not be in
 its own proof as well.
@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
@@ -116,7 +116,7 @@ def read_tensors(folder: Path) -> Tensors:
     stored: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= {} if file.name.startswith("consolidated") else load_file(file)
-    numbers = Settings.of(folder, read_json(folder / CONFIG)).numbers
+    numbers = QuantizationSettings.of(folder, read_json(folder / CONFIG)).numbers
     for name in list(stored):
         weight = name.removesuffix("_blocks")
         scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)

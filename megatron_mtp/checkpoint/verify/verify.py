@@ -317,7 +317,7 @@ def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
 def logits_of(
     model: Any, prompt: Prompt, read: Callable[[Any], dict[str, Tensor]] = trunk_and_depths
 ) -> dict[str, Tensor]:
-    """What `read` makes of the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
+    """Result of `read` on the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
     from megatron_mtp.data.batch import depth_batch
     from megatron_mtp.model.causal import square_mask
 

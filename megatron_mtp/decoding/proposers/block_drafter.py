@@ -66,7 +66,7 @@ class DFlash(OneCache):
         return self.runner.block(tokens_BR, rows, sequences.memory.depths[0])[-count:]
 
     def _keep_context(self, sequences: "Sequences") -> None:
-        """Of tokens whose features are new."""
+        """Keep the context of tokens whose features are new."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
         for first_B, count, _ in windows(sequences, width):
@@ -76,7 +76,7 @@ class DFlash(OneCache):
 
 @dataclass(frozen=True)
 class DSparkSettings(Settings):
-    """Where a draft ends."""
+    """Settings of the end of a draft."""
 
     min_confidence: float = setting(
         0.0, "a draft ends before the first token whose confidence, the chance that it is accepted, is lower", 0, 1

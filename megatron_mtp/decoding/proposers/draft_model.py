@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModelSettings(Settings):
-    """Where the small model is."""
+    """The small model's folder."""
 
     model: str | None = setting(None, "the draft model's checkpoint folder; required")
 

@@ -107,7 +107,7 @@ class Lookahead(Proposer):
             window.found = len(ids), found
 
     def _windows(self, sequences: "Sequences") -> list[JacobiWindow]:
-        """Of every sequence."""
+        """Windows of every sequence."""
         for ids, one in zip(sequences.token_ids, sequences.progress, strict=True):
             one.guesses = one.guesses or self._first(ids)
         return [one.guesses for one in sequences.progress]
@@ -120,7 +120,7 @@ class Lookahead(Proposer):
 
 
 def _window_parents(columns: int, levels: int) -> list[int]:
-    """Rows that the window's nodes continue: level 0 its left neighbour, further levels the one below."""
+    """Rows that the window's nodes continue: level 0 its left neighbor, further levels the one below."""
     return [*range(columns), *range(1, 1 + columns * (levels - 1))]
 
 

@@ -107,7 +107,7 @@ class ParallelHeads(Vanilla):
 
 
 class TrunkStates(Vanilla):
-    """What TensorRT-LLM's vanilla MTP worker does (its `MTPWorker`), which is not what was trained.
+    """The vanilla MTP of TensorRT-LLM (its `MTPWorker`), which is not what was trained.
 
     Module d gets the trunk's states of d - 1 rows further on; only rows of drafts get the state of the module before.
     A round runs the last K accepted tokens alone. Where K drafts were accepted and the bonus token followed, the first
@@ -146,7 +146,7 @@ class TrunkStates(Vanilla):
             self._run(sequences.as_of(length), None, drafted)
 
     def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
-        """What each depth picks; without `round` nothing, and the next one reads what the sequence has there."""
+        """Tokens that each depth picks; none without `round`, when the next depth reads what the sequence has there."""
         picked: list[tuple[Tensor, Tensor | None]] = []
         caches = sequences.memory.depths
         for first_B, width, is_last in windows(sequences, self._width(sequences, count)):

@@ -36,7 +36,7 @@ MOST_NODES = 255
 
 @dataclass(frozen=True)
 class BeamSettings(Settings):
-    """How many chains grow side by side."""
+    """Number of chains that grow side by side."""
 
     beam_width: int = setting(4, "W, chains that grow side by side", 1, 64)
 

@@ -76,7 +76,7 @@ specinfer = replace(
 
 
 def leftover(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """(p - q)+, normalised; p itself where nothing is left, which only rounding reaches."""
+    """(p - q)+, normalized; p itself where nothing is left, which only rounding reaches."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     total_B1 = rest_BV.sum(dim=1, keepdim=True)
     return torch.where(total_B1 > 0, rest_BV / total_B1.clamp(min=1e-38), p_BV)
@@ -171,7 +171,7 @@ def _beta(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
 
 
 def _after_rejections(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
-    """What k rejected candidates leave; p itself where there were none."""
+    """Distribution that k rejected candidates leave; p itself where there were none."""
     beta_B = _beta(p_BV, q_BV, rho_B)
     share_B = (1 - (1 - beta_B) ** count_B) / beta_B.clamp(min=1e-300)
     covered_BV = torch.minimum(q_BV, p_BV / rho_B.unsqueeze(1)) * share_B.unsqueeze(1)

@@ -17,7 +17,7 @@ from megatron_mtp.decoding.verifiers.lossless import chosen, row_of, walk
 
 @dataclass(frozen=True)
 class RelaxedSettings(Settings):
-    """Where acceptance is relaxed, and by how much."""
+    """Settings of relaxed acceptance."""
 
     top_n: int = setting(10, "a token must be among so many likeliest tokens", 1, 1 << 20)
     delta: float = setting(0.6, "and its probability at most this much below the best", 0.0, 1.0)
@@ -87,7 +87,7 @@ def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
 
 
 def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
-    """Whether each sequence's newest token stands in the thinking phase: after its start, not after its end."""
+    """True if each sequence's newest token stands in the thinking phase: after its start, not after its end."""
     tokens_BT = round.tokens_BT
     assert tokens_BT is not None
     bounds = [bound for bound in (settings.think_start, settings.think_end) if bound is not None]

@@ -47,7 +47,7 @@ def _loaded() -> ctypes.CDLL | None:
 
 
 def folder() -> Path:
-    """Where compiled code is kept."""
+    """Folder of compiled code."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cached = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(extensions or cached) / "megatron_mtp"
@@ -88,7 +88,7 @@ def _key() -> str:
 
 
 def _cpu() -> str:
-    """What the CPU can do, in the kernel's words."""
+    """Features of the CPU, in the kernel's words."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = {line for line in lines if line.startswith(("flags", "Features", "model name"))}

@@ -108,7 +108,7 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def is_compiled(weight: Tensor) -> bool:
-    """Whether there is compiled code for products with this weight."""
+    """True if there is compiled code for products with this weight."""
     is_fake = isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
     return weight.device.type == "cpu" and weight.dtype in SUFFIX and weight.is_contiguous() and not is_fake
 
@@ -173,7 +173,7 @@ class FewRows:
         return made.states_SBH
 
     def prepared(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> "Prepared":
-        """What a call is made of; see `__call__`."""
+        """Prepare a call's arguments; see `__call__`."""
         batch, count = tokens_BR.shape
         like = self._held[0]
         states_SBH = torch.empty(count, batch, self._stack.hidden, dtype=like.dtype)
@@ -200,7 +200,7 @@ class FewRows:
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
     def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
-        """What recurrent layers remember: pointers, the texts' entries, start and end of the slots, and the slots."""
+        """Memory of recurrent layers: pointers, the sequences' entries, start and end of the slots, and the slots."""
         if not any(self._mixers):
             return None, None, None, None, 0
         from megatron_mtp.decoding.recurrent_state import recurrence_of
@@ -222,7 +222,7 @@ class FewRows:
         return _Remembered(*(one.data_ptr() for one in memory.parts))
 
     def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
-        """Where the cache keeps the keys and the values of every layer; found once for its memory."""
+        """Pointers to the keys and the values of every layer; found once for a cache's memory."""
         if self._cache is None or self._cache[0] is not cache.keys:
             sizes = self._groups, self._channels, like
             held = [None if layer is None else cache.take(layer, *sizes) for layer in self._caches]
@@ -290,7 +290,7 @@ class FewRows:
             return _Norm(self._pointer(norm.weight.detach().float()), norm.eps)
         if norm.bias is not None:
             raise NotImplementedError("another norm")
-        weight = norm.weight.detach() + (1 if norm.centred else 0)
+        weight = norm.weight.detach() + (1 if norm.centered else 0)
         return _Norm(self._pointer(weight.float()), norm.eps)
 
     def _pointer(self, tensor: Tensor) -> int:

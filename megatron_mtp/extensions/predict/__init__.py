@@ -1,4 +1,4 @@
-"""What another engine will accept of a checkpoint's drafts, and which of its rules costs how much.
+"""Acceptance of a checkpoint's drafts in another engine, and the cost of each of its rules.
 
 engines.py     ENGINES: how each engine feeds the depths of each family, with the source of every rule
 rows.py        drafts made by such rules, for all positions of a text at once

@@ -41,7 +41,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Foretold:
-    """What an engine will accept.
+    """Acceptance in an engine.
 
     Attributes:
         engine: by its rules.

@@ -1,4 +1,4 @@
-"""How engines feed the depths of an exported model: one table, every rule with its source.
+"""Inputs that engines give the depths of an exported model: one table, every rule with its source.
 
 A draft is made from a hidden state and the embedding of the newest token. Training gives draft d to depth d, with the
 state of depth d - 1 after its final norm, and depth d attends to what itself has seen at all earlier positions. An
@@ -17,7 +17,7 @@ FIRST_DEPTH = "every draft by depth 1"
 
 @dataclass(frozen=True)
 class Feeding:
-    """What drafts are made from. The defaults are those of training.
+    """Inputs of drafts. The defaults are those of training.
 
     Attributes:
         module: which depth makes draft d: "own" (depth d) or "first" (depth 1).
@@ -67,7 +67,7 @@ WORDS: dict[tuple[str, object], str] = {
 
 @dataclass(frozen=True)
 class FamilyRules:
-    """What an engine's class of one family does.
+    """Rules of an engine's class of one family.
 
     Attributes:
         source: the file of the class in the engine's repository.
@@ -114,7 +114,7 @@ class Engine:
     several: Callable[[Feeding], Feeding] = lambda feeding: feeding
 
     def feeding(self, family: str, depths: int) -> Feeding:
-        """How the drafts of a folder of this family with so many depths are made.
+        """Inputs of the drafts of a folder of this family with so many depths.
 
         Raises:
             ValueError: the table has no rules of the engine for this family.

@@ -17,7 +17,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Case:
-    """What was foretold.
+    """One predicted case.
 
     Attributes:
         depths: physical depths of the export.

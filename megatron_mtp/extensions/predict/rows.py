@@ -72,7 +72,7 @@ def check_model(model: MTPTrunk) -> None:
 
 
 def trained_feeding(model: MTPTrunk) -> Feeding:
-    """How the depths were fed in training; a single layer makes every draft, whatever it is called."""
+    """Inputs of the depths in training; a single layer makes every draft, whatever it is called."""
     feeding = SHARED_KEYS if model.mtp.shares_kv else TRAINED
     return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
 

@@ -1,4 +1,4 @@
-"""Which charts a page has, and how they are drawn.
+"""Charts of a page, and their drawing.
 
 With one run, the depths share a chart and have a color each. With several, every figure has a chart of its own, where
 the runs have a color each.

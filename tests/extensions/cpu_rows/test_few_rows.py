@@ -64,7 +64,7 @@ def both(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Runner, Runner]
     """The same model with compiled code and without."""
     model = model_of(kind, dtype=dtype, **changes)
     for module in model.modules():
-        if isinstance(module, PortableNorm) and module.centred:
+        if isinstance(module, PortableNorm) and module.centered:
             module.weight.data -= 1  # all other norms have weights around 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(compiled.SWITCH, "0")

@@ -332,7 +332,7 @@ constexpr float VISIBLE = -1e30f;  // a smaller mask forbids
 // ---- the parts of a forward
 
 template <class In, class Out>
-void normalise(const In* x, Norm norm, long channels, Out* to) {
+void normalize(const In* x, Norm norm, long channels, Out* to) {
     Vector squares = {};
     long at = 0;
     for (; at + LANES <= channels; at += LANES) squares = fused(squares, load(x + at), load(x + at));
@@ -466,7 +466,7 @@ class Forward {
         Share mine(all, thread, threads);
         for (long row = mine.first; row < mine.last; row++) {
             Float* to = (Float*)r.states + row * s.hidden;
-            if (s.last.weight) normalise(residual + row * s.hidden, s.last, s.hidden, to);
+            if (s.last.weight) normalize(residual + row * s.hidden, s.last, s.hidden, to);
             else for (long h = 0; h < s.hidden; h++) put(to + h, residual[row * s.hidden + h]);
         }
     }
@@ -518,8 +518,8 @@ class Forward {
         const Float* given = (const Float*)r.given;
         if (s.merge) {
             for (long row = 0; row < all; row++) {
-                normalise(embedded(row), s.embedded, s.hidden, x + 2 * row * s.hidden);
-                normalise(given + row * s.hidden, s.given, s.hidden, x + (2 * row + 1) * s.hidden);
+                normalize(embedded(row), s.embedded, s.hidden, x + 2 * row * s.hidden);
+                normalize(given + row * s.hidden, s.given, s.hidden, x + (2 * row + 1) * s.hidden);
             }
             Share mine(s.hidden, thread, threads, WIDE);
             product((const Float*)s.merge, x, all, 2 * s.hidden, mine.first, mine.last,
@@ -534,8 +534,8 @@ class Forward {
 #pragma omp barrier
     }
 
-    void normalised(Norm norm, Float* x) const {
-        for (long row = 0; row < all; row++) normalise(residual + row * s.hidden, norm, s.hidden, x + row * s.hidden);
+    void normalized(Norm norm, Float* x) const {
+        for (long row = 0; row < all; row++) normalize(residual + row * s.hidden, norm, s.hidden, x + row * s.hidden);
     }
 
     void add_product(const void* weight, const Float* x, long inputs, long thread, long threads) {
@@ -550,7 +550,7 @@ class Forward {
 
     void attention(long number, Float* x, long thread, long threads) {
         const Layer& layer = s.layer[number];
-        normalised(layer.mixing, x);
+        normalized(layer.mixing, x);
         Share outputs(mixed, thread, threads, WIDE);
         product((const Float*)layer.qkv, x, all, s.hidden, outputs.first, outputs.last,
                 [&](long row, long out, const float* four, int n) { keep(qkv + row * mixed + out, four, n); });
@@ -573,7 +573,7 @@ class Forward {
         for (long head = 0; head <= each; head++) {
             float* one = from + head * s.channels;
             Norm norm = head < each ? layer.query : layer.key;
-            if (norm.weight) normalise(one, norm, s.channels, one);
+            if (norm.weight) normalize(one, norm, s.channels, one);
             if (s.turns) turn(one, s.turns + position_of(row) * 2 * s.turned);
         }
         for (long head = 0; head < each; head++) {
@@ -633,7 +633,7 @@ class Forward {
     }
 
     void mlp(const Layer& layer, Float* x, long thread, long threads) {
-        normalised(layer.mlp, x);
+        normalized(layer.mlp, x);
         Share mine(s.ffn, thread, threads, WIDE);
         const Float *gate = (const Float*)layer.fc1, *up = gate + s.ffn * s.hidden;
         const long some = 8 * WIDE;  // outputs whose two halves are put together while they are in the core's own cache
@@ -667,7 +667,7 @@ class Forward {
         const Recurrent& one = *s.layer[number].recurrent;
         const Remembered& memory = r.remembered[number];
         const long columns = one.columns();
-        normalised(s.layer[number].mixing, x);
+        normalized(s.layer[number].mixing, x);
         Share outputs(columns, thread, threads, WIDE);
         product((const Float*)one.in, x, all, s.hidden, outputs.first, outputs.last,
                 [&](long row, long out, const float* four, int n) { keep(projected + row * columns + out, four, n); });
@@ -806,11 +806,11 @@ class Forward {
         const float* gates = projected + row * one.columns() + one.gate_at() + first;
         Float* to = shared + row * inner + first;
         if (one.is_delta()) {
-            normalise(values, one.norm, one.normed, values);
+            normalize(values, one.norm, one.normed, values);
             gated(gates, values, one.normed, to);
         } else if (one.norm.weight) {
             gated(gates, values, one.normed, values);
-            normalise(values, Norm{one.norm.weight + first, one.norm.eps}, one.normed, to);
+            normalize(values, Norm{one.norm.weight + first, one.norm.eps}, one.normed, to);
         } else
             gated(gates, values, one.normed, to);
     }

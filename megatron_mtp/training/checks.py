@@ -102,6 +102,7 @@ class Unsupported(NamedTuple):
 
 _SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
 _SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
+_UNPREPARED = "this model's plan for that schedule does not prepare what takes activations out of memory"
 _GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
 UNSUPPORTED = (
     Unsupported(
@@ -126,6 +127,13 @@ UNSUPPORTED = (
         "its schedule would never ask the depths for the weight gradients that they put off",
         "drop --delay-wgrad-compute",
     ),
+    Unsupported(
+        "--overlap-moe-expert-parallel-comm --fine-grained-activation-offloading",
+        _UNPREPARED,
+        "drop one of the two",
+        False,
+    ),
+    Unsupported("--overlap-moe-expert-parallel-comm --moe-paged-stash", _UNPREPARED, "drop one of the two", False),
     Unsupported("--heterogeneous-layers-config-path", _SIZES),
     Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
     Unsupported(
@@ -231,7 +239,7 @@ def _of_data(args: Namespace) -> Sentences:
 
 
 def _of_hybrids(args: Namespace) -> Sentences:
-    """Silent: Megatron's hybrid model does not read what these ask for."""
+    """Silent: Megatron's hybrid model does not read what these ask for; or lacks it, which the first step finds."""
     layers = set(args.hybrid_layer_pattern or "")
     if Symbols.MOE in layers and args.num_experts is None:
         yield f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP."
@@ -239,6 +247,11 @@ def _of_hybrids(args: Namespace) -> Sentences:
         yield f"{PATTERN} has G, whose layers take SiLU for their convolution and gate; give --swiglu."
     if layers and args.use_rope_scaling:
         yield f"--use-rope-scaling was given with {PATTERN}, whose model does not read it; drop the flag."
+    if layers and args.overlap_moe_expert_parallel_comm:
+        yield (
+            f"--overlap-moe-expert-parallel-comm was given with {PATTERN}, whose model has no plan for its schedule; "
+            "drop the flag."
+        )
     if layers & set(RECURRENT) and args.reset_attention_mask:
         yield (
             f"--reset-attention-mask was given, but recurrent layers of {PATTERN} {args.hybrid_layer_pattern} take "

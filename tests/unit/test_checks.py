@@ -58,6 +58,10 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         (f"{PATTERN} *E/*E", f"{PATTERN} has E, but --num-experts is missing; give it, or - for an MLP"),
         (f"{PATTERN} *G/*- {HEADS}", f"{PATTERN} has G, whose layers take SiLU for their convolution and gate"),
         (f"{PATTERN} *-/*- --use-rope-scaling", f"--use-rope-scaling was given with {PATTERN}"),
+        (
+            f"{PATTERN} *-/*- --overlap-moe-expert-parallel-comm",
+            f"--overlap-moe-expert-parallel-comm was given with {PATTERN}, whose model has no plan",
+        ),
         (f"{PATTERN} M-/*- {MAMBA} --reset-attention-mask", "recurrent layers of --hybrid-layer-pattern M-/*- take"),
         ("--chat x", "data comes from one source alone: give one of --chat, --mock-data"),
         ("--show-example", "--show-example shows a chat, and the data is none; give --chat"),

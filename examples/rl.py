@@ -49,7 +49,7 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.training.parameter_group import get_mtp_optimizer

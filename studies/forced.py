@@ -26,7 +26,7 @@ from megatron_mtp.drafting import generate
 from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import Emitted
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk, StageOutput
 
 BATCH = 8

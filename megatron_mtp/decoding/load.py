@@ -25,9 +25,8 @@ from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.arguments import MTPModelConfig, check_trainable, completed, config_of
+from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.drafter_layers import alone
 from megatron_mtp.runtime import transformer_engine_works
 
 if TYPE_CHECKING:

@@ -1,24 +1,21 @@
 """From arguments to a model: the trunk with its MTP block; hidden states in, one hidden state per depth out.
 
-arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA
+arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
+                     patterns of hybrids; which of the trunk's layers a drafter reads (--drafter-layers)
 build.py             configuration to model, and the process group: the only place that builds one
 trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT; a frozen trunk
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
-pattern.py           patterns of hybrids: their symbols, the layers of trunk and depths
-mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel
-mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
+mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
+                     a depth continues from in training (--mtp-hidden-state-mixing)
 shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
-drafter_layers.py    which of the trunk's layers a drafter reads (--drafter-layers)
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
-sharing.py           the shared embedding and output head, also between pipeline stages
-initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init)
-random_weights.py    random weights, drawn alike in every layout and tool
+sharing.py           the shared embedding and output head, also between pipeline stages; rows that pad the vocabulary
+initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
+                     random weights are drawn alike in every layout and tool
 draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from
-padding.py           rows that pad the vocabulary have no probability
-causal.py            the causal mask, for queries at any positions
 rope.py              rotary modules at any positions
-portable.py          norm and attention for machines without TE: SP, CP, packed sequences, MLA
+portable.py          causal mask, norm and attention for machines without TE: SP, CP, packed sequences, MLA
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -25,12 +24,10 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
-from megatron.training.models import hybrid as megatron_hybrid
 
 from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_STEPS, DSPARK, MARKOV_RANK, MTPConfig
 from megatron_mtp.cpu import substitutions
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
-from megatron_mtp.model.drafter_layers import check_layers, default_layers
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, check_layers, default_layers
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
@@ -45,7 +42,6 @@ from megatron_mtp.runtime import check_device
 
 if TYPE_CHECKING:
     from megatron_mtp.model.drafter import Drafter
-    from megatron_mtp.model.hybrid import MTPHybridModel
 
 
 def join_world(alone: bool = False) -> None:
@@ -79,9 +75,8 @@ def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, 
         stage: further arguments of `MTPGPTModelBuilder.build_model`.
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    if isinstance(config, MTPHybridModelConfig):
-        return MTPHybridModelBuilder(config).build_model(groups, **stage)
-    return MTPGPTModelBuilder(config).build_model(groups, **stage)
+    trunk: MTPTrunk = config.get_builder_cls()(config).build_model(groups, **stage)
+    return trunk
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -104,39 +99,11 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
                 rope_scaling=config.rope_scaling,
                 rope_scaling_factor=config.rope_scaling_factor,
                 scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
-                **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+                **stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
             )
 
 
-class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
-    """Megatron's builder, for `MTPHybridModel` in place of `HybridModel`."""
-
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> "MTPHybridModel":
-        """One pipeline stage; the arguments are those of Megatron's builder."""
-        from megatron_mtp.model.hybrid import MTPHybridModel, depth_submodules, stack_spec
-
-        config = self._model_config
-        trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
-        pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
-        submodules = None
-        if pattern.mtp_pattern is not None:
-            submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
-        with with_portable_projections(config.transformer):
-            return MTPHybridModel(
-                mtp_submodules=submodules,
-                hybrid_stack_spec=trunk,
-                hybrid_layer_pattern=pattern.main_pattern,
-                **_stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
-            )
-
-
-def _stage_arguments(
+def stage_arguments(
     config: MTPModelConfig,
     groups: ProcessGroupCollection,
     pre_process: bool | None,

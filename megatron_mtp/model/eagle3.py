@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_mtp.model.arguments import FEATURES
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
-from megatron_mtp.model.drafter_layers import FEATURES
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, whole_states
 from megatron_mtp.model.portable import PortableAttention, PortableNorm
 from megatron_mtp.model.shared_keys import SharingAttention, recomputed

@@ -2,7 +2,7 @@
 
     M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two depths of attention and MLP each
 
-`pattern.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
+`arguments.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
 without the libraries of their kernels, or without a GPU, `M` and `G` are those of recurrent.py.
 """
 
@@ -18,7 +18,9 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -31,12 +33,20 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp import runtime
+from megatron_mtp.model.arguments import SHARDED_STACK
+from megatron_mtp.model.build import stage_arguments
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
-from megatron_mtp.model.pattern import SHARDED_STACK
-from megatron_mtp.model.portable import PLAIN_QUERIES, PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.portable import (
+    PLAIN_QUERIES,
+    PortableNorm,
+    with_modules,
+    with_portable_modules,
+    with_portable_projections,
+)
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
 from megatron_mtp.model.trunk import MTPTrunk, Objective
 
@@ -232,3 +242,29 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=keys,
     )
+
+
+class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
+    """Megatron's builder, for `MTPHybridModel` in place of `HybridModel`."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> MTPHybridModel:
+        """One pipeline stage; the arguments are those of Megatron's builder."""
+        config = self._model_config
+        trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
+        pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
+        submodules = None
+        if pattern.mtp_pattern is not None:
+            submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
+        with with_portable_projections(config.transformer):
+            return MTPHybridModel(
+                mtp_submodules=submodules,
+                hybrid_stack_spec=trunk,
+                hybrid_layer_pattern=pattern.main_pattern,
+                **stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+            )

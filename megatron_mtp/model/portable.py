@@ -1,5 +1,6 @@
 """Norm, attention, latent attention and latent projections of experts for machines without Transformer Engine.
 
+The causal mask is for queries at any positions: whole sequences, ranks of context parallelism, rows of a draft.
 `with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place, in
 layouts that Megatron's refuse.
 Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, M
@@ -42,7 +43,20 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import positions_of_ranks
-from megatron_mtp.model.causal import causal_mask
+
+
+def causal_mask(positions: Tensor, keys: int) -> Tensor:
+    """True where a query must not look, [..., S, keys]: at the keys that stand after its position.
+
+    Args:
+        positions: of the queries [..., S], counted as the keys are, from 0.
+    """
+    return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
+
+
+def square_mask(positions: int, device: torch.device | str) -> Tensor:
+    """The mask of a whole sequence as Megatron's modules take it, [1, 1, S, S]."""
+    return causal_mask(torch.arange(positions, device=device), positions)[None, None]
 
 
 class PortableNorm(torch.nn.Module):

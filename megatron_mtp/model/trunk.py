@@ -28,17 +28,16 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabular
 from megatron_mtp.model.mtp import (
     Angles,
     AttentionInputs,
+    Mixer,
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron_mtp.model.padding import mask_padding_, tokens_of_slice
-from megatron_mtp.model.sharing import Head, attach_embedding
+from megatron_mtp.model.sharing import Head, attach_embedding, mask_padding_, tokens_of_slice
 from megatron_mtp.patches.optimizers import ABSENT
 from megatron_mtp.registry import Imported
 
 if TYPE_CHECKING:
     from megatron_mtp.model.drafter import Drafter, DrafterBlock
-    from megatron_mtp.model.mixing import Mixer
 
 
 @dataclass(frozen=True)
@@ -372,12 +371,10 @@ class MTPTrunk(LanguageModule):
         made = self.rotary_pos_emb(length, **others)
         return made if isinstance(made, tuple) else (made, 1.0)
 
-    def _mixer(self, batch: DepthBatch) -> "Mixer | None":
+    def _mixer(self, batch: DepthBatch) -> Mixer | None:
         """The mixer of this rank's positions, which sequence parallelism cuts once more."""
         if batch.ages_DS is None:
             return None
-        from megatron_mtp.model.mixing import Mixer
-
         group, positions_S = self.pg_collection.cp, batch.positions_S
         ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
         if self.config.sequence_parallel:

@@ -28,8 +28,8 @@ from megatron_mtp.model.arguments import (
     check_trainable,
     config_of,
     flags_without,
+    without_stages,
 )
-from megatron_mtp.model.pattern import without_stages
 from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.chats import make_chats, reads_chats

@@ -40,9 +40,7 @@ from megatron_mtp.config import (
     trained_depths,
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS
-from megatron_mtp.model.drafter_layers import as_mtp_layers, check_layers, default_layers
-from megatron_mtp.model.pattern import RECURRENT
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers, check_layers, default_layers
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.chats import counted_part, example, named_prefixes
 from megatron_mtp.training.datasets import ChatFile, is_packed, read_answers, trained_part

@@ -33,7 +33,7 @@ from megatron_mtp.data.batch import (
 from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights, kept_positions, scaling_factor
-from megatron_mtp.model.mixing import drawn_ages
+from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.acceptance import DRAFTER, MTP
 from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions

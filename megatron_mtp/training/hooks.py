@@ -14,7 +14,7 @@ from megatron.training import get_args
 
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
-from megatron_mtp.model.pattern import trunk_and_depths
+from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.patches.patch import Replace, State, installed, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.training.metrics import Metrics, Step

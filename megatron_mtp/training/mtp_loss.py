@@ -25,8 +25,8 @@ from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels
 from megatron_mtp.data.shift import NO_DOCUMENT, documents_from_offsets, inside_document, shift_left
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
-from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk, StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 

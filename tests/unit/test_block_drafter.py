@@ -16,8 +16,8 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.combine import depth_weights
+from megatron_mtp.model.arguments import check_layers, default_layers
 from megatron_mtp.model.block_drafter import BlockAttention
-from megatron_mtp.model.drafter_layers import check_layers, default_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
 

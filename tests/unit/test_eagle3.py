@@ -15,7 +15,7 @@ from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights
-from megatron_mtp.model.drafter_layers import check_layers, default_layers
+from megatron_mtp.model.arguments import check_layers, default_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective
 

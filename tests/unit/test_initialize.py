@@ -16,8 +16,7 @@ from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.model.initialize import fill_absent_layers
-from megatron_mtp.model.random_weights import RandomWeights
+from megatron_mtp.model.initialize import RandomWeights, fill_absent_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 
 QUIET = Options(quiet=True, workers=1)

@@ -16,7 +16,7 @@ from megatron_single import LATENT, MOE, join_world_of_one, our_model
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPGPTModel
 
 WIDTH = 32

@@ -1,4 +1,4 @@
-"""model/mixing.py: the states that depths continue from, against the definition read position by position."""
+"""`Mixer` of model/mtp.py: the states that depths continue from, against the definition read position by position."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
-from megatron_mtp.model.mixing import Mixer, drawn_ages
+from megatron_mtp.model.mtp import Mixer, drawn_ages
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states

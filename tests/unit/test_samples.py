@@ -21,7 +21,7 @@ from megatron_mtp.data.prompts import Beginnings, UserTurns
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.portable import square_mask
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

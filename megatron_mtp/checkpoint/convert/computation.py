@@ -13,8 +13,7 @@ from typing import Any
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, DepthFields, completed, config_of, parsed
-from megatron_mtp.model.pattern import without_stages
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, DepthFields, completed, config_of, parsed, without_stages
 
 Settings = dict[str, Any]
 

@@ -30,8 +30,8 @@ from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_k
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
+from megatron_mtp.model.arguments import as_mtp_layers, can_read, default_layers
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.drafter_layers import as_mtp_layers, can_read, default_layers
 
 ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
 LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"

@@ -29,8 +29,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import EAGLE3
-from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.drafter_layers import default_layers
+from megatron_mtp.model.arguments import check_trainable, default_layers
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 

@@ -36,11 +36,10 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth
 from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
-from megatron_mtp.model.arguments import check_trainable
+from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, without_stages
 from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
+from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
-from megatron_mtp.model.pattern import SHARDED_STACK, without_stages
-from megatron_mtp.model.random_weights import RandomWeights
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of depths that are no repeated layer."""

@@ -29,7 +29,7 @@ from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.checks import check_data_prefixes, part_of
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)

@@ -36,11 +36,10 @@ from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import EAGLE3
-from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.causal import square_mask
+from megatron_mtp.model.arguments import FEATURES, check_layers, check_trainable, default_layers
 from megatron_mtp.model.draft_vocabulary import DRAFTER
-from megatron_mtp.model.drafter_layers import FEATURES, check_layers, default_layers
-from megatron_mtp.model.random_weights import RandomWeights, normal_by_name
+from megatron_mtp.model.initialize import RandomWeights, normal_by_name
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
 
 LAYER = f"{DRAFTER}tf_layer."

@@ -42,8 +42,8 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, has_tokenizer, is
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING, other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.model.arguments import SHARDED_STACK, trunk_and_depths
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
-from megatron_mtp.model.pattern import SHARDED_STACK, trunk_and_depths
 
 DEPTHS = "mtp."
 """Beginning of the keys of MTP layers and of their draft vocabulary."""

@@ -46,8 +46,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     StoredDepths,
     sharding_type,
 )
-from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.pattern import KINDS, SHARDED_STACK, trunk_and_depths
+from megatron_mtp.model.arguments import KINDS, SHARDED_STACK, check_trainable, trunk_and_depths
 
 FILE_BYTES = 2**30
 """Size of a part, unless a single tensor is larger: what is made again at most after an interruption."""

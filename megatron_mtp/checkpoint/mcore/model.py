@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
-from megatron_mtp.model.arguments import check_trainable, completed, config_of
+from megatron_mtp.model.arguments import alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.drafter_layers import alone
 from megatron_mtp.model.trunk import MTPTrunk
 
 

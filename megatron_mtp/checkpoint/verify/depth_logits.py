@@ -18,8 +18,8 @@ from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.rope import place
 from megatron_mtp.model.trunk import MTPTrunk
 

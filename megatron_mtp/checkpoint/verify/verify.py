@@ -319,7 +319,7 @@ def logits_of(
 ) -> dict[str, Tensor]:
     """Result of `read` on the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
     from megatron_mtp.data.batch import depth_batch
-    from megatron_mtp.model.causal import square_mask
+    from megatron_mtp.model.portable import square_mask
 
     depths = model.config.mtp_num_layers or 0
     tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)

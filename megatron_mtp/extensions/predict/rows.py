@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feeding
-from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.rope import placed
 from megatron_mtp.model.trunk import MTPTrunk
 

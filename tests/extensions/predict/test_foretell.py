@@ -18,8 +18,8 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
-from megatron_mtp.model.causal import square_mask
 from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPGPTModel
 
 COUNT = 3

@@ -74,6 +74,9 @@ DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
 DRAFTER_BLOCK = "drafter_block"
 """The module of a drafter beside MTP layers."""
 
+NO_BACKWARD = -1
+"""Id of autograd's task outside of a backward pass."""
+
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
 
@@ -157,6 +160,8 @@ class MTPTrunk(LanguageModule):
         self.config.variable_seq_lengths = self.pg_collection.pp.size() > 1  # stages send tensors of any width
 
         def keep(layer: Any, _: Any, made: Any) -> None:
+            if torch._C._current_graph_task_id() != NO_BACKWARD:
+                return  # a layer that is recomputed; nobody would take its states
             self._states_after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
 
         for layer in self.decoder.layers:

@@ -108,6 +108,24 @@ def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None,
             torch.testing.assert_close(one.report(), other.report())
 
 
+@pytest.mark.parametrize("method", ["uniform", "block"])
+@pytest.mark.parametrize("kind", OF_DRAFTER)
+def test_recomputed_layers_of_a_trained_trunk_change_no_gradient_and_leave_no_states(kind: str, method: str) -> None:
+    drafter = MTPConfig(drafter=kind, drafter_steps=STEPS, **OF_DRAFTER[kind])
+    made = replace(objective(OF_MTP, DEPTHS, LAMBDA, True), beside=objective(settings_of(kind), STEPS, 1.0, False))
+    kept, recomputed = (
+        our_model(DEPTHS, num_layers=LAYERS, beside=drafter, **changes).double()
+        for changes in ({}, {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method})
+    )
+    for _ in range(2):  # microbatches
+        wanted, found = (run(model, made, DEPTHS, kind)[1] for model in (kept, recomputed))
+        assert recomputed._states_after == {}
+    assert any(name.startswith("decoder.") for name in wanted)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9 * gradient.abs().max().item())
+
+
 def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
     of_mtp = {"mtp_num_layers": 2, "mtp_use_repeated_layer": False, "mtp_unroll": None, "mtp_train_only": False}
     both = Namespace(**of_mtp, drafter="eagle3", drafter_steps=5, drafter_beside_mtp=True)

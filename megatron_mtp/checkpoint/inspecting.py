@@ -64,13 +64,6 @@ def _described(folder: Path, reason: str) -> dict[str, Any] | None:
     return found | ({"findings": wrong, "ok": False} if wrong else {})
 
 
-def read_checked(folder: Path) -> HFModel:
-    """Read a folder; ValueError where copies differ."""
-    model = HFModel.read(folder)
-    model.check_numbers()
-    return model
-
-
 def names(folder: Path, rows: bool = False) -> list[Any]:
     """The name table of a folder, or of a checkpoint's export: a line for every kind of rule, or `rows` for each rule.
 
@@ -87,7 +80,8 @@ def names(folder: Path, rows: bool = False) -> list[Any]:
 
 
 def _hf(folder: Path) -> dict[str, Any]:
-    model = read_checked(folder)
+    model = HFModel.read(folder)
+    model.check_numbers()
     flags, reason = flags_of(model)
     stored = model.folder.tensors.values()
     return {

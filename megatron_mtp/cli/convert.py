@@ -106,35 +106,50 @@ def write(args: Namespace) -> dict[str, Any]:
 
 def plan_of(args: Namespace, how: "Options") -> "Conversion":
     """The conversion that a command asks for; ValueError for what it refuses."""
-    from megatron_mtp.checkpoint.convert import drafters, edit, export_hf, graft, hybrid, import_hf
-    from megatron_mtp.checkpoint.inspecting import read_checked
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
-
     source, target = args.source, args.target
     match args.command:
         case "hf-to-mcore":
-            return import_hf.plan_import(read_checked(local_folder(source)), how)
+            from megatron_mtp.checkpoint.convert.import_hf import plan_import
+
+            return plan_import(local_folder(source), how)
         case "mcore-to-hf":
+            from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
+            from megatron_mtp.checkpoint.mcore.reader import DistReader
+
             reader = DistReader(source)
-            form = export_hf.form_of(reader, args.like, args.family, args.tokenizer, args.trust_remote_code)
-            return export_hf.plan_export(reader, target, how, form)
-        case "attach-mtp":
-            return edit.plan_attaching(source, args.mtp_num_layers, init(args), how.quiet)
-        case "drop-mtp":
-            return edit.plan_dropping(source, args.keep)
+            form = form_of(reader, args.like, args.family, args.tokenizer, args.trust_remote_code)
+            return plan_export(reader, target, how, form)
         case "graft":
-            return graft.plan_graft(local_folder(args.donor), local_folder(source), how, args.trust_remote_code)
-        case "draft-vocab":
-            check_counts(args, "mtp_draft_vocab_size")
-            return edit.plan_drafts(source, args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
-        case "drafter-to-hf":
-            return drafters.plan_drafter(source, how)
+            from megatron_mtp.checkpoint.convert.graft import plan_graft
+
+            return plan_graft(local_folder(args.donor), local_folder(source), how, args.trust_remote_code)
+        case "attach-mtp" | "drop-mtp" | "draft-vocab":
+            return _edited(args, how.quiet)
+        case "drafter-to-hf" | "attach-drafter":
+            from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
+
+            if args.command == "drafter-to-hf":
+                return plan_drafter(source, how)
+            return plan_attaching_drafter(source, local_folder(args.drafter))
         case "fit-drafter":
             return _fit_drafter(args, how.quiet)
-        case "attach-drafter":
-            return drafters.plan_attaching_drafter(source, local_folder(args.drafter))
         case _:
-            return hybrid.plan_migration(source, to_hybrid=args.command == "gpt-to-hybrid")
+            from megatron_mtp.checkpoint.convert.hybrid import plan_migration
+
+            return plan_migration(source, to_hybrid=args.command == "gpt-to-hybrid")
+
+
+def _edited(args: Namespace, quiet: bool) -> "Conversion":
+    from megatron_mtp.checkpoint.convert.edit import plan_attaching, plan_drafts, plan_dropping
+
+    match args.command:
+        case "attach-mtp":
+            return plan_attaching(args.source, args.mtp_num_layers, init(args), quiet)
+        case "drop-mtp":
+            return plan_dropping(args.source, args.keep)
+        case _:
+            check_counts(args, "mtp_draft_vocab_size")
+            return plan_drafts(args.source, args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
 
 
 def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":

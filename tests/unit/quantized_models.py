@@ -11,7 +11,7 @@ from hf_models import Tensors, make, read, write
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.data.tokenizer import train_bpe
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -142,7 +142,7 @@ def readable_pair(folder: Path, form: str) -> tuple[Path, Path]:
     shutil.copytree(target, plain)
     write(target, {name: smaller(name, one) for name, one in coded(read(target), FORMS[form][0]).items()})
     with_keys(target, quantization_config=FORMS[form][1])
-    reader = HFFolder(target, Settings.of(target, json.loads((target / "config.json").read_text())).numbers)
+    reader = HFFolder(target, QuantizationSettings.of(target, json.loads((target / "config.json").read_text())).numbers)
     write(plain, {name: reader.read(name) for name in reader.tensors})
     return target, plain
 

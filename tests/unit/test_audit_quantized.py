@@ -12,7 +12,7 @@ from quantized_models import FORMS, SIZES, coded, groups, nvfp4, quantized, with
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 
 Spoil = Callable[[Path], None]
 HEAD = "model.layers.3.self_attn.q_proj."
@@ -259,7 +259,7 @@ def test_modules_are_in_the_group_in_which_compressed_tensors_puts_them(case: st
         "group_0": {"targets": one, "weights": CHANNEL},
         "group_1": {"targets": other or ["no"], "weights": TENSOR},
     }
-    says = Settings({"quant_method": "compressed-tensors", "config_groups": group, "ignore": ignore})
+    says = QuantizationSettings({"quant_method": "compressed-tensors", "config_groups": group, "ignore": ignore})
     for name in MODULES:
         linear = torch.nn.Linear(1, 1)
         theirs = [] if match.is_match(name, linear, ignore) else match.match_targets(name, linear, of_target)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_mtp.cli import doctor
 from megatron_mtp.cli import main as cli
-from megatron_mtp.cli.doctor import Check
+from megatron_mtp.cli.doctor import Component
 from megatron_mtp.cli.verbs import VERBS, module_of
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def test_apex_is_nvidias_alone(folder: str, found: str | None, tmp_path: Path, m
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(doctor, "_installed", lambda _: None)
-    apex: Check = doctor._apex()
+    apex: Component = doctor._apex()
     assert apex.found == found
     assert ("another project" in apex.says) == (found is None)
 

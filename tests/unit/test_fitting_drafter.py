@@ -124,3 +124,19 @@ def test_trunks_whose_last_layer_is_none_of_a_drafter_are_refused(
     assert main(["fit-drafter", str(mcore), str(new), "--data-path", corpus]) == 2
     assert "does not end with a dense layer as Llama's" in capsys.readouterr().err
     assert not new.exists()
+
+
+def test_a_target_inside_the_source_is_refused_before_the_fit(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mcore = tmp_path / "mcore"
+    assert (
+        main(["hf-to-mcore", str(make(tmp_path / "hf", "llama", 0, changes={"num_hidden_layers": 4})), str(mcore)]) == 0
+    )
+    files = sorted(mcore.rglob("*"))
+    capsys.readouterr()
+    for flags in ([], ["--dry-run"]):
+        words = [str(mcore), str(mcore / "new"), "--data-path", corpus, "--drafter-layers", *map(str, READ), *flags]
+        assert main(["fit-drafter", *words]) == 2
+        assert "which it is made from; name a place outside" in capsys.readouterr().err
+    assert sorted(mcore.rglob("*")) == files

@@ -9,7 +9,6 @@ import pytest
 from hf_models import make
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.audit.folder import repeated_names
 from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.cli import main as cli
 
@@ -91,17 +90,6 @@ def test_a_damaged_file_beside_the_config_is_found(file: str, text: str, says: s
     found = [one["says"] for one in audit(folder)["findings"] if one["severity"] == "error"]
     assert len(found) == 1
     assert says in found[0]
-
-
-@pytest.mark.parametrize("file", ["config.json", INDEX])
-def test_a_name_that_is_there_twice_is_a_warning(file: str, folder: Path) -> None:
-    """Python takes the last; another reader may take the first, or refuse the file."""
-    text = (folder / file).read_text()
-    name, *_ = json.loads(text)["weight_map" if file == INDEX else "rope_parameters"]
-    (folder / file).write_text(text.replace(f'"{name}":', f'"{name}": "x", "{name}":', 1))
-    assert repeated_names(folder / file) == [name]
-    (found,) = audit(folder)["findings"]
-    assert (found["guess"], found["severity"], found["names"]) == ("damaged config", "warning", (name,))
 
 
 def test_what_loaders_take_is_sound(folder: Path) -> None:

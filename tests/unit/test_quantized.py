@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form,
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import FP4, Numbers, from_mxfp4
-from megatron_mtp.checkpoint.hf.quantized import Settings, activation_scales, quantized_weights
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, activation_scales, quantized_weights
 from megatron_mtp.checkpoint.verify.reference_forms import read_tensors
 
 FLOAT_8 = {
@@ -168,7 +168,7 @@ def test_a_quantized_folder_converts_and_comes_back_in_bfloat16(make_folder: obj
     form = kept_form(tmp_path / "mcore")
     assert form is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
-    numbers = Settings.of(folder, json.loads((folder / "config.json").read_text())).numbers
+    numbers = QuantizationSettings.of(folder, json.loads((folder / "config.json").read_text())).numbers
     source, back = HFFolder(folder, numbers), read(tmp_path / "back")
     assert source.quantized
     assert source.tensors.keys() == back.keys()
@@ -190,7 +190,7 @@ def test_a_folder_of_every_form_becomes_a_trunk_with_its_head(form: str, tmp_pat
     assert kept is not None
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, kept)
     keys = json.loads((folder / "config.json").read_text())
-    source, back = HFFolder(folder, Settings.of(folder, keys).numbers), read(tmp_path / "back")
+    source, back = HFFolder(folder, QuantizationSettings.of(folder, keys).numbers), read(tmp_path / "back")
     assert source.tensors.keys() == back.keys()
     assert [name for name, tensor in back.items() if not torch.equal(tensor, source.read(name))] == []
     halves = {torch.bfloat16, torch.float16} if form in ("awq", "gptq") else {torch.bfloat16}

@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import WRITTEN, Numbers
-from megatron_mtp.checkpoint.hf.quantized import Settings
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.cli.convert import QUANTIZED, main
 from megatron_mtp.data.tokenizer import train_bpe
 
@@ -63,7 +63,7 @@ def test_an_export_has_no_finding_and_is_read_to_its_bits(
     source, coded = exported(tmp_path, family, Quantize(trunk, depths))
     assert alarms(coded) == []
     whole, stored = read(source), read(coded)
-    folder = HFFolder(coded, Settings.of(coded, config_of(coded)).numbers)
+    folder = HFFolder(coded, QuantizationSettings.of(coded, config_of(coded)).numbers)
     assert folder.tensors.keys() == whole.keys()
     depth = {name for name in whole if name.startswith(("mtp.", "model.mtp_layers.", DEPTHS.get(family, "no")))}
     changed = {name for name, tensor in whole.items() if not torch.equal(folder.read(name), tensor)}

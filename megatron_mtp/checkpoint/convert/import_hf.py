@@ -29,14 +29,14 @@ from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, tokens_of_file
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
     """Write the model of a Hugging Face folder as a distributed checkpoint that every parallel layout loads."""
+    return plan_import(source, options).write(target, options)
+
+
+def plan_import(source: Path, options: Options) -> Conversion:
+    """`hf-to-mcore`, from names and shapes alone; ValueError where copies in the folder differ."""
     model = HFModel.read(source)
     model.check_numbers()
-    return plan_import(model, options).write(target, options)
-
-
-def plan_import(model: HFModel, options: Options) -> Conversion:
-    """`hf-to-mcore`, from names and shapes alone."""
-    source, args = model.folder.folder, megatron_arguments(model)
+    args = megatron_arguments(model)
 
     def keep(folder: Path) -> None:
         keep_hf_files(source, folder / HF_FILES, origin(model))

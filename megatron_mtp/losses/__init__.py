@@ -10,7 +10,6 @@ overlap.py               tv, nla and lk, of the rate at which sampled drafts are
 chain.py                 e2e_tv, the expected accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses
 vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
-chunks.py                how many positions are taken at once where logits are made
 weight_gradient.py       the head's gradient: what is kept of it for the backward pass, and where it is added
 triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
 triton_chunk.py          where these kernels are used, and what they are called with

@@ -10,13 +10,12 @@ loading.py           whether what --load names can be loaded; the draft vocabula
 chats.py             chats made into a dataset, counted and packed
 datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats; which stages read them
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
-objective.py         from hidden states to the depths' losses and acceptance
+objective.py         from hidden states to the depths' losses and acceptance: what a verifier would accept
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
-acceptance.py        what a verifier would accept
-metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
+metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step;
+                     metrics.png
 run_files.py         metrics.jsonl, continued by a resumed run, and run.json: how the run was started
-plot.py              metrics.png
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
 hooks.py             Megatron's loop, observed: steps, evaluations, checkpoints
 megatron_lm.py       two lines for a training script that is not ours

@@ -35,9 +35,8 @@ from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.combine import depth_weights, kept_positions, scaling_factor
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.trunk import StageOutput
-from megatron_mtp.training.acceptance import DRAFTER, MTP
 from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions
-from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.metrics import DRAFTER, MTP, Metrics
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 SPIKE = 10

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, override
 
+import matplotlib
 import torch
 from megatron.core import mpu
 from megatron.training import get_args
@@ -25,14 +26,18 @@ from torch import Tensor
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.files import written_beside
-from megatron_mtp.training.acceptance import DRAFTER, MTP, named, stats_of
-from megatron_mtp.training.plot import plot_metrics
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
 from megatron_mtp.training.short_log import say
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+MTP, DRAFTER = "mtp", "drafter"
+"""What figures are called by: what drafts, and a drafter beside MTP layers."""
+
 PLOT = "metrics.png"
 Rates = dict[str, AcceptanceStats]
-"""Acceptance of what drafts, and of a drafter beside MTP layers: `acceptance.MTP` and `DRAFTER`, where measured."""
+"""Acceptance of what drafts, and of a drafter beside MTP layers: `MTP` and `DRAFTER`, where measured."""
 
 MTP_GRAD_NORM = "mtp grad norm"
 """Of the MTP layers, where they are clipped by themselves."""
@@ -298,3 +303,72 @@ def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[
         loss = losses[f"{what}_{depth} loss"]
         lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
     return [*lines, lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]
+
+
+# --- figures of acceptance -------------------------------------------------------------------------------------------
+
+
+def stats_of(counts_4D: Tensor) -> AcceptanceStats:
+    """The counts that drafting has too, of those of `objective.count_acceptance`."""
+    offered, reached, accepted = ([int(count) for count in counts] for counts in counts_4D[:3].tolist())
+    return AcceptanceStats(
+        offered_at=offered, reached_at=reached, accepted_at=accepted, overlap_at=counts_4D[3].tolist()
+    )
+
+
+def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
+    """Every figure by the name that it has in logs, metrics.jsonl, TensorBoard, W&B and reports."""
+    lists = {
+        "acceptance": stats.acceptance,
+        "conditional acceptance": stats.conditional_acceptance,
+        "overlap": stats.overlap,
+    }
+    figures = {f"{what}_{depth} {name}": rate for name, of in lists.items() for depth, rate in enumerate(of, start=1)}
+    return {**figures, expected_length_of(what): stats.expected_length}
+
+
+def expected_length_of(what: str) -> str:
+    """The name of the expected accepted length; what drafts without another beside it needs no name there."""
+    return "expected accepted length" if what == MTP else f"{what} expected accepted length"
+
+
+# --- the plot: loss and acceptance by depth over training steps ------------------------------------------------------
+#
+# Test data, on which a run is evaluated once at its end, is left out.
+
+
+def plot_metrics(source: Path, target: Path) -> None:
+    """Draw `source` (metrics.jsonl) into `target` (PNG); an existing plot is replaced when the new one is whole."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
+    splits = dict.fromkeys(row["split"] for row in rows if row["split"].startswith("validation"))
+    evaluations = {split: [row for row in rows if row["split"] == split] for split in splits}
+    figure, (loss_axes, acceptance_axes) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names = sorted({name for row in rows for name in row if name.endswith(" loss")})
+    for index, name in enumerate(names):
+        _line(loss_axes, [row for row in rows if row["split"] == "training"], name, f"C{index}", alpha=0.5)
+        for split, of_split in evaluations.items():
+            _line(loss_axes, of_split, name, f"C{index}", marker="o", label=f"{name} ({split})")
+    loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
+    conditional = sorted({name for row in rows for name in row if name.endswith(" conditional acceptance")})
+    for index, given in enumerate(conditional):
+        for name, style in ((given.replace("conditional ", ""), "-"), (given, ":")):
+            for split, of_split in evaluations.items():
+                known = [row for row in of_split if given in row]
+                look = {"marker": "o", "linestyle": style, "label": f"{name} ({split})"}
+                _line(acceptance_axes, known, name, f"C{index + 1}", **look)
+    acceptance_axes.set(title="acceptance by depth (dotted: conditional)", xlabel="step", ylabel="rate", ylim=(0, 1))
+    for axes in (loss_axes, acceptance_axes):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    try:
+        with written_beside(target) as beside:
+            figure.savefig(beside, dpi=120, format="png")
+    finally:
+        plt.close(figure)
+
+
+def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:
+    points = {row["iteration"]: row[name] for row in rows if name in row}  # of rows of one step, the last
+    if points:
+        axes.plot(points.keys(), points.values(), color=color, **style)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import chunks, depth_loss
+from megatron_mtp.losses import depth_loss, linear_cross_entropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
@@ -123,8 +123,9 @@ class Case:
         slice_VH = weight_VH.chunk(ranks)[rank].clone().requires_grad_()
         states = [state_NH.requires_grad_() for state_NH in states]
         token_loss = depth_loss(settings)
-        chunks.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
-        chunks.BLOCK_BYTES, chunks.LEAST_POSITIONS = chunks.CHUNK_BYTES // 2, 1
+        linear_cross_entropy.CHUNK_BYTES = 4 * len(slice_VH) * self.rows_at_once
+        linear_cross_entropy.BLOCK_BYTES = linear_cross_entropy.CHUNK_BYTES // 2
+        linear_cross_entropy.LEAST_POSITIONS = 1
         rows, vocabulary, head = slice_VH, self.entries(len(slice_VH), group), None
         if drafted_K is not None:
             drafts = DraftVocabulary(drafted_K, len(slice_VH), ranks, rank)

@@ -1,4 +1,4 @@
-"""training/acceptance.py with a head that passes logits through: three words, rates that a person can count.
+"""Acceptance in training/objective.py, with a head that passes logits through: three words, rates that one can count.
 
 At position i depth d drafts the token that the trunk predicts at position i + d.
 """
@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
-from megatron_mtp.losses import chunks
+from megatron_mtp.losses import linear_cross_entropy
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
-from megatron_mtp.training.acceptance import count_acceptance as count_at_later_slots
-from megatron_mtp.training.acceptance import stats_of
+from megatron_mtp.training.metrics import stats_of
+from megatron_mtp.training.objective import count_acceptance as count_at_later_slots
 
 WORDS = 3
 
@@ -166,9 +166,9 @@ def test_counts_do_not_depend_on_chunks(at_once: int, megatron: None, monkeypatc
     head = replace(head_of(weight_VH), logit_scale=2.0, draft_vocabulary=drafts)
     batch = document(rows, slots, 2, (torch.rand(rows, slots, generator=generator) > 0.2).float())
     whole = count_acceptance(trunk, states, head, batch)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
-    monkeypatch.setattr(chunks, "LEAST_POSITIONS", 1)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES_CUDA", at_once * rows * vocabulary * 4)
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_POSITIONS", 1)
     torch.testing.assert_close(count_acceptance(trunk, states, head, batch), whole, atol=0, rtol=1e-6)
     assert (whole > 0).all()
 
@@ -192,8 +192,8 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(megatron: None, monkeypa
     trunk, *states = (torch.randn(slots, 1, 2).cuda() for _ in range(1 + depths))
     batch = document(1, slots, depths)
     for name in ("CHUNK_BYTES", "CHUNK_BYTES_CUDA"):
-        monkeypatch.setattr(chunks, name, at_once * vocabulary * 4)
-    monkeypatch.setattr(chunks, "LEAST_POSITIONS", 1)
+        monkeypatch.setattr(linear_cross_entropy, name, at_once * vocabulary * 4)
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_POSITIONS", 1)
     with Largest() as largest:
         count_acceptance(trunk, states, head, batch)
     assert largest.numbers == (at_once + depths - 1) * vocabulary < slots * vocabulary

@@ -6,7 +6,7 @@ from linear_cases import SETTINGS, Case, worst
 from tiers import tiered
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import chunks, depth_loss, linear_cross_entropy
+from megatron_mtp.losses import depth_loss, linear_cross_entropy
 from megatron_mtp.losses.chain import AcceptedLength
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.distillation import Divergence
@@ -21,7 +21,7 @@ TOLERANCE = 2e-6
 @pytest.fixture(autouse=True)
 def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHUNK_BYTES", "BLOCK_BYTES", "LEAST_POSITIONS"):
-        monkeypatch.setattr(chunks, name, getattr(chunks, name))
+        monkeypatch.setattr(linear_cross_entropy, name, getattr(linear_cross_entropy, name))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -15,7 +15,7 @@ from megatron_mtp.losses.combine import kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.sharing import Head
 from megatron_mtp.model.trunk import StageOutput
-from megatron_mtp.training.acceptance import stats_of
+from megatron_mtp.training.metrics import stats_of
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import loss_alone
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses import chunks, linear_cross_entropy, weight_gradient
+from megatron_mtp.losses import linear_cross_entropy, weight_gradient
 from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import linear_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
@@ -27,7 +27,7 @@ FEW, MANY = Case(6, 2, 12, 50, 4, 0.5, 3), Case(7, 2, 12, 50, 4, 0.5, 3)
 @pytest.fixture(autouse=True)
 def usual_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHUNK_BYTES", "BLOCK_BYTES", "LEAST_POSITIONS"):
-        monkeypatch.setattr(chunks, name, getattr(chunks, name))
+        monkeypatch.setattr(linear_cross_entropy, name, getattr(linear_cross_entropy, name))
 
 
 @pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
@@ -190,7 +190,7 @@ def test_the_loss_needs_no_more_memory_than_megatrons(
     ratio: float, dtype: str, depths: int, megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ratios of tokens to H: where there were few, the weight gradient's temporaries were 2 to 3 times as much."""
-    monkeypatch.setattr(chunks, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(linear_cross_entropy, "BLOCK_BYTES", 2**16)
     monkeypatch.setattr(weight_gradient, "LEAST_BYTES", 2**16)
     ours, theirs = loss_alone.peaks(int(ratio * 32), 2**14, 32, dtype, depths)
     goal = {2: 0.7}.get(ratio * depths, 0.6) if ratio * depths < 4 else 0.31

@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     StoredDepths,
     check_entries,
 )
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY
+from megatron_mtp.model.head import DRAFT_VOCABULARY
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron_mtp.decoding.dense_layer import is_dense
 from megatron_mtp.decoding.kv_cache import BEYOND, BlockTables, KVCache, Memory, Rows, Scope
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft
-from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.head import NOT_DRAFTED
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 if TYPE_CHECKING:

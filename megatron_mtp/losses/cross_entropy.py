@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
-from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.head import NOT_DRAFTED
 
 
 @dataclass(frozen=True)

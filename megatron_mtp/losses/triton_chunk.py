@@ -26,7 +26,7 @@ from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
 from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import Vocabulary
-from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.head import NOT_DRAFTED
 from megatron_mtp.runtime import why_no_launcher, why_not
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.model.draft_vocabulary import DraftVocabulary
-from megatron_mtp.model.sharing import mask_padding_, tokens_of_slice
+from megatron_mtp.model.head import DraftVocabulary, mask_padding_, tokens_of_slice
 
 if TYPE_CHECKING:
-    from megatron_mtp.model.sharing import Head
+    from megatron_mtp.model.head import Head
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
-sharing.py           the shared embedding and output head, also between pipeline stages; rows that pad the vocabulary
+head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
+                     vocabulary, and those of a smaller one that the depths draft from
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
-draft_vocabulary.py  the head's rows of a smaller vocabulary that the depths draft from
 rope.py              rotary modules at any positions
 portable.py          causal mask, norm and attention for machines without TE: SP, CP, packed sequences, MLA
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla

@@ -43,9 +43,9 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from megatron_mtp.config import DSPARK
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.portable import PortableAttention, PortableNorm
-from megatron_mtp.model.sharing import Head
 
 BLOCKS_AT_ONCE = 64
 """Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""

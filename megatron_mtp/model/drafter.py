@@ -23,10 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.head import DRAFTER, Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
-from megatron_mtp.model.sharing import Head
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from megatron_mtp.config import FILL_BLOCKS
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary
+from megatron_mtp.model.head import (
+    DRAFT_VOCABULARY,
+    DraftVocabulary,
+    Head,
+    attach_embedding,
+    mask_padding_,
+    tokens_of_slice,
+)
 from megatron_mtp.model.mtp import (
     Angles,
     AttentionInputs,
@@ -32,7 +39,6 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron_mtp.model.sharing import Head, attach_embedding, mask_padding_, tokens_of_slice
 from megatron_mtp.patches.optimizers import ABSENT
 from megatron_mtp.registry import Imported
 

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
 from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
-from megatron_mtp.model.draft_vocabulary import tokens_of_file
+from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.patches.catalogue import FORMAT, read_catalogue
 from megatron_mtp.training.short_log import say
 

@@ -19,8 +19,7 @@ from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.losses.vocabulary import vocabulary_of
-from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
-from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.head import NOT_DRAFTED, Head
 from megatron_mtp.model.trunk import StageOutput
 
 

@@ -16,7 +16,7 @@ from megatron.training.argument_utils import (
 from megatron.training.config import PretrainConfigContainer
 
 from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
-from megatron_mtp.model.sharing import embedding_ranks
+from megatron_mtp.model.head import embedding_ranks
 from megatron_mtp.patches import saving
 from megatron_mtp.runtime import check_device
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags

@@ -31,7 +31,7 @@ from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Proposer, Round
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.head import Head
 from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
 
 POSITIONS = 160

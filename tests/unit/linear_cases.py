@@ -13,7 +13,7 @@ from megatron_mtp.losses import depth_loss, linear_cross_entropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.losses.vocabulary import Vocabulary
-from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.head import DraftVocabulary
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ce": {},

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import linear_cross_entropy
-from megatron_mtp.model.draft_vocabulary import DraftVocabulary
-from megatron_mtp.model.sharing import Head
+from megatron_mtp.model.head import DraftVocabulary, Head
 from megatron_mtp.training.metrics import stats_of
 from megatron_mtp.training.objective import count_acceptance as count_at_later_slots
 

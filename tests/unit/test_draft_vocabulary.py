@@ -13,7 +13,7 @@ from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file
 from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -22,7 +22,7 @@ DRAFTED = [2, 3, 5, 17, 40, 41, 77, 95]
 
 
 def test_rows_of_two_slices_by_hand() -> None:
-    """The example at the top of the file: vocabulary 0 .. 7, drafted 1 2 6."""
+    """The example of model/head.py: vocabulary 0 .. 7, drafted 1 2 6."""
     first, second = (DraftVocabulary(torch.tensor([1, 2, 6]), 4, 2, rank) for rank in (0, 1))
     assert (first.rows_K.tolist(), first.first) == ([1, 2], 0)
     assert (second.rows_K.tolist(), second.first) == ([2], 2)

@@ -42,7 +42,7 @@ from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.arguments import without_stages
-from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.head import DRAFTER
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 OWN = ("longcat", "step3")

@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.quantized import Quantized
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm

@@ -31,7 +31,7 @@ from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
 from megatron_mtp.model.arguments import as_mtp_layers, can_read, default_layers
-from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.head import DRAFTER
 
 ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
 LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"

@@ -37,7 +37,7 @@ from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.data.checks import check_data_prefixes
 from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, without_stages
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 

@@ -50,7 +50,7 @@ from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import without_weights
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
 """What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""

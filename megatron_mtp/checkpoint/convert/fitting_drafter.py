@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import EAGLE3
 from megatron_mtp.model.arguments import FEATURES, check_layers, check_trainable, default_layers
-from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
 from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk

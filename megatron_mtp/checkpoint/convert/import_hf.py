@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.config import trained_depths
 from megatron_mtp.files import without_weights
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, tokens_of_file
+from megatron_mtp.model.head import DRAFT_VOCABULARY, tokens_of_file
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import default_workers
-from megatron_mtp.model.draft_vocabulary import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.patches.catalogue import (
     CATALOGUE,
     FORMAT,

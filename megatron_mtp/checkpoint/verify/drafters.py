@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import TOLERANCE, Check, logits_of, round_trip
-from megatron_mtp.model.draft_vocabulary import DRAFTER
+from megatron_mtp.model.head import DRAFTER
 
 Drafts = dict[str, Tensor]
 """By name: the logits of drafts, [S, V] of an EAGLE-3 drafter or [K, V] of a block; DSpark's confidence."""

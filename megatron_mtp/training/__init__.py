@@ -1,6 +1,7 @@
 """One run on Megatron's training loop: its forward step, losses, metrics and arguments. The loop is Megatron's.
 
-run.py               one run: arguments, model configuration, Megatron's pretrain()
+run.py               one run: arguments, model configuration, Megatron's pretrain(), whose loop is observed: steps,
+                     evaluations, checkpoints
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
@@ -17,6 +18,5 @@ metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptan
                      metrics.png
 run_files.py         metrics.jsonl, continued by a resumed run, and run.json: how the run was started
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
-hooks.py             Megatron's loop, observed: steps, evaluations, checkpoints
 megatron_lm.py       two lines for a training script that is not ours
 """

@@ -40,10 +40,9 @@ from megatron_mtp.runtime import prepare
 from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep
-from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.parameter_group import mtp_grad_norm
-from megatron_mtp.training.run import get_embedding_ranks, join_single_process
+from megatron_mtp.training.run import get_embedding_ranks, join_single_process, observed
 
 ON_CPU = prepare()
 

@@ -7,8 +7,8 @@ import pytest
 from megatron.training import training
 
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.run import observed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

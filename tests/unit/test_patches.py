@@ -25,8 +25,8 @@ from megatron_mtp.patches import layers, optimizers, saving
 from megatron_mtp.patches import patch as engine
 from megatron_mtp.patches.patch import Patch, State, apply, has_no_callbacks, original_of, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP, PATCHES
-from megatron_mtp.training.hooks import observed
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.run import observed
 
 ROWS = (*PATCHES, *LOOP)
 NEWER = {"megatron-core": "0.19.3", "torch": "2.12.1"}

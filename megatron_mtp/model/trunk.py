@@ -80,6 +80,9 @@ DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
 DRAFTER_BLOCK = "drafter_block"
 """The module of a drafter beside MTP layers."""
 
+OWN_HEAD = "layers.0.head"
+"""A drafter's rows of the draft vocabulary, within its block."""
+
 NO_BACKWARD = -1
 """Id of autograd's task outside of a backward pass."""
 
@@ -214,36 +217,40 @@ class MTPTrunk(LanguageModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
-        if self._absent or self._lacks_drafter:
+        lacking = self._lacking()
+        new_heads: list[DrafterBlock] = []
+        if lacking and self.mtp_process:
             from megatron_mtp.model.initialize import fill_absent_layers
-        new_drafter = None
-        if self.mtp_process and self._absent:
-            state_dict = fill_absent_layers(
-                dict(state_dict), self.state_dict(), self.mtp, self._absent, self._mtp_init, self._mtp_init_seed
-            )
-            new_drafter = self.mtp if self.drafter is not None else None
-        if self.mtp_process and self._lacks_draft_vocabulary:
-            state_dict = {**state_dict, DRAFT_VOCABULARY: self.mtp.draft_vocabulary}
-        if self.drafter_block is not None and self._lacks_drafter:
-            own, new_drafter = self.state_dict(), self.drafter_block
-            of_block = own, new_drafter, (0,), "random", self._mtp_init_seed, DRAFTER_BLOCK
-            state_dict = fill_absent_layers(dict(state_dict), *of_block)
-            name = f"{DRAFTER_BLOCK}.draft_vocabulary"
-            state_dict |= {name: own[name]} if name in own else {}
+
+            own, filled, seed = self.state_dict(), dict(state_dict), self._mtp_init_seed
+            if self._absent:
+                filled = fill_absent_layers(filled, own, self.mtp, self._absent, self._mtp_init, seed)
+            if self.drafter_block is not None and self._lacks_drafter:
+                filled = fill_absent_layers(filled, own, self.drafter_block, (0,), "random", seed, DRAFTER_BLOCK)
+            state_dict = {name: value for name, value in own.items() if name.startswith(lacking)} | filled
+            drafters = {"mtp": self.mtp if self.drafter is not None else None, DRAFTER_BLOCK: self.drafter_block}
+            new_heads = [one for name, one in drafters.items() if one and f"{name}.{OWN_HEAD}".startswith(lacking)]
         self._absent, self._lacks_draft_vocabulary, self._lacks_drafter = (), False, False
         loaded = super().load_state_dict(state_dict, strict=strict, **kwargs)
-        if new_drafter is not None:
-            new_drafter.begin_head(self.head())
+        for drafter in new_heads:
+            drafter.begin_head(self.head())
         return loaded
+
+    def _lacking(self) -> tuple[str, ...]:
+        """Beginnings of the names of what the checkpoint that is about to be loaded lacks."""
+        names = [f"mtp.layers.{index}." for index in self._absent]
+        if 0 in self._absent or self._lacks_draft_vocabulary:
+            names.append(DRAFT_VOCABULARY)
+        if self._lacks_draft_vocabulary:  # then a drafter has no rows of its own either
+            names += [f"mtp.{OWN_HEAD}", f"{DRAFTER_BLOCK}.{OWN_HEAD}", f"{DRAFTER_BLOCK}.draft_vocabulary"]
+        if self._lacks_drafter:
+            names.append(f"{DRAFTER_BLOCK}.")
+        return tuple(names)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
         """Megatron's; what is absent from the checkpoint that is about to be loaded has a key that says so."""
         entries = super().sharded_state_dict(prefix, *args, **kwargs)
-        absent = tuple(f"{prefix}mtp.layers.{index}." for index in self._absent)
-        if self._lacks_draft_vocabulary:
-            absent += (prefix + DRAFT_VOCABULARY,)
-        if self._lacks_drafter:
-            absent += (f"{prefix}{DRAFTER_BLOCK}.",)
+        absent = tuple(prefix + name for name in self._lacking())
         for name, entry in entries.items():
             if absent and name.startswith(absent):
                 entry.key = ABSENT + entry.key

@@ -141,10 +141,10 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[tuple[int, ...],
     absent: tuple[int, ...] = (0,) if lacks_drafter else ()
     if args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args)):
         absent = _changed_layers(args, settings, folder, common)
-    if has_drafter and stored is not None and stands_beside(stored) != stands_beside(args) and not args.finetune:
-        args.finetune = True
+    if has_drafter and stored is not None and (left_out := _left_out(args, stored)):
+        args.finetune = True  # the stored optimizer has states of it
         if args.rank == 0:
-            say(f"> {folder} has MTP layers and a drafter, of which this run trains one; starting as with --finetune")
+            say(f"> {folder} has {left_out}, which this run leaves out; starting as with --finetune")
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
     return absent, lacks_drafter and stands_beside(args)
@@ -213,6 +213,13 @@ def _lacks_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> b
                 "that, or --use-checkpoint-args."
             )
     return False
+
+
+def _left_out(args: Namespace, stored: Namespace) -> str:
+    """What of a checkpoint with a drafter the run neither trains nor saves, in words; empty for nothing."""
+    has_layers = args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
+    parts = {"MTP layers": stands_beside(stored) and not has_layers, "a drafter": args.drafter is None}
+    return " and ".join(part for part, is_left in parts.items() if is_left)
 
 
 def _words(value: Any) -> str:
@@ -305,9 +312,14 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     else:
         return None, False
     _check_slices(tokens, args)
+    is_new = loaded is not None and stored is None
+    begins = ""
+    if is_new and args.drafter is not None and not args.finetune:
+        args.finetune = True  # the stored optimizer knows nothing of a drafter's rows of these tokens
+        begins = "; starting as with --finetune"
     if args.rank == 0:
-        say(f"> the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}")
-    return torch.tensor(tokens), loaded is not None and stored is None
+        say(f"> the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}{begins}")
+    return torch.tensor(tokens), is_new
 
 
 def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
@@ -320,6 +332,8 @@ def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
     found = stored_draft_vocabulary(folder, of_drafter=args.drafter is not None and not is_beside)
     if is_beside and (folder / FORMAT).exists() and DistReader(folder).has_drafter:
         lists = found, stored_draft_vocabulary(folder, of_drafter=True)
+        if (depths := stored_depths(folder)) is not None and not depths.layers:
+            return lists[1]
         if len({None if one is None else tuple(one.tolist()) for one in lists}) > 1:
             raise ValueError(
                 f"the drafter of {folder} and its MTP layers draft other tokens, and beside each other they have one "

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,13 @@ from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.runtime import prepare
+from megatron_mtp.training import loading
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from drafting_single import trained_forward
 from hf_models import make
+from test_data_checks import write_dataset
 from tiers import tiered
 
 prepare()
@@ -100,6 +103,26 @@ def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path
     ours, theirs = (tensors_of(folder) for folder in (tmp_path / "resumed", trained / "drafter"))
     far = {key: (ours[key] - theirs[key]).abs().max().item() for key in theirs if key.startswith("drafter.")}
     assert {key: value for key, value in far.items() if value > 1e-4} == {}
+
+
+STILL = ["--lr", "0"]
+"""Weights stay as they begin."""
+
+
+def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], keys: Iterable[str]) -> bool:
+    return all(torch.equal(ours[key], theirs[key]) for key in keys)
+
+
+def test_a_fitted_drafter_gets_a_draft_vocabulary_and_the_trunks_rows_of_it(trained: Path, tmp_path: Path) -> None:
+    corpus = write_dataset(tmp_path / "corpus", [list(range(3, 3 + length)) for length in range(40, 110)])
+    assert convert(["fit-drafter", f"{trained}/trunk", f"{tmp_path}/fitted", "--data-path", corpus]) == 0
+    flags = ["--load", f"{tmp_path}/fitted", "--save", f"{tmp_path}/trained"]
+    log = launch.run(command(*flags, *DRAFTER, *STILL), tmp_path / "log")
+    assert f"those of {DRAFTED}; starting as with --finetune" in log
+    ours, theirs = tensors_of(tmp_path / "trained"), tensors_of(tmp_path / "fitted")
+    assert ours.keys() - theirs.keys() == {"drafter.head", "drafter.draft_vocabulary"}
+    assert same_bits(ours, theirs, theirs)
+    assert torch.equal(ours["drafter.head"], theirs["output_layer.weight"][ours["drafter.draft_vocabulary"]])
 
 
 @pytest.mark.parametrize(
@@ -435,3 +458,55 @@ def test_either_drafts_from_one_checkpoint_and_is_exported(beside: Path, tmp_pat
         )
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+NEW_LAYERS = MTP[: MTP.index("--mtp-draft-vocab-file")]
+
+
+def test_new_mtp_layers_beside_a_drafter_draft_what_it_drafts(trained: Path, tmp_path: Path) -> None:
+    flags = ["--load", f"{trained}/drafter", "--save", f"{tmp_path}/both", *NEW_LAYERS, *DRAFTER[:4], *STILL]
+    launch.run(command(*flags), tmp_path / "log")
+    ours, theirs = tensors_of(tmp_path / "both"), tensors_of(trained / "drafter")
+    assert same_bits(ours, theirs, theirs)
+    assert torch.equal(ours["mtp.draft_vocabulary"], theirs["drafter.draft_vocabulary"])
+
+
+def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: Path) -> None:
+    flags = [*NEW_LAYERS, *DRAFTER[:4], *STILL]
+    launch.run(command("--load", f"{trained}/trunk", "--save", f"{tmp_path}/whole", *flags), tmp_path / "first.log")
+    given = ["--load", f"{tmp_path}/whole", "--save", f"{tmp_path}/both", *flags, *MTP[-2:]]
+    launch.run(command(*given), tmp_path / "second.log")
+    ours, theirs = tensors_of(tmp_path / "both"), tensors_of(tmp_path / "whole")
+    lists = {f"{of}.draft_vocabulary" for of in ("mtp", "drafter")}
+    assert ours.keys() - theirs.keys() == {"drafter.head", *lists}
+    assert same_bits(ours, theirs, theirs)
+    assert torch.equal(ours["drafter.head"], theirs["output_layer.weight"][ours["mtp.draft_vocabulary"]])
+
+
+@pytest.mark.parametrize("finetunes", [[], ["--finetune"]], ids=["", "finetune"])
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")],
+    ids=["MTP layers", "drafter", "trunk"],
+)
+def test_a_run_goes_on_with_one_of_both_and_says_what_it_leaves_out(
+    beside: Path, tmp_path: Path, flags: list[str], left_out: str, finetunes: list[str]
+) -> None:
+    given = ["--load", f"{beside}/both", "--save", f"{tmp_path}/one", *flags, *finetunes, *STILL]
+    log = launch.run(command(*given), tmp_path / "log")
+    assert f"has {left_out}, which this run leaves out; starting as with --finetune" in log
+    ours, theirs = tensors_of(tmp_path / "one"), tensors_of(beside / "both")
+    beginnings = {"a drafter": ("drafter.",), "MTP layers": ("mtp.",)}.get(left_out, ("drafter.", "mtp."))
+    assert ours.keys() == {key for key in theirs if not key.startswith(beginnings)}
+    assert same_bits(ours, theirs, ours)
+
+
+def test_two_lists_of_drafted_tokens_are_refused(beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.txt").write_text("1\n2\n100\n")
+    words = command("--load", f"{beside}/both", *MTP, *DRAFTER, "--mtp-draft-vocab-file", f"{tmp_path}/other.txt")
+    with pytest.raises(AssertionError, match=r"other.txt, but the MTP layers of .* were trained to draft 58 other"):
+        launch.run(words, tmp_path / "log")
+    monkeypatch.setattr(loading, "stored_draft_vocabulary", lambda _, of_drafter: torch.tensor([1, 2 + of_drafter]))
+    folder, args = DistReader(beside / "both").folder, DistReader(beside / "both").common()["args"]
+    with pytest.raises(ValueError, match="and its MTP layers draft other tokens, and beside each other they have one"):
+        loading._stored_draft_vocabulary(folder, args)

@@ -145,7 +145,7 @@ def compare_with_block(model: MTPGPTModel, feeding: Feeding) -> None:
     latent = model.config.multi_latent_attention
     attention = AttentionInputs(square_mask(starts, "cpu"), None if latent else model.rotary_pos_emb(starts))
     positions_BS = torch.arange(starts)[None]
-    angles = model._later_angles(attention)
+    angles = model._later_angles(model.mtp, attention)
     states = model.mtp(text.after_SBH[:starts], tokens_DBS, positions_BS, model.embedding, attention, angles=angles)
     for draft, state_SBH in zip(made, states, strict=True):
         assert draft == model.head(None).project(state_SBH)[:, 0].argmax(-1).tolist()

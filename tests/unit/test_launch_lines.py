@@ -69,7 +69,7 @@ def launch(line: Line, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def differences(ours: Namespace, megatrons: Namespace) -> list[str]:
     """Names of arguments that the two have with different values, ours apart."""
     own = vars(add_mtp_arguments(ArgumentParser()).parse_args([]))
-    shared = vars(ours).keys() - own.keys() - {"reads_chats"}
+    shared = vars(ours).keys() - own.keys() - {"reads_chats", "drafter_beside_mtp"}
     return [name for name in shared if repr(vars(ours)[name]) != repr(vars(megatrons).get(name))]
 
 

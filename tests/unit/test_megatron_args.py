@@ -12,7 +12,7 @@ from megatron.core.transformer import MLATransformerConfig
 from megatron.training import argument_utils
 
 from megatron_mtp.checkpoint import families
-from megatron_mtp.checkpoint.families import trained
+from megatron_mtp.checkpoint.convert.computation import LAYERS_BESIDE, settings_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, MTPGPTModelConfig, completed, config_of, parse_flags, parsed
@@ -78,10 +78,11 @@ def unexplained(arguments: set[str], kept: set[str]) -> list[str]:
 
 def test_every_argument_that_shapes_a_model_is_kept_or_refused() -> None:
     sources = [file.read_text(encoding="utf-8") for file in Path(families.__file__).parent.glob("*.py")]
-    refused = {*re.findall(r"\bargs\.(\w+)", "\n".join(sources)), *trained._ALWAYS_FOREIGN}
+    read = {*re.findall(r"\bargs\.(\w+)", "\n".join(sources))}
+    compared = {*settings_of(parsed([*TINY.split(), "--num-experts", "4"], 100)), *LAYERS_BESIDE}
     found = reaching_a_model()
     assert len(found) > 200
-    assert unexplained(found, refused | {*MODEL_ARGUMENTS}) == []
+    assert unexplained(found, read | compared | {*MODEL_ARGUMENTS}) == []
     assert unexplained({"swiglu", "bf16", "a_new_one"}, {"swiglu"}) == ["a_new_one"]
 
 

@@ -18,6 +18,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 Change = Callable[[dict[str, Tensor]], object]
+Pairs = dict[str, tuple[Path, Path]]
 LAYERS, WIDTH = 5, 40
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 KINDS: dict[str, tuple[Kind, list[int]]] = {
@@ -27,6 +28,12 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
     "dspark": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
 }
 """Drafters of a trunk of five layers, and their tokens."""
+
+
+def make_pairs(root: Path) -> Pairs:
+    """Folder and checkpoint of every kind, and of the trunk, under `root`."""
+    trunk = make_trunk(root)
+    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
 
 
 def make_trunk(root: Path) -> tuple[Path, Path]:

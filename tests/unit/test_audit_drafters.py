@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_folders import BLOCK, FAULTS, KINDS, Change, change, make_drafter, make_trunk, nothing, spoiled
+from drafter_folders import BLOCK, FAULTS, KINDS, Change, Pairs, change, make_pairs, nothing, spoiled
 from hf_models import make
 from judged_models import QUIET
 from torch import Tensor
@@ -20,15 +20,10 @@ from megatron_mtp.cli.audit import main
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-Pairs = dict[str, tuple[Path, Path]]
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Folder and checkpoint of every kind, and of the trunk."""
-    root = tmp_path_factory.mktemp("drafters")
-    trunk = make_trunk(root)
-    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
+    return make_pairs(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_folders import FAULTS, KINDS, make_drafter, make_trunk, spoiled
+from drafter_folders import FAULTS, KINDS, Pairs, make_drafter, make_pairs, spoiled
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,15 +16,10 @@ from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-Pairs = dict[str, tuple[Path, Path]]
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Folder and checkpoint of every kind, and of the trunk."""
-    root = tmp_path_factory.mktemp("drafters")
-    trunk = make_trunk(root)
-    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
+    return make_pairs(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -139,7 +139,7 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[tuple[int, ...],
         _check_layers(args, stored, f"{source} holds")
     lacks_drafter = args.drafter is not None and _lacks_drafter(folder, stored if has_drafter else None, args)
     absent: tuple[int, ...] = (0,) if lacks_drafter else ()
-    if args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args)):
+    if _has_layers(args):
         absent = _changed_layers(args, settings, folder, common)
     if has_drafter and stored is not None and (left_out := _left_out(args, stored)):
         args.finetune = True  # the stored optimizer has states of it
@@ -215,10 +215,14 @@ def _lacks_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> b
     return False
 
 
+def _has_layers(args: Namespace) -> bool:
+    """True if the run has MTP layers: a drafter alone stands in their place."""
+    return args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
+
+
 def _left_out(args: Namespace, stored: Namespace) -> str:
-    """What of a checkpoint with a drafter the run neither trains nor saves, in words; empty for nothing."""
-    has_layers = args.mtp_num_layers is not None and (args.drafter is None or stands_beside(args))
-    parts = {"MTP layers": stands_beside(stored) and not has_layers, "a drafter": args.drafter is None}
+    """Parts of a checkpoint with a drafter that the run neither trains nor saves, in words; empty for none."""
+    parts = {"MTP layers": stands_beside(stored) and not _has_layers(args), "a drafter": args.drafter is None}
     return " and ".join(part for part, is_left in parts.items() if is_left)
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from hf_models import HIDDEN, VOCABULARY, make
-from test_data_checks import write_dataset
+from test_data_checks import write_dataset, write_random_dataset
 from tiers import tiered
 from transformers import AutoModelForCausalLM
 
@@ -29,9 +29,7 @@ SEED = 1234
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Documents of 20 to 119 random tokens each, some 4,600 together."""
-    draw = np.random.default_rng(0)
-    return write_dataset(tmp_path / "corpus", [list(draw.integers(3, VOCABULARY, 20 + n % 100)) for n in range(70)])
+    return write_random_dataset(tmp_path / "corpus", VOCABULARY)
 
 
 def attached(source: Path, corpus: str, *flags: str) -> Path:

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hf_models import HIDDEN, VOCABULARY, make
-from test_data_checks import write_dataset
+from test_data_checks import write_random_dataset
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM
@@ -25,8 +24,7 @@ KEY = "drafter.{}.weight"
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    draw = np.random.default_rng(0)
-    return write_dataset(tmp_path / "corpus", [list(draw.integers(3, VOCABULARY, 20 + n % 100)) for n in range(70)])
+    return write_random_dataset(tmp_path / "corpus", VOCABULARY)
 
 
 def fitted(source: Path, corpus: str, *flags: str) -> Path:

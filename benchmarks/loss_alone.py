@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from benchmarks.harness import allocated_peak
-from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import CrossEntropy
+from megatron_mtp.model.head import Vocabulary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -22,8 +22,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
 from benchmarks.harness import Goal, Table, compare, count, hardware, interleave, report
-from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.data.shift import documents_from_offsets
+from megatron_mtp.data.batch import depth_batch, documents_from_offsets
 from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()

@@ -43,8 +43,7 @@ from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.portable import with_portable_modules
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
-from megatron_mtp.training.datasets import holds_mtp_depths
-from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.run import join_single_process
 

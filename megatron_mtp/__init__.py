@@ -7,7 +7,7 @@ acceptance.py  how often drafts are accepted: one class counts, for training and
 runtime.py     prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
 registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
 patches/       faults of the published megatron-core that are put right
-cpu/           what Megatron needs to run without CUDA
+cpu.py         what Megatron needs to run without CUDA
 data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
 losses/        what the depths are trained on

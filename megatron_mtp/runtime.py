@@ -42,15 +42,15 @@ def prepare() -> bool:
     """
     import torch
 
-    from megatron_mtp.cpu import substitutions
+    from megatron_mtp import cpu
 
-    on_cpu = substitutions.installed() or not torch.cuda.is_available()
+    on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu or why_not("transformer_engine.pytorch") is not None:
         hide_transformer_engine()
     if on_cpu:
         # Without a GPU these kernels are not used; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
-        substitutions.install()
+        cpu.install()
     from megatron_mtp.patches import table
 
     table.install()
@@ -119,9 +119,9 @@ def hide_transformer_engine() -> None:
 
 def transformer_engine_works() -> bool:
     """True if Megatron can build its layers with it; they need a CUDA device."""
-    from megatron_mtp.cpu import substitutions
+    from megatron_mtp import cpu
 
-    return not substitutions.installed() and why_not("transformer_engine.pytorch") is None
+    return not cpu.installed() and why_not("transformer_engine.pytorch") is None
 
 
 def fuses_weight_gradients() -> bool:
@@ -140,6 +140,6 @@ def delta_rule_works() -> bool:
 
 
 def _all_usable(*modules: str) -> bool:
-    from megatron_mtp.cpu import substitutions
+    from megatron_mtp import cpu
 
-    return not substitutions.installed() and all(why_not(module) is None for module in modules)
+    return not cpu.installed() and all(why_not(module) is None for module in modules)

@@ -163,9 +163,9 @@ def without_ranks() -> dict[str, str]:
 def _has_device() -> bool:
     import torch
 
-    from megatron_mtp.cpu import substitutions
+    from megatron_mtp import cpu
 
-    return torch.cuda.is_available() and not substitutions.installed()  # which answers for a device that is not there
+    return torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
 
 
 def _address() -> str:

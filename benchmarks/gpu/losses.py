@@ -14,7 +14,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.head import Vocabulary
 
 LOSSES = ("ce", "kd", "tv")
 ALL_LOGITS = "ce, all logits"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_mtp import cpu
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.cpu import substitutions
 from megatron_mtp.decoding.api import Generated, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.requests import Update
@@ -96,7 +96,7 @@ def _median(costs: list[Cost]) -> Cost:
 
 def start_meter() -> Callable[[], float | None]:
     """A function that returns the joules since now, of this process's GPU or of the CPUs; None without a meter."""
-    on_cpu = substitutions.installed()
+    on_cpu = cpu.installed()
     try:
         from zeus.monitor import ZeusMonitor
 

@@ -1,8 +1,7 @@
 """From text to batches: tokenizer and corpus, checks of what is on disk, batches shifted per depth.
 
-shift.py             the only place where tokens, labels and masks are shifted; a shift stops at the end of its document
-batch.py             tokens, labels and masks of every depth, made once a batch, their cut for context
-                     parallelism, and values d positions later, also on another rank
+batch.py             shifts, which stop at the end of a document: tokens, labels and masks of every depth, made once
+                     a batch; their cut for context parallelism, and values d positions later, also on another rank
 documents.py         documents found, listed, chosen and read
 corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
 prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed

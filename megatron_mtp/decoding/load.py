@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
+from megatron_mtp import cpu
 from megatron_mtp.acceptance import read_record
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker, run_tokenizer
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.config import DRAFTERS, stands_beside
-from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers import PROPOSERS
@@ -85,7 +85,7 @@ class Loaded:
         size = sum(weight.numel() for weight in runner.model.parameters())
         ranks = torch.distributed.get_world_size()
         share = "" if ranks == 1 else f" on each of {ranks} ranks"
-        device = "the CPU" if substitutions.installed() else torch.cuda.get_device_name()
+        device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
         many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
         depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)

@@ -1,20 +1,16 @@
 """Losses of the depths, by the names that `--mtp-loss` takes: LOSSES is the table.
 
-A loss is a class in a file of its own and a row of the table. This file does not import torch, so that `--help` names
+A loss is a class and a row of the table. This file does not import torch, so that `--help` names
 the losses at once.
 
-token_loss.py            TokenLoss: what every loss says of itself, and what it computes
-cross_entropy.py         ce, with label smoothing and z-loss
-distillation.py          kd, the trunk's distribution by its KL divergence
-overlap.py               tv, nla and lk, of the rate at which sampled drafts are accepted
-chain.py                 e2e_tv, the expected accepted length of all depths together
+token_loss.py            TokenLoss: what every loss says of itself, and what it computes; ce
+distillation.py          losses by the trunk's distribution: kd; tv, nla and lk, of the rate at which sampled drafts are
+                         accepted; e2e_tv, of the accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses
-vocabulary.py            softmax, argmax and sums over a vocabulary that is cut over ranks
 weight_gradient.py       the head's gradient: what is kept of it for the backward pass, and where it is added
 triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
-combine.py               masks, lambda, its schedule, weights (lambda / D), normalizer: one scalar from all losses
 reference.py             all losses as their definitions read
 """
 
@@ -31,12 +27,12 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
     "megatron_mtp.losses",
     Imported(
         {
-            "ce": "megatron_mtp.losses.cross_entropy:CrossEntropy",
+            "ce": "megatron_mtp.losses.token_loss:CrossEntropy",
             "kd": "megatron_mtp.losses.distillation:Divergence",
-            "tv": "megatron_mtp.losses.overlap:TotalVariation",
-            "nla": "megatron_mtp.losses.overlap:NegativeLogOverlap",
-            "lk": "megatron_mtp.losses.overlap:AdaptiveDivergence",
-            "e2e_tv": "megatron_mtp.losses.chain:AcceptedLength",
+            "tv": "megatron_mtp.losses.distillation:TotalVariation",
+            "nla": "megatron_mtp.losses.distillation:NegativeLogOverlap",
+            "lk": "megatron_mtp.losses.distillation:AdaptiveDivergence",
+            "e2e_tv": "megatron_mtp.losses.distillation:AcceptedLength",
             "mix": "megatron_mtp.losses.mix:Mix",
         }
     ),

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from megatron_mtp.losses import triton_chunk
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
 from megatron_mtp.losses.weight_gradient import (
     Factors,
     Sum,
@@ -43,6 +42,7 @@ from megatron_mtp.losses.weight_gradient import (
     positions_beside_sum,
     scaled,
 )
+from megatron_mtp.model.head import Vocabulary
 
 FLOAT16_GRADIENT = 2.0**8
 """The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale
@@ -206,7 +206,7 @@ class _Head:
         logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
         overlap_N = None if targets.overlap_DN is None else torch.zeros_like(mask_N)
-        by_kernel = overlap_N is None and triton_chunk.has_kernel(self.token_loss, weight_VH, self.vocabulary)
+        by_kernel = overlap_N is None and has_kernel(self.token_loss, weight_VH, self.vocabulary)
         cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
         for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
             of_weight_NH, of_bias_NR = states_NH[chunk, :hidden], states_NH[chunk, hidden:]
@@ -283,6 +283,11 @@ class _Head:
             product_NV[rows] = gradient_NV.mul_(slopes_N.unsqueeze(1))
             losses.append(loss_N)
         return torch.cat(losses)
+
+
+def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary) -> bool:
+    """Return whether a kernel computes the loss on every rank."""
+    return weight_VH.is_cuda and triton_chunk.has_kernel(token_loss, weight_VH.dtype, vocabulary)
 
 
 def _lift(scale_D: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor | float:

@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.losses.chain import AcceptedLength
-from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import LARGEST_GAP, Divergence
-from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, OverlapLoss, TotalVariation
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
-from megatron_mtp.model.head import NOT_DRAFTED
+from megatron_mtp.losses.distillation import (
+    LARGEST_GAP,
+    AcceptedLength,
+    AdaptiveDivergence,
+    Divergence,
+    NegativeLogOverlap,
+    OverlapLoss,
+    TotalVariation,
+)
+from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
+from megatron_mtp.model.head import NOT_DRAFTED, Vocabulary
 from megatron_mtp.runtime import why_no_launcher, why_not
 
 logger = logging.getLogger(__name__)
@@ -102,9 +106,9 @@ class Products:
         return (self.mask_N.view(-1, len(self.scale_D)) * self.scale_D).flatten()
 
 
-def has_kernel(token_loss: TokenLoss, weight_VH: Tensor, vocabulary: Vocabulary) -> bool:
-    """Return whether there is a kernel for the loss on every rank; a loss that extends one has none."""
-    is_fitting = weight_VH.is_cuda and weight_VH.dtype in DTYPES and type(token_loss) in KERNELS
+def has_kernel(token_loss: TokenLoss, dtype: torch.dtype, vocabulary: Vocabulary) -> bool:
+    """Return whether there is a kernel for the loss on every rank's GPU; a loss that extends one has none."""
+    is_fitting = dtype in DTYPES and type(token_loss) in KERNELS
     return is_fitting and (why_no_kernels() is None if vocabulary.group is None else _all_launch(vocabulary.group))
 
 

@@ -64,7 +64,7 @@ def cross_entropy(
     Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient as in cross_entropy.py; a label that is another rank's is -1."""
+    """The gradient as in token_loss.py; a label that is another rank's is -1."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     label, weight = tl.load(labels + row), tl.load(weights + row)
@@ -197,7 +197,7 @@ def overlap_gradient(
     DIVERGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slope times the gradient of -log a, as in overlap.py; with `DIVERGES` the other slope times that of kd, too."""
+    """Slope times the gradient of -log a (distillation.py); with `DIVERGES` the other slope times that of kd, too."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state = tl.load(taught + row)

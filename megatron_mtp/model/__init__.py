@@ -12,7 +12,8 @@ drafter.py           what drafters in the place of MTP layers share (--drafter):
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
 head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
-                     vocabulary, and those of a smaller one that the depths draft from
+                     vocabulary, and those of a smaller one that the depths draft from; softmax, argmax and sums
+                     over slices of the vocabulary
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
+from megatron_mtp import cpu
 from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_STEPS, DSPARK, MARKOV_RANK, MTPConfig
-from megatron_mtp.cpu import substitutions
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, check_layers, default_layers
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
@@ -54,9 +54,9 @@ def join_world(alone: bool = False) -> None:
         ValueError: the job was given GPUs, and this rank finds none.
     """
     if not torch.distributed.is_initialized():
-        backend = "gloo" if alone or substitutions.installed() else "nccl"
+        backend = "gloo" if alone or cpu.installed() else "nccl"
         if "RANK" in os.environ and not alone:
-            check_device(substitutions.installed())
+            check_device(cpu.installed())
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # else NCCL has all ranks on the first one
             torch.distributed.init_process_group(backend)
         else:

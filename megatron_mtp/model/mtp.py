@@ -381,7 +381,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
         states: list[Tensor] = []
         state_SBH = hidden_SBH
-        with sharing(self._sharing):
+        with sharing(self._sharing) if self._sharing else nullcontext():
             for depth, mask_BS in enumerate(masks):
                 embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
                 if self.config.mtp_detach_heads:

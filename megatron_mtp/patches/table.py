@@ -1,7 +1,7 @@
 """THE TABLE: every function of Megatron, and of torch's checkpoints, that this package replaces.
 
 `PATCHES` are replaced by `install()`, for the life of the process; `LOOP` while a training run lasts
-(`training/run.py`). What a CPU needs in the place of CUDA is another table, `cpu/substitutions.py`.
+(`training/run.py`). What a CPU needs in the place of CUDA is another table, `cpu.py`.
 
 The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everything that is named here. Probes find
 torch's faults in 2.11 and in 2.15.

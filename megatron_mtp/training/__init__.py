@@ -9,9 +9,10 @@ checks.py            flags that are refused: ours, those that Megatron takes in 
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
 chats.py             chats made into a dataset, counted and packed
-datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats; which stages read them
-forward_step.py      the forward step for Megatron's schedules: batch, model, loss function
-objective.py         from hidden states to the depths' losses and acceptance: what a verifier would accept
+datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats
+forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
+objective.py         from hidden states to one scalar of all losses: masks, lambda, its schedule, weights (lambda / D),
+                     normalizer; acceptance, which is what a verifier would accept
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step;

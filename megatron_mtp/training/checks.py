@@ -43,7 +43,8 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers, check_layers, default_layers
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.chats import counted_part, example, named_prefixes
-from megatron_mtp.training.datasets import ChatFile, is_packed, read_answers, trained_part
+from megatron_mtp.training.datasets import ChatFile, read_answers, trained_part
+from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"

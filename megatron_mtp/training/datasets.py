@@ -1,4 +1,4 @@
-"""Training, validation and test sets: Megatron's, by Megatron's flags, and which pipeline stages read them.
+"""Training, validation and test sets: Megatron's, by Megatron's flags.
 
 Three of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself,
 `PackedChats` (chats.py) packs chats, and `ChatDataset` reads conversations for `--sft` without the package `datasets`.
@@ -15,15 +15,15 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.data.batch import IGNORED_LABEL
 from megatron_mtp.data.checks import read_index
 from megatron_mtp.training.chats import PackedChats
+from megatron_mtp.training.forward_step import reads_data
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -82,47 +82,6 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
     rates = {name: getattr(args, name) for name in _FIM}
     return GPTFIMDatasetConfig(**settings, **rates, fim_extra_tokens=tokens)
-
-
-def reads_data(vp_stage: int | None) -> bool:
-    """Return whether this pipeline stage reads batches, so that its data sets are built."""
-    return reads_packed_rows() or reads_positions(vp_stage)
-
-
-def reads_packed_rows() -> bool:
-    """Return whether rows are packed: attention on every stage needs the starts of documents."""
-    return is_packed(get_args())
-
-
-def is_packed(args: Namespace) -> bool:
-    """The same, of arguments that are not Megatron's yet."""
-    return bool(args.sft or args.dataloader_inter_document_masking or args.reads_chats)
-
-
-def reads_positions(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens or labels, beside the offsets of packed rows."""
-    return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
-
-
-def reads_everything(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in
-    their losses, or for attention within documents, which Megatron's own script has on two stages alone."""
-    args = get_args()
-    if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
-        return True
-    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-
-
-def holds_mtp_depths(vp_stage: int | None) -> bool:
-    """Return whether the depths live on this pipeline stage."""
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    args = get_args()
-    if args.pipeline_model_parallel_layout is None:
-        layout = None
-    else:
-        layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
-    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
 # --- answers of the model itself -------------------------------------------------------------------------------------

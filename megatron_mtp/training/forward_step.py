@@ -6,41 +6,73 @@ loader, gives it its depths, and cuts it for context parallelism.
 Letters in names: D depths, S sequence, B batch.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megatron_mtp.config import BLOCKS, MTPConfig, drafted_steps, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
+    documents_from_eod,
+    documents_from_offsets,
     join_rows,
     keep_positions,
     mask_ignored_labels,
     positions_of_ranks,
     with_blocks,
 )
-from megatron_mtp.data.shift import documents_from_eod, documents_from_offsets
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.combine import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.trunk import StageOutput
-from megatron_mtp.training.datasets import reads_data, reads_everything, reads_packed_rows, reads_positions
 from megatron_mtp.training.metrics import DRAFTER, MTP, Metrics
-from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+from megatron_mtp.training.objective import (
+    NextTokensObjective,
+    ObjectiveOutput,
+    depth_weights,
+    kept_positions,
+    scaling_factor,
+)
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """Facts of the MTP layers, or of a drafter, that are the same in every step.
+
+    Attributes:
+        weights: of depth 1 .. D, where lambda is 1.
+        blocks: of a sequence, that a block drafter is trained on; None for others.
+    """
+
+    settings: MTPConfig
+    depths: int
+    loss: TokenLoss
+    weights: list[float]
+    blocks: int | None
+
+    @classmethod
+    def of(cls, settings: MTPConfig, depths: int) -> "_Learner":
+        loss = depth_loss(settings)
+        weights = depth_weights(settings, depths, 1.0, loss.couples_depths)
+        blocks = settings.drafter_blocks or BLOCKS if settings.fills_blocks else None
+        return cls(settings, depths, loss, weights, blocks)
 
 
 @dataclass
@@ -55,13 +87,21 @@ class ForwardStep:
     metrics: Metrics
     beside: MTPConfig | None = None
 
+    @cached_property
+    def _own(self) -> _Learner:
+        return _Learner.of(self.settings, trained_depths(get_args()))
+
+    @cached_property
+    def _drafter(self) -> _Learner | None:
+        return None if self.beside is None else _Learner.of(self.beside, drafted_steps(get_args()))
+
     def __call__(
         self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Any], Any]]:
         """The model's output, or Megatron's plan of the forward pass, and the function that makes a loss of it."""
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
-        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), self._most_depths)
         timers("batch-generator").stop()
 
         inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
@@ -104,11 +144,14 @@ class ForwardStep:
 
     def _as_drafted(self, batch: DepthBatch) -> DepthBatch:
         """With what the depths draw in this step, and with the part of a drafter beside them."""
-        if self.beside is None:
-            return _in_blocks(self._mixed(batch), self.settings)
-        args = get_args()
-        own = self._mixed(batch.first(trained_depths(args)))
-        return replace(own, beside=_in_blocks(batch.first(drafted_steps(args)), self.beside))
+        if self._drafter is None:
+            return _in_blocks(self._mixed(batch), self._own)
+        own = self._mixed(batch.first(self._own.depths))
+        return replace(own, beside=_in_blocks(batch.first(self._drafter.depths), self._drafter))
+
+    @property
+    def _most_depths(self) -> int:
+        return max(self._own.depths, 0 if self._drafter is None else self._drafter.depths)
 
     def _mixed(self, batch: DepthBatch) -> DepthBatch:
         """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
@@ -117,28 +160,28 @@ class ForwardStep:
         args, positions_S = get_args(), batch.positions_S
         whole = positions_S.numel() * args.context_parallel_size
         seed = args.seed, args.curr_iteration
-        return replace(batch, ages_DS=drawn_ages(trained_depths(args), seed, positions_S, whole))
+        return replace(batch, ages_DS=drawn_ages(self._own.depths, seed, positions_S, whole))
 
     def _objectives(self) -> NextTokensObjective:
         """The objective of this step, and beside it that of a drafter, whose loss has no lambda."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
-        own = self._objective(settings, trained_depths(args), scaling_factor(args, settings, step), step)
-        if self.beside is None:
+        own = self._objective(self._own, scaling_factor(args, settings, step), step)
+        if self._drafter is None:
             return own
-        beside = self._objective(self.beside, drafted_steps(args), 1.0, step)
+        beside = self._objective(self._drafter, 1.0, step)
         return replace(own, beside=replace(beside, trains_trunk=False))
 
-    def _objective(self, settings: MTPConfig, depths: int, factor: float, step: int) -> NextTokensObjective:
-        """The objective of so many depths, with lambda of this step."""
-        args, loss = get_args(), depth_loss(settings)
+    def _objective(self, learner: _Learner, factor: float, step: int) -> NextTokensObjective:
+        """The objective of what learns, with lambda of this step."""
+        args, settings = get_args(), learner.settings
         fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
         interval = self.settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
         return NextTokensObjective(
-            depth_weights=depth_weights(settings, depths, factor, loss.couples_depths),
+            depth_weights=[factor * weight for weight in learner.weights],
             cp_group=mpu.get_context_parallel_group(),
-            depth_loss=loss,
+            depth_loss=learner.loss,
             per_token=args.calculate_per_token_loss,
             linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
             trains_trunk=not settings.mtp_train_only,
@@ -147,14 +190,14 @@ class ForwardStep:
         )
 
 
-def _in_blocks(batch: DepthBatch, settings: MTPConfig) -> DepthBatch:
+def _in_blocks(batch: DepthBatch, learner: _Learner) -> DepthBatch:
     """With the blocks of this step, where a block drafter is trained."""
-    if not settings.fills_blocks:
+    if learner.blocks is None:
         return batch
     args = get_args()
     step = args.curr_iteration if torch.is_grad_enabled() else 0
     whole = batch.positions_S.numel() * args.context_parallel_size
-    return with_blocks(batch, settings.drafter_blocks or BLOCKS, (args.seed, step), whole)
+    return with_blocks(batch, learner.blocks, (args.seed, step), whole)
 
 
 def _validate(loss: Tensor) -> None:
@@ -179,8 +222,10 @@ def _validate(loss: Tensor) -> None:
 BATCH_KEYS = ("tokens labels loss_mask position_ids attention_mask cu_seqlens cu_seqlens_padded max_seqlen").split()
 
 
-def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[dict[str, Any], DepthBatch | None]:
-    """This rank's part of the next microbatch, and its depths where there are labels.
+def get_batch(
+    data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int
+) -> tuple[dict[str, Any], DepthBatch | None]:
+    """This rank's part of the next microbatch, and so many depths of it where there are labels.
 
     Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, `cu_seqlens`, ...
     On a stage that needs no data every entry is None.
@@ -194,7 +239,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tupl
         if data_iterator is None:
             raise ValueError(
                 "this pipeline stage reads batches, but the data sets provider built none for it; give pretrain() the "
-                "datasets_provider of megatron_mtp.training.datasets, or build them wherever its reads_data says."
+                "datasets_provider of megatron_mtp.training.datasets, or build them wherever reads_data of "
+                "megatron_mtp.training.forward_step says."
             )
         loaded = next(data_iterator)
         for key in BATCH_KEYS:
@@ -222,7 +268,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tupl
     depths = None
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
-        depths = depth_batch(batch, max(trained_depths(args), drafted_steps(args)), document_BS)
+        depths = depth_batch(batch, count, document_BS)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
@@ -267,3 +313,47 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 def _offsets(batch: dict[str, Any]) -> Tensor:
     """Starts of the documents of a packed row, and its end, with padding, as attention needs them."""
     return batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
+
+
+# --- which pipeline stages read batches ------------------------------------------------------------------------------
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Return whether this pipeline stage reads batches, so that its data sets are built."""
+    return reads_packed_rows() or reads_positions(vp_stage)
+
+
+def reads_packed_rows() -> bool:
+    """Return whether rows are packed: attention on every stage needs the starts of documents."""
+    return is_packed(get_args())
+
+
+def is_packed(args: Namespace) -> bool:
+    """The same, of arguments that are not Megatron's yet."""
+    return bool(args.sft or args.dataloader_inter_document_masking or args.reads_chats)
+
+
+def reads_positions(vp_stage: int | None) -> bool:
+    """Return whether a stage reads tokens or labels, beside the offsets of packed rows."""
+    return is_first_or_last_pipeline_stage(vp_stage) or reads_everything(vp_stage)
+
+
+def reads_everything(vp_stage: int | None) -> bool:
+    """Return whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in
+    their losses, or for attention within documents, which Megatron's own script has on two stages alone."""
+    args = get_args()
+    if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
+        return True
+    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+
+
+def holds_mtp_depths(vp_stage: int | None) -> bool:
+    """Return whether the depths live on this pipeline stage."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    if args.pipeline_model_parallel_layout is None:
+        layout = None
+    else:
+        layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)

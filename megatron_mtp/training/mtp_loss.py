@@ -21,14 +21,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import DepthBatch, depth_batch, mask_ignored_labels, positions_of_ranks
-from megatron_mtp.data.shift import NO_DOCUMENT, documents_from_offsets, inside_document, shift_left
+from megatron_mtp.data.batch import (
+    NO_DOCUMENT,
+    DepthBatch,
+    depth_batch,
+    documents_from_offsets,
+    inside_document,
+    mask_ignored_labels,
+    positions_of_ranks,
+    shift_left,
+)
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.combine import depth_weights
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk, StageOutput
-from megatron_mtp.training.objective import NextTokensObjective
+from megatron_mtp.training.objective import NextTokensObjective, depth_weights
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""The training objective: from the trunk's and the depths' hidden states to losses and acceptance.
+"""The training objective: from the trunk's and the depths' hidden states to one scalar, and to acceptance.
+
+Masks, lambda, weights and normalizer are here alone.
 
 Letters in names: D depths, S sequence, B batch, H hidden, T rows of [S, B] or positions of this rank and copies from
 other ranks; where acceptance is counted, V this rank's slice of the vocabulary, C positions of a chunk, L the later
 positions that they need.
 """
 
+import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,14 +17,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from megatron_mtp.config import SCHEDULES, MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions
-from megatron_mtp.losses.combine import LossSum, depth_scales, sum_losses
-from megatron_mtp.losses.cross_entropy import CrossEntropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import vocabulary_of
+from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.head import NOT_DRAFTED, Head
 from megatron_mtp.model.trunk import StageOutput
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Scalars on the device.
+
+    Attributes:
+        total: the masked sum of losses.
+        tokens: its unmasked tokens.
+        whole_tokens: those of the whole microbatch, of which this may be one context-parallel rank's part.
+    """
+
+    total: Tensor
+    tokens: Tensor
+    whole_tokens: Tensor
+
+    def report(self) -> Tensor:
+        """[2], float: total and tokens, which Megatron's logs add over microbatches and ranks, and then divide.
+
+        A tiny number replaces a count of 0, so that a depth without tokens logs 0 and not NaN; the metrics
+        name such a depth.
+        """
+        return torch.stack([self.total.detach().float(), self.tokens.float().clamp(min=1e-20)])
 
 
 @dataclass(frozen=True)
@@ -110,7 +135,7 @@ class NextTokensObjective:
             losses_BS = head.cross_entropy(batch.labels_BS, head.project(hidden_SBH))
             return sum_losses(losses_BS, mask_BS, whole_tokens)
         targets = Targets(batch.labels_BS.t()[None], mask_BS.t()[None], torch.ones_like(whole_tokens)[None])
-        total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], targets, head.weight, vocabulary_of(head))
+        total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], targets, head.weight, head.vocabulary())
         return LossSum(total, mask_BS.float().sum(), whole_tokens)
 
     def of_depths(
@@ -144,7 +169,7 @@ class NextTokensObjective:
         overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
         targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS)
         states = [_chosen(head.whole_drafts(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
-        rows, vocabulary = head.draft_weight, vocabulary_of(head, drafts=True)
+        rows, vocabulary = head.draft_weight, head.vocabulary(drafts=True)
         total, sums_D = linear_loss(
             self.depth_loss, states, targets, rows, vocabulary, teacher, beside_main, head.bias_rows
         )
@@ -197,6 +222,73 @@ def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:
     return values if kept_S is None else values.index_select(dim, kept_S)
 
 
+# --- one scalar from the trunk's and the depths' sums of losses ------------------------------------------------------
+#
+# By default Megatron's schedule divides this scalar by the microbatch's count of tokens. With
+# `--calculate-per-token-loss` it divides every gradient by the count of the global batch. So the scalar is
+#
+#     default     sum_main + sum_d w_d T sum_d / T_d     then divided by T
+#     per token   sum_main + sum_d w_d sum_d             then divided by the global T
+#
+# with w_d = lambda / D (times the depth's own weight), T the main tokens and T_d those of depth d. The second is the
+# paper's normalizer (arXiv:2412.19437, eq. 24 divides every depth by T), and does not depend on how a global batch is
+# cut. Under context parallelism every rank has a part of the sums, and T and T_d are counts of the whole microbatch, so
+# the ranks' scalars add up to that of the microbatch. An empty mask gives loss 0 and gradient 0.
+
+
+def sum_losses(losses_BS: Tensor, mask_BS: Tensor, whole_tokens: Tensor) -> LossSum:
+    """The sum over unmasked positions; a masked position does not count, whatever its loss."""
+    mask_BS = mask_BS.float()
+    counted_BS = losses_BS.float().masked_fill(mask_BS == 0, 0) * mask_BS
+    return LossSum(counted_BS.sum(), mask_BS.sum(), whole_tokens)
+
+
+def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool) -> Tensor:
+    """The factors [D] of the depths' masked sums in the scalar that goes to Megatron's schedule.
+
+    Args:
+        whole_tokens: [1 + D], unmasked tokens of the trunk and of every depth in the whole microbatch.
+        weights: w_1 .. w_D.
+        per_token: whether `--calculate-per-token-loss` is on.
+    """
+    weight_D = whole_tokens.new_tensor(weights)
+    return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)
+
+
+# --- lambda and weights, step by step --------------------------------------------------------------------------------
+
+
+def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
+    """lambda of this step: `--mtp-loss-scaling-factor` at first, `--mtp-loss-final-factor` in the end."""
+    first: float = args.mtp_loss_scaling_factor
+    if settings.mtp_loss_schedule == "constant":
+        return first
+    progress = min(step / settings.mtp_loss_schedule_steps, 1)
+    return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
+
+
+def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:
+    """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
+
+    A drafter's loss is the sum over its steps, without the division by D. Of a loss that couples depths these are the
+    terms of one mean, so that all of them add to lambda.
+    """
+    weights = settings.loss_weights(depths)
+    terms = sum(weights) if are_coupled else depths if settings.drafter is None else 1
+    return [factor / terms * weight for weight in weights]
+
+
+def kept_positions(fraction: float, seed: tuple[int, int], positions: int) -> Tensor | None:
+    """Positions of whole sequences that the depths are trained on; None for all.
+
+    They depend on `seed`, which is (run, step), alone: every rank draws the same, also after a resume.
+    """
+    if fraction == 1:
+        return None
+    generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
+    return torch.randperm(positions, generator=generator, device="cpu")[: math.ceil(fraction * positions)]
+
+
 # --- acceptance of drafts: what a verifier would do with them --------------------------------------------------------
 #
 # At position i depth d drafts t_{i+d+1}, which the trunk predicts at position i + d. Greedy: a draft is accepted if
@@ -238,7 +330,7 @@ def count_acceptance(
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:
     """Return whether the argmaxes agree at a chunk's positions, and the distributions' overlap, both [D, C, B]."""
-    vocabulary = vocabulary_of(head)
+    vocabulary = head.vocabulary()
     target_LBV = vocabulary.mask_padding_(_logits(trunk_LBH, head))
     targets_LB = vocabulary.argmax(target_LBV)
     p_LBV, _ = vocabulary.softmax_(target_LBV)

@@ -20,7 +20,7 @@ from linear_cases import SETTINGS, Case, worst
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.token_loss import Chunk
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.head import Vocabulary
 
 CASES = [Case.drawn(seed) for seed in range(int(sys.argv[1]))]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import megatron_mtp
-from megatron_mtp.cpu import substitutions
+from megatron_mtp import cpu
 from megatron_mtp.runtime import prepare
 
 RUN = (
@@ -48,7 +48,7 @@ def copies(originals: dict[int, str]) -> list[str]:
         for name, value in vars(module).items():
             values = value if isinstance(value, tuple) else (value,)
             found += [f"{module.__name__}.{name}" for one in values if id(one) in originals]
-        for function in substitutions._functions(module):
+        for function in cpu._functions(module):
             given = function.__defaults__ or ()
             found += [f"{module.__name__}.{function.__qualname__}" for one in given if id(one) in originals]
     return sorted(set(found))
@@ -83,7 +83,7 @@ def train(flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    kept = [getattr(torch, name) for name in substitutions._FACTORIES] + [torch.compile, torch.cuda.FloatTensor]
+    kept = [getattr(torch, name) for name in cpu._FACTORIES] + [torch.compile, torch.cuda.FloatTensor]
     if sys.argv[1] == "late":
         import_everything()
     before = copies({id(one): "" for one in kept})

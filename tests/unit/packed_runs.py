@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_mtp.training import datasets, forward_step
+from megatron_mtp.training import forward_step
 
 
 def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int, of_chats: bool) -> None:
@@ -23,6 +23,5 @@ def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, dept
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    for module in (datasets, forward_step):
-        monkeypatch.setattr(module, "get_args", lambda: args)
-    monkeypatch.setattr(datasets, "is_first_or_last_pipeline_stage", lambda _: True)
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step, "is_first_or_last_pipeline_stage", lambda _: True)

@@ -308,7 +308,7 @@ def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monke
     found = torch.zeros(depths + 1)
     for place in range(len(rows)):
         batch = torch.utils.data.default_collate([rows[place]] * 2)
-        _, made = forward_step.get_batch(iter([batch]), None)
+        _, made = forward_step.get_batch(iter([batch]), None, depths)
         assert made is not None
         assert ((made.labels_DBS >= 50) | (made.loss_mask_DBS == 0)).all()
         found += made.whole_tokens / 2

@@ -12,13 +12,12 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils, router
 
-from megatron_mtp import runtime
-from megatron_mtp.cpu import stand_ins, substitutions
+from megatron_mtp import cpu, runtime
 from megatron_mtp.patches import table
 from megatron_mtp.runtime import prepare
 
 pytestmark = pytest.mark.skipif(
-    not substitutions.installed(),
+    not cpu.installed(),
     reason="there is a CUDA device here: nothing is substituted; run on a machine without one",
 )
 
@@ -52,13 +51,13 @@ def test_random_state_is_the_cpu_generators() -> None:
 
 
 def test_events_measure_milliseconds() -> None:
-    start, end = stand_ins.CpuEvent(), stand_ins.CpuEvent()
+    start, end = cpu.CpuEvent(), cpu.CpuEvent()
     start.seconds, end.seconds = 1.0, 1.25
     assert start.elapsed_time(end) == 250.0
 
 
 def test_every_substitution_has_a_reason_and_is_in_place() -> None:
-    for row in substitutions.SUBSTITUTIONS:
+    for row in cpu.SUBSTITUTIONS:
         assert len(row.reason) > 20
         assert getattr(row.owner, row.name) is row.replacement, row.name
 
@@ -87,9 +86,9 @@ def test_prepare_refuses_a_megatron_with_transformer_engine_on_a_cpu(monkeypatch
 
 
 def test_preparing_twice_changes_nothing() -> None:
-    before = list(substitutions.SUBSTITUTIONS)
+    before = list(cpu.SUBSTITUTIONS)
     assert prepare() is True
-    assert before == substitutions.SUBSTITUTIONS
+    assert before == cpu.SUBSTITUTIONS
     wrapped = DistributedOptimizer.sharded_param_state_fully_reshardable.__wrapped__
     assert not hasattr(wrapped, "__wrapped__")
 

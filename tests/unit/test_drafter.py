@@ -13,10 +13,9 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig, drafted_steps, stands_beside
 from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.combine import depth_weights
 from megatron_mtp.model.arguments import alone, as_mtp_layers
 from megatron_mtp.model.trunk import DRAFTER_BLOCK, MTPGPTModel
-from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput, depth_weights
 
 DEPTHS, STEPS, LAYERS, BLOCKS = 2, 4, 5, 6
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})

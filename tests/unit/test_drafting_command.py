@@ -152,7 +152,7 @@ def test_energy_is_that_of_the_device_of_this_process(
 ) -> None:
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=StandInMonitor))
     monkeypatch.setitem(sys.modules, "zeus", SimpleNamespace())
-    monkeypatch.setattr(cost.substitutions, "installed", lambda: on_cpu)
+    monkeypatch.setattr(cost.cpu, "installed", lambda: on_cpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert cost.start_meter()() == joules
 

@@ -14,10 +14,9 @@ from torch.nn.functional import embedding, kl_div, silu
 from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.combine import depth_weights
 from megatron_mtp.model.arguments import check_layers, default_layers
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import NextTokensObjective
+from megatron_mtp.training.objective import NextTokensObjective, depth_weights
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})

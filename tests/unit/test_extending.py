@@ -22,7 +22,7 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.head import Vocabulary
 from megatron_mtp.server.protocol import CompletionBody
 
 

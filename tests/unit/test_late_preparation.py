@@ -12,11 +12,9 @@ from typing import Any
 import fork_server
 import pytest
 
-from megatron_mtp.cpu import substitutions
+from megatron_mtp import cpu
 
-pytestmark = pytest.mark.skipif(
-    not substitutions.installed(), reason="there is a CUDA device here: nothing is substituted"
-)
+pytestmark = pytest.mark.skipif(not cpu.installed(), reason="there is a CUDA device here: nothing is substituted")
 
 
 WORKER = Path(__file__).parent / "late_preparation.py"

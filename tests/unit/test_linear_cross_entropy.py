@@ -7,13 +7,16 @@ from tiers import tiered
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss, linear_cross_entropy
-from megatron_mtp.losses.chain import AcceptedLength
-from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import Divergence
+from megatron_mtp.losses.distillation import (
+    AcceptedLength,
+    AdaptiveDivergence,
+    Divergence,
+    NegativeLogOverlap,
+    TotalVariation,
+)
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
-from megatron_mtp.losses.overlap import AdaptiveDivergence, NegativeLogOverlap, TotalVariation
-from megatron_mtp.losses.token_loss import Chunk, TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import Chunk, CrossEntropy, TokenLoss
+from megatron_mtp.model.head import Vocabulary
 
 TOLERANCE = 2e-6
 

@@ -10,7 +10,7 @@ from documents import DOCUMENTS, ROOT
 PACKAGE = ROOT / "megatron_mtp"
 ROOMS = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
 QUESTIONS = {
-    "Where is lambda / D applied to the losses?": ("lambda / D", "losses/combine.py"),
+    "Where is lambda / D applied to the losses?": ("lambda / D", "training/objective.py"),
     "Where is acceptance logged to W&B?": ("W&B|acceptance", "training/metrics.py"),
     "Where is the padding of the vocabulary removed at export?": (
         "pad|vocabulary|export",
@@ -18,7 +18,7 @@ QUESTIONS = {
     ),
     "Where does auto choose K = 0?": ("K = 0", "decoding/auto.py"),
     "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/batch.py"),
-    "Where do shifts stop at the end of a document?": ("shift|end|document", "data/shift.py"),
+    "Where do shifts stop at the end of a document?": ("shift|end|document", "data/batch.py"),
     "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/forms.py"),
     "What changes without TE?": ("changes|without TE", "model/arguments.py"),
     "Where are depths initialized from the trunk's last layer?": ("last layer", "model/initialize.py"),

@@ -17,8 +17,7 @@ from megatron_single import (
 )
 from torch import Tensor
 
-from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.data.shift import documents_from_offsets
+from megatron_mtp.data.batch import depth_batch, documents_from_offsets
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import ObjectiveOutput
 

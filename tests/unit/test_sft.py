@@ -58,7 +58,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, An
     rows.dataset, rows.config = ChatDataset.build_low_level_dataset(str(tmp_path / "chats.jsonl"), config), config  # type: ignore[arg-type]
     rows.indices, rows.index_split, rows.num_samples = np.array([0]), Split.train, 1
     set_packed_run(monkeypatch, 1, LENGTH, 2, of_chats=False)
-    found, depths = forward_step.get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None)
+    found, depths = forward_step.get_batch(iter([torch.utils.data.default_collate([rows[0]])]), None, 2)
     assert depths is not None
     return found, depths
 

@@ -1,11 +1,11 @@
-"""data/shift.py: the worked examples of mtp.md, and random documents against a loop over plain lists."""
+"""data/batch.py, shifts: the worked examples of mtp.md, and random documents against a loop over plain lists."""
 
 import random
 
 import pytest
 import torch
 
-from megatron_mtp.data.shift import (
+from megatron_mtp.data.batch import (
     NO_DOCUMENT,
     documents_from_eod,
     documents_from_offsets,

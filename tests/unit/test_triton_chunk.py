@@ -9,14 +9,11 @@ import pytest
 import torch
 from interpreted import found_by
 
-from megatron_mtp.losses import LOSSES, triton_chunk
-from megatron_mtp.losses.chain import AcceptedLength
-from megatron_mtp.losses.cross_entropy import CrossEntropy
-from megatron_mtp.losses.distillation import Divergence
+from megatron_mtp.losses import LOSSES, linear_cross_entropy, triton_chunk
+from megatron_mtp.losses.distillation import AcceptedLength, Divergence, TotalVariation
 from megatron_mtp.losses.mix import Mix
-from megatron_mtp.losses.overlap import TotalVariation
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
+from megatron_mtp.model.head import Vocabulary
 
 pytest.importorskip("triton")
 from gpu_targets import SHARED, assert_compiles
@@ -135,7 +132,7 @@ def test_a_kernel_is_used_where_there_is_one(
     monkeypatch.setattr(triton_chunk, "_all_launch", lambda _: given["all"])
     weight: Any = SimpleNamespace(is_cuda=given["is_cuda"], dtype=given["dtype"])
     group: Any = None if given["all"] is None else object()
-    assert triton_chunk.has_kernel(loss, weight, Vocabulary(8, group)) is expected
+    assert linear_cross_entropy.has_kernel(loss, weight, Vocabulary(8, group)) is expected
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss, linear_cross_entropy, triton_chunk, triton_kernels
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
-from megatron_mtp.losses.vocabulary import Vocabulary
+from megatron_mtp.model.head import Vocabulary
 
 NAMES = [name for name, given in SETTINGS.items() if type(depth_loss(MTPConfig(**given))) in triton_chunk.KERNELS]
 CASES = [
@@ -38,7 +38,7 @@ def main(wanted: list[str]) -> None:
     """Every loss, with all tokens and with a draft vocabulary, or every fault."""
     triton_chunk.BLOCK = 32  # several blocks a row
     used: set[str] = set()
-    triton_chunk.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
+    linear_cross_entropy.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
     parts: dict[str, Callable[[], Any]] = {
         "losses": lambda: {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
         "rounded": lambda: {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
@@ -230,7 +230,7 @@ def faulty_ranks(name: str, module: ModuleType, old: str, new: str) -> float:
     assert old in source, old
     with mock.patch.dict(module.__dict__):
         exec(compile(source.replace(old, new), str(module.__file__), "exec"), module.__dict__)
-        triton_chunk.BLOCK, triton_chunk.has_kernel = 32, lambda *_: True
+        triton_chunk.BLOCK, linear_cross_entropy.has_kernel = 32, lambda *_: True
         return max(of_two_ranks([name], EVEN_CASES[:1])[name])
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_mtp import cpu
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.cpu import substitutions
 from megatron_mtp.data.checks import check_data_prefixes, part_of
 from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
@@ -97,7 +97,7 @@ class Fit:
     def __init__(self, reader: DistReader, args: Namespace, layer: int, data: FitData, seed: int) -> None:
         check_data_prefixes([data.data_path], args.padded_vocab_size)
         needed = FLOAT32 * sum(prod(reader.shape(key)) for key in reader.keys)
-        free = psutil.virtual_memory().available if substitutions.installed() else torch.cuda.mem_get_info()[0]
+        free = psutil.virtual_memory().available if cpu.installed() else torch.cuda.mem_get_info()[0]
         if needed > free:
             raise ValueError(
                 f"the fit runs the trunk in float32, which takes {needed / 1e9:.1f} GB, and "

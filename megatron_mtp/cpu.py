@@ -1,0 +1,389 @@
+"""Substitutions by which Megatron runs without CUDA, over gloo: a named list, each with its reason.
+
+Megatron assumes a CUDA device in its device strings, its streams and events, its random number state and the names of
+tensor types. `install()` substitutes the CPU for each of these, in this process alone; nothing is substituted when a
+CUDA device is present. The rows below are all substitutions; what is put there comes after them.
+
+Megatron may have been imported before. Its modules then have copies of some of the functions: under names of their own
+(`jit_fuser` is `torch.compile`), as default arguments and in tuples. The copies are replaced as well.
+"""
+
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import isfunction
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One attribute that is replaced, and why."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    reason: str
+
+
+SUBSTITUTIONS: list[Substitution] = []
+"""What is substituted in this process; empty until `install()`."""
+
+_FACTORIES = (
+    "tensor as_tensor empty zeros ones full arange linspace rand randn randint randperm eye triu_indices "
+    "empty_like zeros_like ones_like full_like rand_like randn_like empty_strided"
+).split()
+
+
+def installed() -> bool:
+    """True if the substitutions are in place in this process."""
+    return bool(SUBSTITUTIONS)
+
+
+def install() -> None:
+    """Substitute every row, once; the environment may be another one at every call, as in a fork."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
+    if installed():
+        return
+    import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # a catalogue as well, of what `with torch.device("meta")` applies to
+    torch_rows = [*_cuda_rows(), *_tensor_rows()]
+    _replace_copies(torch_rows)
+    _substitute(torch_rows)
+    _substitute(_megatron_rows())  # this imports Megatron, unless it was imported before
+    torch.compiler.set_stance("force_eager")  # for functions that torch.compile was called on before
+    # A GPU has a generator of its own for dropout, and a CPU does not; Megatron would warn of that at every use.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def _substitute(rows: Sequence[Substitution]) -> None:
+    for row in rows:
+        setattr(row.owner, row.name, row.replacement)
+        SUBSTITUTIONS.append(row)
+
+
+def _replace_copies(rows: Sequence[Substitution]) -> None:
+    """Replace copies of the rows' functions in modules of Megatron that are loaded already."""
+    by_id = {id(getattr(row.owner, row.name)): row.replacement for row in rows if hasattr(row.owner, row.name)}
+
+    def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(by_id.get(id(value), value) for value in values)
+
+    for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "megatron"]:
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
+            elif type(value) is tuple and any(id(one) in by_id for one in value):
+                setattr(module, name, replaced(value))
+        for function in _functions(module):
+            if any(id(value) in by_id for value in function.__defaults__ or ()):
+                function.__defaults__ = replaced(function.__defaults__ or ())
+
+
+def _functions(module: Any) -> Iterator[FunctionType]:
+    """The functions of a module and of its classes."""
+    for value in list(vars(module).values()):
+        if isfunction(value):
+            yield value
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            yield from filter(isfunction, list(vars(value).values()))
+
+
+def _cuda_rows() -> list[Substitution]:
+    return [
+        *_rows(
+            torch.cuda,
+            "Megatron asserts that there is a CUDA device, asks how many there are, and picks one by its rank",
+            is_available=yes,
+            device_count=local_ranks,
+            current_device=cpu_device,
+            set_device=nothing,
+            get_device_name=cpu_name,
+            get_device_properties=cpu_properties,
+            get_device_capability=cpu_capability,
+        ),
+        *_rows(
+            torch.accelerator,
+            "the RNG tracker asks for the index of its device, and torch 2.15's optimizers whether its stream captures",
+            current_device_index=zero,
+            current_stream=CpuStream,
+        ),
+        *_rows(
+            torch.cuda,
+            "overlap of copies and communication is written with streams and events, which a CPU does not have",
+            Stream=CpuStream,
+            Event=CpuEvent,
+            stream=on_stream,
+            set_stream=nothing,
+            current_stream=CpuStream,
+            default_stream=CpuStream,
+            synchronize=nothing,
+            is_current_stream_capturing=no,
+        ),
+        *_rows(
+            torch.cuda,
+            "the allocator's figures are logged and its cache is emptied between steps; the CPU has neither",
+            empty_cache=nothing,
+            memory_stats=memory_stats,
+            memory_allocated=zero,
+            max_memory_allocated=zero,
+            memory_reserved=zero,
+            max_memory_reserved=zero,
+            device_memory_used=zero,
+            reset_peak_memory_stats=nothing,
+        ),
+        *_rows(
+            torch.cuda,
+            "dropout and initialization draw from the CUDA generator, whose state is saved with every checkpoint",
+            get_rng_state=get_rng_state,
+            set_rng_state=set_rng_state,
+            manual_seed=torch.manual_seed,
+        ),
+        *_rows(torch.cuda, "gradient norms are made with the tensor type's constructor", FloatTensor=torch.FloatTensor),
+    ]
+
+
+def _tensor_rows() -> list[Substitution]:
+    on_cpu = {name: without_cuda_device(getattr(torch, name)) for name in _FACTORIES}
+    moved = "batches, gradients and the model are moved to the device"
+    return [
+        *_rows(torch, "tensors are made with device='cuda' or in pinned memory", **on_cpu),
+        *_rows(torch.Tensor, moved, to=to, cuda=itself, record_stream=nothing),
+        *_rows(torch.nn.Module, moved, cuda=itself),
+        *_rows(torch.Tensor, "pinned memory is a CUDA allocation", pin_memory=itself),
+        *_rows(
+            torch.Tensor,
+            "the optimizers sort parameters by names such as torch.cuda.FloatTensor",
+            type=type_name,
+        ),
+        *_rows(
+            torch.utils.data.DataLoader,
+            "it draws a seed from the CPU's generator, which is dropout's generator here: a resumed run would differ",
+            __init__=with_own_generator(torch.utils.data.DataLoader.__init__),
+        ),
+        *_rows(
+            torch.distributed,
+            "the MoE dispatcher turns its split sizes from tensors into numbers as it fetches them from a GPU",
+            all_to_all_single=with_numbers_for_splits(torch.distributed.all_to_all_single),
+        ),
+        *_rows(torch, "compiling small fusions takes longer than a short run", compile=not_compiled),
+    ]
+
+
+def _megatron_rows() -> list[Substitution]:
+    from megatron.core.tensor_parallel import random
+    from megatron.training import training
+
+    return [
+        *_rows(
+            random,
+            "it reaches past torch.cuda's functions into the CUDA generators themselves",
+            _get_cuda_rng_state=get_rng_state,
+            _set_cuda_rng_state=set_rng_state,
+        ),
+        *_rows(
+            training,
+            "it sums up packed lengths on the device 'cuda:' + the current device, and 'cuda:cpu' does not exist",
+            _seqlen_stats_in_iteration=torch.zeros(2, dtype=torch.float64),
+        ),
+    ]
+
+
+def _rows(owner: Any, reason: str, **replacements: Any) -> list[Substitution]:
+    return [Substitution(owner, name, replacement, reason) for name, replacement in replacements.items()]
+
+
+# --- stand-ins: streams, events, memory, random state, device strings, type names -------------------------------------
+
+_ORIGINAL_TO = torch.Tensor.to
+_ORIGINAL_TYPE = torch.Tensor.type
+
+
+class CpuStream:
+    """A stream that is always finished: CPU kernels return when they are done."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: "CpuEvent | None" = None) -> "CpuEvent":
+        event = event or CpuEvent()
+        event.record()
+        return event
+
+    def __enter__(self) -> "CpuStream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class CpuEvent:
+    """An event that notes the time at which it was recorded."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "CpuEvent") -> float:
+        """Milliseconds, as `torch.cuda.Event` returns them."""
+        return (end.seconds - self.seconds) * 1e3
+
+
+@contextmanager
+def on_stream(stream: object = None) -> Iterator[None]:
+    yield
+
+
+def yes(*_: Any) -> bool:
+    return True
+
+
+def no(*_: Any) -> bool:
+    return False
+
+
+def local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cpu_device() -> torch.device:
+    return CPU
+
+
+def cpu_name(device: object = None) -> str:
+    return "CPU"
+
+
+def cpu_capability(device: object = None) -> tuple[int, int]:
+    return (0, 0)
+
+
+def nothing(*_: Any, **__: Any) -> None: ...
+
+
+def zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
+    """The CUDA allocator's report, with 0 for every entry that Megatron reads."""
+    return _ZeroStats()
+
+
+class _ZeroStats(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; a CUDA device among its arguments means the CPU, and memory is not pinned."""
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
+    """`DataLoader.__init__`; without a `generator`, the loader gets one of its own."""
+
+    @functools.wraps(init)
+    def own(loader: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> None:
+        init(loader, *args, generator=torch.Generator() if generator is None else generator, **kwargs)
+
+    return own
+
+
+def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """The same collective; split sizes may be tensors."""
+
+    @functools.wraps(all_to_all_single)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def numbers(value: Any) -> Any:
+            return value.tolist() if isinstance(value, torch.Tensor) else value
+
+        return all_to_all_single(
+            output, input, *map(numbers, args), **{name: numbers(value) for name, value in kwargs.items()}
+        )
+
+    return exchange
+
+
+def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.to`; a CUDA device, by position or by name, means the CPU."""
+    if args and _names_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if "device" in kwargs and _names_cuda(kwargs["device"]):
+        kwargs["device"] = CPU
+    return _ORIGINAL_TO(tensor, *args, **kwargs)
+
+
+def _names_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def type_name(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    """`Tensor.type`; without an argument, the name of the CUDA tensor of the same kind."""
+    if dtype is None:
+        return _ORIGINAL_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
+    return _ORIGINAL_TYPE(tensor, dtype, **kwargs)
+
+
+def itself(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def not_compiled(model: Any = None, **_: Any) -> Any:
+    """`torch.compile` as a function and as a decorator with arguments."""
+    return itself if model is None else model
+
+
+def cpu_properties(device: object = None) -> SimpleNamespace:
+    return SimpleNamespace(name="CPU", major=0, minor=0, multi_processor_count=os.cpu_count() or 1, total_memory=0)

@@ -6,7 +6,6 @@ decoder.layers.3.mlp.linear_fc1.weight                      trunk, layer 3
 drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -83,8 +82,8 @@ def largest(tensor: Tensor) -> float | None:
     """The largest absolute number of a tensor: NaN if there is one; None for types that are not looked at."""
     if tensor.dtype not in FLOATS or not tensor.numel():
         return None
-    found = [piece.abs().max().item() for piece in tensor.flatten().split(PIECE)]
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    low, high = (bound.item() for bound in tensor.aminmax())
+    return max(-low, high)
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:

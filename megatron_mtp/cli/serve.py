@@ -62,7 +62,6 @@ def run(args: Namespace) -> int:
     """Load, listen, and serve; of several ranks rank 0 speaks HTTP. ValueError for bad input."""
     import torch
 
-    from megatron_mtp import cpu
     from megatron_mtp.data.tokenizer import sampling_defaults
     from megatron_mtp.decoding.engine import Engine, blocks_for, blocks_in
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
@@ -85,7 +84,7 @@ def run(args: Namespace) -> int:
         blocks = blocks_for(args.max_running, runner, drafter)
     else:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
-    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, overlap=not cpu.installed())
+    sizes = EngineSettings(args.max_running, args.max_waiting, blocks)
     engine = Engine(runner, sizes, config, drafter)
     folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
     served = Served(

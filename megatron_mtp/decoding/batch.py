@@ -6,9 +6,8 @@ the trunk, keeps what the verifier accepts and adds one token of the target's ow
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ class Sequence:
 
     @property
     def slots(self) -> int:
-        """Slots that its next step may write, and the one before, whose tokens the host may not know."""
+        """Slots that its next step may write."""
         return len(self.tokens) + self.method.slots
 
     @property
@@ -214,53 +213,21 @@ class PrefillBatch:
         return torch.tensor(values, device=self.runner.device)
 
 
-class PendingOutput(NamedTuple):
-    """Output of a step, being read while the next one runs; None where a sequence has ended.
-
-    `read` waits for counts, tokens and valid nodes of each row, which are being copied to the host.
-    """
-
-    seqs: list[Sequence | None]
-    nodes: int
-    read: Callable[[], list[list[int]]]
-
-
-def on_its_way(values_BX: Tensor) -> Callable[[], list[list[int]]]:
-    """Start to copy numbers to the host; what is returned waits for them, and for nothing that is begun later."""
-    if not values_BX.is_cuda:
-        return values_BX.tolist
-    held_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=True)
-    held_BX.copy_(values_BX, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> list[list[int]]:
-        copied.synchronize()
-        return held_BX.tolist()
-
-    return wait
-
-
 class DecodeBatch:
     """Sequences that draft alike. They join and leave between steps.
 
     Where steps are recorded as CUDA graphs, the batch has a power of two of rows, so that few sizes are recorded; rows
     beyond the sequences are those of ended ones.
 
-    With overlap a step that reads nothing back is started before the tokens of the last one are read. So the host
-    learns one step late that a sequence has ended; what the step in between gave it is dropped. Lengths that the host
-    does not know are bounded by `Sequences.ahead`.
-
     Attributes:
         method: how they draft.
         stats: what the last step has cost and gained.
     """
 
-    def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors, overlap: bool = False) -> None:
-        self.sequences, self.method, self._kept, self._overlap = sequences, seqs[0].method, kept, overlap
+    def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors) -> None:
+        self.sequences, self.method, self._kept = sequences, seqs[0].method, kept
         self._auto: AutoK | None = None
         self._graphed: GraphedStep | None = None
-        self._pending: PendingOutput | None = None
         self._rows: list[Sequence] = seqs
         self._select([*range(len(seqs))])
 
@@ -296,34 +263,25 @@ class DecodeBatch:
         return self.method.count if self._auto is None else self._auto.choose()
 
     def step(self) -> list[Update]:
-        """Take a step; returns what it gave, with overlap what the one before gave."""
+        """Choose K, draft, verify and accept on the device, and emit what every sequence has gained."""
         stats = self.stats = self.method.stats = AcceptanceStats()
-        if self._pending is not None and not self._overlaps:
-            return self._arrived()
         count, sequences, graphed = self.choose(), self.sequences, self._graphed
         began = time.perf_counter()
         self._catch_up(count)
         output = step(sequences, self.method, count) if graphed is None else graphed(count)
-        draft = output.draft
         self._kept.failed |= graphed is not None and graphed.failed
-        if self._overlaps:
-            rows = [seq if live else None for seq, live in zip(self._rows, sequences.live, strict=True)]
-            parts = [output.count_B.unsqueeze(1), output.tokens_BR, draft.valid()]
-            pending = PendingOutput(rows, draft.nodes, on_its_way(torch.cat(parts, dim=1)))
-            updates, self._pending = self._arrived(), pending
-        else:
-            gains = zip(output.tokens_BR.tolist(), output.count_B.tolist(), draft.levels(), strict=True)
-            updates = [
-                self.give(row, tokens[:gained], max(levels, default=0), draft)
-                for row, (tokens, gained, levels) in enumerate(gains)
-                if sequences.live[row]
-            ]
+        gains = zip(output.tokens_BR.tolist(), output.count_B.tolist(), output.draft.levels(), strict=True)
+        updates = [
+            self.give(row, tokens[:gained], max(levels, default=0), output.draft)
+            for row, (tokens, gained, levels) in enumerate(gains)
+            if sequences.live[row]
+        ]
         stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
         if self._auto is not None and (graphed is None or graphed.is_steady):
             self._auto.learn(count, stats)
         return updates
 
-    def give(self, row: int, gained: list[int], depth: int, draft: Draft | None) -> Update:
+    def give(self, row: int, gained: list[int], depth: int, draft: Draft) -> Update:
         """Count and append what a step gave one sequence, from a draft of this depth."""
         seq, rule = self._rows[row], self.method.verifier
         update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
@@ -333,18 +291,6 @@ class DecodeBatch:
             return replace(update, logprobs=rule.logprobs(row, update.tokens, top))
         return update
 
-    def _arrived(self) -> list[Update]:
-        """Updates of the step before; none of sequences that were cancelled or put back since then."""
-        if self._pending is None:
-            return []
-        (seqs, nodes, read), self._pending = self._pending, None
-        rows, updates = self._row_of(), []
-        for seq, (count, *values) in zip(seqs, read(), strict=True):
-            if seq is not None and seq.number in rows:
-                depth = next((node for node, valid in enumerate(values[nodes + 1 :]) if not valid), nodes)
-                updates.append(self.give(rows[seq.number], values[:count], depth, None))
-        return updates
-
     def _row_of(self) -> dict[int, int]:
         live = self.sequences.live
         return {seq.number: row for row, seq in enumerate(self._rows) if live[row]}
@@ -352,7 +298,6 @@ class DecodeBatch:
     def _catch_up(self, count: int) -> None:
         """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
         proposer, sequences = self.method.proposer, self.sequences
-        sequences.ahead = 0 if self._pending is None else self.method.count + 1
         far = 0 if proposer.leaves_rows_out else ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
         if count == 0 or proposer.missed(sequences, count) <= far:
             return
@@ -387,12 +332,9 @@ class DecodeBatch:
         if reads_logits:
             rule = PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
         self.method = replace(own, sampling=sampling, verifier=rule)
-        # A drafter that does not know how far sequences have come runs more rows anew than its states go back.
-        needs_tokens = reads_logits or proposer.drafts_trees or proposer.has_states
-        self._overlaps = self._overlap and not needs_tokens and proposer.recordable and VERIFIERS[name].recordable
         sequences.fixed = False
         if sequences.few_shapes:
-            sequences.growth = (own.count + 1) * (2 if self._overlaps else 1)
+            sequences.growth = own.count + 1
             sequences.reach = proposer.nodes(own.count) + 1
         if records:
             recorded = self._kept.move(sequences, (own.config, sampling))

@@ -12,7 +12,7 @@ import torch
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
-from megatron_mtp.decoding.config import MOST_DRAFTED, SpeculativeConfig
+from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK
 from megatron_mtp.decoding.method import make_method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_request
@@ -130,7 +130,7 @@ class Engine:
         kind = config, request.sampling.greedy
         if kind not in self._methods:
             method = make_method(self.runner, config, request.sampling, self.drafter)
-            nodes, most = method.proposer.nodes(method.count), BEYOND - 2 * MOST_DRAFTED - 2
+            nodes, most = method.proposer.nodes(method.count), BEYOND - 1
             if self.settings.slots is None and nodes > most:
                 raise ValueError(
                     f"'{config.method}' adds {nodes} rows to a step with these settings, and a sequence of the engine "

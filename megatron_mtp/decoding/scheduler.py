@@ -36,8 +36,6 @@ class EngineSettings:
         slots: of a sequence, at most; None for those of all positions, and of drafts behind the last one.
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that sequences share run once; those of a model with recurrent layers never do.
-        overlap: whether a step is started before the tokens of the last one are read; they come a step later then. A
-            GPU computes meanwhile; a CPU gains nothing.
         contains_errors: whether a sequence whose forward raises ends with an error of its own, and the others go on.
 
     Raises:
@@ -51,7 +49,6 @@ class EngineSettings:
     slots: int | None = None
     chunk: int = CHUNK
     reuse: bool = True
-    overlap: bool = False
     contains_errors: bool = True
 
     def __post_init__(self) -> None:
@@ -335,7 +332,7 @@ class Scheduler:
         if group in self.decoded:
             self.decoded[group].join(over, sequences)
         else:
-            self.decoded[group] = DecodeBatch(over, sequences, self._kept, self.settings.overlap)
+            self.decoded[group] = DecodeBatch(over, sequences, self._kept)
 
     def _keep_up(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
         """Let the drafter run its rows of the prompts, unless drafting does not pay.

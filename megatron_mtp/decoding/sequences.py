@@ -62,7 +62,6 @@ class Sequences:
             tokens that a step may add, so that shapes do not follow what was accepted.
         reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
             that any forward of a step needs, so that its forwards have one window.
-        ahead: tokens that a sequence may have beyond those that the host knows.
         fixed: whether a step must hold for sequences of which any may have ended, and not for those that go on now.
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
     """
@@ -76,7 +75,7 @@ class Sequences:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
-        self.growth, self.reach, self.ahead, self.fixed = 1, 0, 0, False
+        self.growth, self.reach, self.fixed = 1, 0, False
         self.packs = False
         tokens_BT = torch.zeros(batch, self.capacity + 1, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -132,15 +131,13 @@ class Sequences:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a live sequence may have."""
-        return self.ahead + max(
-            (len(ids) for ids, live in zip(self.token_ids, self.live, strict=True) if live), default=1
-        )
+        """The most tokens that a live sequence has."""
+        return max((len(ids) for ids, live in zip(self.token_ids, self.live, strict=True) if live), default=1)
 
     def growth_since(self, cache: int) -> int:
         """The most tokens that a live sequence has gained since a drafter's cache last ran; `growth` if more."""
         behind = [
-            len(ids) + self.ahead - one.seen[cache]
+            len(ids) - one.seen[cache]
             for ids, one, live in zip(self.token_ids, self.progress, self.live, strict=True)
             if live
         ]

@@ -292,5 +292,5 @@ class Method:
 
     @property
     def slots(self) -> int:
-        """Slots behind the tokens of a sequence that two steps may write."""
-        return 2 + self.proposer.nodes(self.count) + self.count
+        """Slots behind the tokens of a sequence that a step may write."""
+        return 1 + self.proposer.nodes(self.count)

@@ -391,15 +391,14 @@ def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureR
     assert found == [others] * 3
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "plain"])
-def test_texts_that_join_and_leave_replay_steps(method: str, overlap: bool, request: pytest.FixtureRequest) -> None:
+def test_texts_that_join_and_leave_replay_steps(method: str, request: pytest.FixtureRequest) -> None:
     """Of an engine with too few blocks, in which texts are put back; ended rows leave no trace in blocks of others."""
     target, settings = runner_of(), config_from(settings_of(method, 0 if method == "plain" else 2))
     asked = [Request(prompt, 15 + 9 * (seed % 3), seed=seed) for seed, prompt in enumerate(prompts_of(9, longest=40))]
     wanted = [generate(target, [one.prompt], one.max_new_tokens).token_ids[0] for one in asked]
     request.getfixturevalue("on_tape")
-    sizes = EngineSettings(running=5, blocks=5, reuse=False, overlap=overlap, contains_errors=False)
+    sizes = EngineSettings(running=5, blocks=5, reuse=False, contains_errors=False)
     engine = Engine(target, sizes, settings)
     made: dict[int, list[int]] = {}
     for one in asked:

@@ -142,28 +142,6 @@ def test_a_text_that_is_far_behind_sends_no_other_text_back(monkeypatch: pytest.
     assert [made[number] for number in numbers] == [alone(other, engine.runner) for other in others]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "method", "overlaps"),
-    [
-        ("M-*-/M-/M-/M-", "plain", True),
-        ("M-*-/M-/M-/M-", "mtp_eagle", False),
-        ("G-*-/*-/*-/*-", "mtp_eagle", True),
-        ("G-*-/*-/*-/*-", "draft_model", False),
-    ],
-)
-def test_drafters_with_states_take_their_steps_one_by_one(pattern: str, method: str, overlaps: bool) -> None:
-    """A host that is a step behind would run up to 32 rows anew beside 15 rejected ones, and states go back by 32."""
-    engine = engine_of(pattern, overlap=True)
-    wanted = [request_of(PIECES[seed], 30, method, sampling=Sampling(1.0), seed=seed) for seed in range(3)]
-    numbers = [engine.add(request) for request in wanted]
-    updates = [*engine.step(), *engine.step()]
-    (group,) = engine.scheduler.decoded.values()
-    assert (group._pending is not None) == overlaps
-    made = texts_of([*updates, *drained(engine)])
-    right = [alone(request, engine.runner, runner_of("M-*G")) for request in wanted]
-    assert [made[number] for number in numbers] == right
-
-
 def test_a_server_answers_with_a_hybrid() -> None:
     """Three texts of one request share two places."""
     engine, prompts = engine_of("M-*-/M-/M-/M-", running=2), [PIECES[0], [1, 2], PIECES[1] + PIECES[2]]

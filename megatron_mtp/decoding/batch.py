@@ -298,7 +298,7 @@ class DecodeBatch:
     def _catch_up(self, count: int) -> None:
         """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
         proposer, sequences = self.method.proposer, self.sequences
-        far = 0 if proposer.leaves_rows_out else ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
+        far = ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
         if count == 0 or proposer.missed(sequences, count) <= far:
             return
         for row in self._row_of().values():

@@ -100,6 +100,8 @@ def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], t
 
 def _name(key: str, value: object, table: Registry[Any]) -> str:
     """All names are listed for a message alone: that asks every installed package."""
+    if value == "mtp_trunk_states":
+        raise ValueError("speculative config: the method 'mtp_trunk_states' was removed; use 'mtp', as it was trained.")
     if not isinstance(value, str) or value not in table:
         raise ValueError(f"speculative config: {key} is {value!r}; choose one of {', '.join(table.names())}.")
     return value
@@ -150,7 +152,7 @@ def _check_states(runner: Any, method: str) -> None:
             if one.depths in kinds and name != "plain" and _without_branches(runner, one) is None
         ]
         raise ValueError(
-            f"'{method}' runs rows that branch off or leaves rows out, which the states of recurrent layers in this "
+            f"'{method}' runs rows that branch off, which the states of recurrent layers in this "
             f"model's {part} do not allow; choose {_any_of(others)}."
         )
 

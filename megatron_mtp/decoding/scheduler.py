@@ -76,6 +76,7 @@ class Scheduler:
         self.settings = settings
         self.has_states = runner.recurrent_trunk or runner.recurrent_depths
         self.has_states |= drafter is not None and drafter.recurrent_trunk
+        self._reuses = settings.reuse and not self.has_states  # which are a whole sequence's, not its beginnings'
         size, self._longest = settings.block_size, settings.slots or runner.positions + BEYOND
         self._longest = min(self._longest, settings.blocks * size)
         length = -(-(self._longest + 1) // size)  # and the scratch slot
@@ -180,7 +181,6 @@ class Scheduler:
         ended = []
         for seq in seqs:
             del seq.tokens[known[seq.number] :]
-            seq.progress.rounds = [one for one in seq.progress.rounds if one[0] < len(seq.tokens)]
             if seq.alone:
                 ended.append(Update(seq.number, [], finish=Finish.ERROR))
                 self.free(seq)
@@ -217,7 +217,7 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         """The same for one that is in no batch."""
         self.free(seq)
-        seq.progress = Progress(guesses=seq.progress.guesses, rounds=seq.progress.rounds)  # its rows are gone
+        seq.progress = Progress(guesses=seq.progress.guesses)  # its rows are gone
         seq.run = 0
         if not seq.has_begun:
             seq.prompt_logprobs = []
@@ -293,7 +293,7 @@ class Scheduler:
     def _give_blocks(self, seq: Sequence) -> bool:
         """Blocks for a sequence that waits, those of a known beginning among them."""
         block_table = seq.block_table
-        if self._reuses(seq) and seq.request.prompt_logprobs is None:
+        if self._reuses and seq.request.prompt_logprobs is None:
             block_table = self.block_manager.find(seq.tokens)
         found = len(block_table.blocks) * self.settings.block_size
         if not self._extend(seq, block_table):
@@ -310,7 +310,7 @@ class Scheduler:
     def _extend(self, seq: Sequence, block_table: BlockTable) -> bool:
         """Blocks for all slots of a sequence beside those that it holds, if there are enough.
 
-        Nothing is left there of another sequence: no mask keeps a NaN out of a sum, and rows may be left out.
+        Nothing is left there of another sequence: no mask keeps a NaN out of a sum.
         """
         used = self.block_manager.extend(block_table, seq.slots)
         if used:
@@ -341,7 +341,7 @@ class Scheduler:
         sequences has missed.
         """
         method = seqs[0].method
-        if not method.count or method.proposer.leaves_rows_out:  # the latter runs whole prompts
+        if not method.count:
             return
         auto = auto_of(method, len(self.seqs) - len(self.waiting))
         if auto is not None and auto.rests:
@@ -355,15 +355,8 @@ class Scheduler:
 
     def _learn(self, seq: Sequence, length: int | None = None) -> None:
         """Let other sequences use the blocks that this one has filled."""
-        if self._reuses(seq):
+        if self._reuses:
             self.block_manager.learn(seq.block_table, seq.tokens[:length], seq.progress.seen)
-
-    def _reuses(self, seq: Sequence) -> bool:
-        """True if a sequence shares blocks with others: all its rows must be there, and be what others would have.
-
-        States are those of the whole sequence; none are kept of its beginnings.
-        """
-        return self.settings.reuse and not self.has_states and not seq.method.proposer.leaves_rows_out
 
     def block_tables_of(self, seqs: list[Sequence]) -> BlockTables:
         """Block tables of these sequences."""

@@ -41,12 +41,10 @@ class Progress:
     Attributes:
         seen: tokens that the sequence had when rows of a drafter's cache last ran, by the number of the cache.
         guesses: what a proposer without a cache has found out.
-        rounds: tokens that the sequence had in each of its rounds, and K, where a drafter's rows follow from these.
     """
 
     seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     guesses: Any = None
-    rounds: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Sequences:
@@ -110,13 +108,6 @@ class Sequences:
         """Some of the sequences as a batch of their own, for a forward that the others do not need."""
         made = copy.copy(self)
         made.select(rows)
-        return made
-
-    def as_of(self, length: int) -> "Sequences":
-        """The batch when its sequences had so many tokens; those behind them are where a drafter writes its own."""
-        made = copy.copy(self)
-        made.token_ids = [ids[:length] for ids in self.token_ids]
-        made.length_B = torch.full_like(self.length_B, length)
         return made
 
     @property

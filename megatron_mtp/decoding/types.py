@@ -149,9 +149,6 @@ class Proposer:
         drafts_trees: whether a row may have several candidates.
         keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
             back by few (`recurrent_state.ROLLED_BACK`).
-        leaves_rows_out: whether the rows that it runs follow from where its rounds began, so that a sequence that
-            begins anew repeats its rounds (`Progress.rounds`), and no other sequence may use its rows. Rows left out
-            are zero.
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         at_once: whether a draft of any K takes one pass.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
@@ -162,7 +159,6 @@ class Proposer:
     depths: ClassVar[Kind | None] = None
     drafts_trees: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
-    leaves_rows_out: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
     limit: ClassVar[str] = ""

@@ -343,10 +343,6 @@ class Agreeing(Proposer):
     def has_states(self) -> bool:
         return self.inner.has_states
 
-    @property
-    def leaves_rows_out(self) -> bool:
-        return self.inner.leaves_rows_out
-
     def missed(self, sequences: Sequences, count: int) -> int:
         return self.inner.missed(sequences, count)
 

@@ -25,7 +25,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "plain": {"method": "plain"},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
     "mtp_eagle": {"method": "mtp_eagle", "num_speculative_tokens": 5},
-    "mtp_trunk_states": {"method": "mtp_trunk_states"},
     "mtp_tree": {"method": "mtp_tree", "tree": [3, 2, 1]},
     "mtp_tree-dynamic": {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4},
     "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},

@@ -73,7 +73,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("gqa", {"method": "mtp", "num_speculative_tokens": 3}),
     "tied": ("mha-tied-layernorm", {"method": "mtp", "num_speculative_tokens": 3}),
     "mtp_eagle": ("gqa", {"method": "mtp_eagle", "num_speculative_tokens": 4}),
-    "mtp_trunk_states": ("gqa", {"method": "mtp_trunk_states"}),
     "mtp_tree": ("gqa", {"method": "mtp_tree", "tree": [20, 2]}),
     "mtp_tree-dynamic": ("gqa", {"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4}),
     "mtp_beam": ("gqa", {"method": "mtp_beam", "num_speculative_tokens": 3}),

@@ -31,7 +31,6 @@ from tiers import tiered
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.nn.functional import one_hot
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import backend
@@ -39,7 +38,6 @@ from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import PROPOSERS, block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
@@ -59,7 +57,6 @@ CHAINS: dict[str, dict[str, Any]] = {
     "mtp-1": {"method": "mtp", "num_speculative_tokens": 1},
     "mtp-auto": {"method": "mtp", "num_speculative_tokens": "auto"},
     "mtp_eagle": {"method": "mtp_eagle", "num_speculative_tokens": 5},
-    "mtp_trunk_states": {"method": "mtp_trunk_states"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
 TREES: dict[str, dict[str, Any]] = {
@@ -206,33 +203,6 @@ def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
         longer = [*answer[:length], *(int(logits_V.argmax()) for logits_V in drafted)]
         for depth, trained_SV in enumerate(trained_forward(twin, longer)[1]):
             torch.testing.assert_close(drafted[depth], trained_SV[length - 2], rtol=1e-9, atol=1e-9)
-
-
-def test_trunk_states_run_the_last_k_tokens_with_the_states_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of `TrunkStates`: a round of three new tokens, of which the first one's row is left out."""
-    target, calls = runner_of(depths=2), []
-    states_SBH = torch.arange(6.0, dtype=target.dtype, device="cuda").view(6, 1, 1).expand(-1, -1, target.hidden_size)
-
-    def depth(number: int, hidden_SBH: Tensor, tokens_BR: Tensor, rows: Rows, _: KVCache) -> Tensor:
-        calls.append((number, hidden_SBH[:, 0, 0].tolist(), tokens_BR[0].tolist(), rows.slots_BR[0].tolist()))
-        return torch.full_like(hidden_SBH, 100 * number)
-
-    monkeypatch.setattr(target, "depth", depth)
-    logits = lambda given_SBH: one_hot(given_SBH[..., 0].long() % 91, 96).transpose(0, 1)  # noqa: E731
-    monkeypatch.setattr(target, "draft_logits", logits)
-    sequences = sequences_of(target, [[10, 11, 12]], 20)
-    sequences.put_states(states_SBH, Rows(sequences.length_B - 3, 6, 6, sequences.tables))
-    method = make_method(target, config_from({"method": "mtp_trunk_states"}), Sampling())
-    round = Round(Sampling(), sequences.noise, method.config)
-    method.proposer.propose(sequences, round, 2)
-    assert calls == [(1, [0, 0, 1], [10, 11, 12], [20, 0, 1]), (2, [0, 1, 100], [11, 12, 9], [20, 0, 1])]
-    calls.clear()
-    sequences.put_tokens(sequences.length_B, torch.tensor([[13, 14, 15]], device="cuda"))
-    sequences.length_B += 3
-    sequences.settle(0, [13, 14, 15], ended=False)
-    draft = method.proposer.propose(sequences, round, 2)
-    assert calls == [(1, [3, 4], [14, 15], [3, 4]), (2, [4, 100], [15, 9], [3, 4])]
-    assert draft.tokens_BN.tolist() == [[9, 18]]
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "mtp_tree"])

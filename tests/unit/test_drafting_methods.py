@@ -43,7 +43,6 @@ CASES: dict[str, Case] = {
     "mtp-latent": Case({"method": "mtp", "num_speculative_tokens": 3}, "mla"),
     "mtp_eagle": Case({"method": "mtp_eagle", "num_speculative_tokens": 5}),
     "mtp_eagle-latent": Case({"method": "mtp_eagle", "num_speculative_tokens": 5}, "mla"),
-    "mtp_trunk_states": Case({"method": "mtp_trunk_states"}),
     "mtp_tree": Case({"method": "mtp_tree", "tree": [3, 2, 1]}),
     "mtp_tree-dynamic": Case({"method": "mtp_tree", "tree_nodes": 12, "num_speculative_tokens": 4}),
     "mtp_beam": Case({"method": "mtp_beam", "num_speculative_tokens": 3}),
@@ -89,12 +88,9 @@ def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
     return sequences.memory.depths[: None if isinstance(proposer, Vanilla) else 1]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "mtp_trunk_states"])
+@pytest.mark.parametrize("name", CASES)
 def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
-    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones.
-
-    The exception is `mtp_trunk_states`, whose rows depend on what was accepted, by its nature.
-    """
+    """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones."""
     case = CASES[name]
     target, prompts = case.target(), prompts_of(4)
     used, driven = case.run(target, prompts, 40, answers=plain(target, prompts, 60))

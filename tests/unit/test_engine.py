@@ -42,10 +42,7 @@ TREES: dict[str, dict[str, Any]] = {
     "mtp_tree": {"method": "mtp_tree", "tree": [3, 2]},
     "lookahead": {"method": "lookahead"},
 }
-ROUNDS: dict[str, dict[str, Any]] = {"mtp_trunk_states": {"method": "mtp_trunk_states", "num_speculative_tokens": 3}}
-"""A method whose rows follow from where its rounds began; its texts share no blocks."""
-SHARING = {**CHAINS, **TREES}
-METHODS = {**SHARING, **ROUNDS}
+METHODS = {**CHAINS, **TREES}
 SAMPLINGS = [Sampling(), Sampling(), Sampling(1.0), Sampling(0.7, top_k=20), Sampling(1.2, top_p=0.8, min_p=0.02)]
 KEPT: dict[str, Runner] = {}
 LENGTHS = (510, 512, 600, 1030)
@@ -217,7 +214,7 @@ def long_runner(kind: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> Ru
     ("kind", "method"),
     [
         *((kind, method) for kind in ("gqa", "moe", "mla", "hybrid") for method in ("mtp", "mtp_eagle")),
-        *(("gqa", method) for method in ("draft_model", "mtp_trunk_states", "mtp_tree")),
+        *(("gqa", method) for method in ("draft_model", "mtp_tree")),
     ],
 )
 def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +399,7 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
 # ---- known beginnings
 
 
-@pytest.mark.parametrize("method", SHARING)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 tokens of a prompt of 90 are known, which are two blocks of 32."""
     rows: list[int] = []

@@ -1,41 +1,32 @@
-"""Continuous batching where states belong to a text as a whole, and where rows follow from a text's rounds.
-
-Hybrids with recurrent layers against `generate` in float32, and `mtp_trunk_states` against a text that is not put back.
-"""
+"""Continuous batching of hybrids with recurrent layers against `generate` in float32: states belong to a whole text."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from drafting_single import POSITIONS, model_of, run, run_every_step_in_python
+from drafting_single import POSITIONS
 from hybrid_single import drafting_hybrid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 from parrot import running
 from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_of, texts_of
-from torch import Tensor
 
 from megatron_mtp.decoding import recurrent_state
 from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, entry_bytes
-from megatron_mtp.decoding.kv_cache import Rows
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Round
 from megatron_mtp.server.detokenizer import Codec
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
 EVERYWHERE = ("plain", "mtp-1", "mtp_eagle", "ngram", "draft_model")
-IN_THE_TRUNK = (*EVERYWHERE, "mtp_beam", "mtp_trunk_states")
+IN_THE_TRUNK = (*EVERYWHERE, "mtp_beam")
 METHODS = {
     "M-*-/M-/M-/M-": EVERYWHERE,
     "G-*-/*-/*-/*-": IN_THE_TRUNK,
@@ -208,96 +199,3 @@ def test_blocks_and_entries_fill_the_memory_that_is_given(pattern: str, monkeypa
     assert blocks_in((6.5 * each + states) / 2**30, 3, *both) == 5
     with pytest.raises(ValueError, match=r"no block of 32 tokens beside the states of 3 sequences; .* or run fewer"):
         blocks_in((1.5 * each + states) / 2**30, 3, *both)
-
-
-# ---- rows that are left out
-
-
-PROMPT, NEW = PIECES[0][:30], 50
-TRUNK_STATES = config_from({"method": "mtp_trunk_states"})
-
-
-def agree(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let depths pick what the text will be, but for one token in five: some rounds accept all three drafts."""
-
-    def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, None]:
-        place = int(round.noise.position_B) + position
-        token = answer[place] if place < len(answer) else 0
-        return torch.tensor([token if place % 5 else (token + 1) % VOCABULARY]), None
-
-    monkeypatch.setattr(mtp, "pick", pick)
-
-
-def depth_rows(sequences: Sequences, rows: int) -> Iterator[Tensor]:
-    """Keys and values of every depth, [G, rows, C]."""
-    for cache in sequences.memory.depths:
-        for held in (*cache.keys, *cache.values):
-            assert held is not None
-            yield Rows(sequences.length_B, 1, rows, sequences.tables).window_of(held)[0]
-
-
-def used_engine(runner: Runner) -> Engine:
-    """One whose blocks all hold rows of other texts."""
-    engine = Engine(runner, EngineSettings(chunk=16, blocks=5), TRUNK_STATES)
-    for other in (PIECES[1], PIECES[2]):
-        engine.add(request_of([*other, *other], 3, "mtp"))
-    drained(engine)
-    return engine
-
-
-@pytest.mark.parametrize("when", [(), (4,), (2, 5, 9)])
-def test_a_text_that_is_put_back_has_the_rows_that_it_had(
-    when: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those left out are zero, also in blocks that others have written; the rounds after it are the same."""
-    run_every_step_in_python(monkeypatch)
-    runner = Runner(model_of("gqa", 3, torch.float32))
-    engine, answer = used_engine(runner), PROMPT + alone(Request(PROMPT, NEW + 5), runner)
-    agree(answer, monkeypatch)
-    right, _ = run(runner, [PROMPT], NEW, {"method": "mtp_trunk_states"})
-    engine.add(Request(PROMPT, NEW))
-    (text,) = engine.scheduler.seqs.values()
-    while engine.busy:
-        engine.step()
-        if engine.scheduler.decoded:
-            (group,) = engine.scheduler.decoded.values()
-            ours = group.sequences.only([0])
-        if len(text.progress.rounds) in when and engine.scheduler.decoded:
-            engine.scheduler.put_back(text)
-            assert not engine.scheduler.decoded
-            while not engine.scheduler.decoded:  # until the prompt has run again
-                engine.step()
-    assert engine.load.preempted == len(when)
-    assert text.tokens == right.token_ids[0] == answer[: len(PROMPT) + NEW]
-    assert text.progress.rounds == right.progress[0].rounds
-    rows = text.progress.rounds[-1][0] - 1
-    pairs = [*zip(depth_rows(ours, rows), depth_rows(right, rows), strict=True)]
-    for mine, expected in pairs:
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-    assert all(int((mine == 0).all(dim=(0, 2)).sum()) > 5 for mine, _ in pairs)
-
-
-def test_its_rows_are_not_taken_by_another_text() -> None:
-    """Nor does it take rows of others, which it would overwrite."""
-    engine = Engine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
-    prompt = PIECES[0] + PIECES[1]
-    for method in ("mtp_trunk_states", "mtp", "mtp_trunk_states"):
-        request = request_of(prompt, 5, method, sampling=Sampling(1.0))
-        number = engine.add(request)
-        assert texts_of(drained(engine))[number] == alone(request, engine.runner)
-    assert engine.load.cached_tokens == 0
-
-
-def test_a_short_prompt_runs_whole_beside_texts_that_have_begun() -> None:
-    """Six rows; a round runs the last three of them."""
-    engine = Engine(Runner(model_of("gqa", 3, torch.float32)), EngineSettings())
-    engine.add(request_of([3], 90, "mtp_trunk_states", sampling=Sampling(1.0)))
-    for seed in range(6):
-        engine.step()
-        request = request_of(
-            PIECES[seed % 3][seed : seed + 6], 20, "mtp_trunk_states", sampling=Sampling(1.0), seed=seed
-        )
-        number, updates = engine.add(request), []
-        while not any(one.request == number and one.finish for one in updates):
-            updates += engine.step()
-        assert texts_of(updates)[number] == alone(request, engine.runner)

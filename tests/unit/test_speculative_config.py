@@ -38,6 +38,7 @@ def test_what_is_left_out_is_the_default() -> None:
         ('{"method": "mtp", "num_speculative_tokens": ' + "9" * 5000 + "}", "is not JSON"),
         ("{}", "'method' is missing"),
         ('{"method": "medusa"}', f"choose one of {', '.join(PROPOSERS)}"),
+        ('{"method": "mtp_trunk_states"}', "'mtp_trunk_states' was removed; use 'mtp', as it was trained"),
         ('{"method": "mtp", "k": 2}', "there is no key 'k'; known are method, num_speculative_tokens"),
         ('{"method": "mtp", "verifier": "lucky"}', f"choose one of {', '.join(VERIFIERS)}"),
         ('{"method": "mtp_eagle", "num_speculative_tokens": 16}', "above the limit of 15"),

@@ -1,6 +1,6 @@
 """Proposers: each drafts in its own way, and states its facts and settings in its own file (`types.Proposer`).
 
-    mtp.py          trained depths: sequential, one reused, on the trunk's states, parallel heads; EAGLE-3
+    mtp.py          trained depths: sequential, one reused, parallel heads; EAGLE-3
     tree.py         trees and beams of the first depth's or an EAGLE-3 drafter's tokens
     block_drafter.py  blocks of tokens in one pass of a drafter
     ngram.py        what followed the same tokens before
@@ -24,7 +24,6 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
         {
             "mtp": "megatron_mtp.decoding.proposers.mtp:Vanilla",
             "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:Eagle",
-            "mtp_trunk_states": "megatron_mtp.decoding.proposers.mtp:TrunkStates",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
             "eagle3": "megatron_mtp.decoding.proposers.mtp:Eagle3",

@@ -75,7 +75,8 @@ class Vanilla(Proposer):
         # Depths with states all run: one that falls behind would need rows that the others cannot run anew.
         draft, run = None, self.runner.depths if self.runner.recurrent_depths else count
         caches = sequences.memory.depths
-        for first_B, width, is_last in windows(sequences, self._width(sequences, run)):
+        rows_to_run = max(sequences.growth_since(depth) + depth for depth in range(run))
+        for first_B, width, is_last in windows(sequences, rows_to_run):
             rows = sequences.chain(first_B, width, 0)
             trunk_SBH = sequences.states_at(first_B, width)
             tokens_BT = sequences.tokens_at(first_B, width + run + 1)[:, 1:]
@@ -94,82 +95,12 @@ class Vanilla(Proposer):
         self.mark_seen(sequences, run)
         return draft
 
-    def _width(self, sequences: "Sequences", count: int) -> int:
-        """Rows that depths 1 .. `count` have to run."""
-        return max(sequences.growth_since(depth) + depth for depth in range(count))
-
 
 class ParallelHeads(Vanilla):
     """Heads that all read the trunk's state (Gloeckle et al., arXiv:2404.19737); run as `Vanilla` runs its modules."""
 
     line = "the heads of `--mtp-architecture parallel`"
     depths = "parallel"
-
-
-class TrunkStates(Vanilla):
-    """The vanilla MTP of TensorRT-LLM (its `MTPWorker`), which is not what was trained.
-
-    Module d gets the trunk's states of d - 1 rows further on; only rows of drafts get the state of the module before.
-    A round runs the last K accepted tokens alone. Where K drafts were accepted and the bonus token followed, the first
-    of these K + 1 rows never runs, and its keys and values stay zero.
-
-        K = 2, t_0 .. t_5 known, t_3 .. t_5 of the last round (m = 5); h_0 the trunk's states, g_1 module 1's
-        module 1    rows 3, 4: (h_0[3], t_4) (h_0[4], t_5)      row 2, which would be (h_0[2], t_3), was left out
-        module 2    rows 3, 4: (h_0[4], t_5) (g_1[4], x_1)
-
-    So the rows of a sequence follow from its tokens and from where its rounds began, which is kept of every sequence.
-    """
-
-    line = "the D modules fed with the trunk's states, as TensorRT-LLM does: not as trained"
-    keeps_states = False
-    leaves_rows_out = True
-    recordable = False
-
-    @override
-    def missed(self, sequences: "Sequences", count: int) -> int:
-        """Those of sequences that have not begun; what others miss stays out."""
-        each = zip(sequences.token_ids, sequences.progress, strict=True)
-        return max((len(ids) for ids, one in each if not one.seen[0]), default=0)
-
-    @override
-    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        for ids, one, live in zip(sequences.token_ids, sequences.progress, sequences.live, strict=True):
-            if live:
-                one.rounds.append((len(ids), count))
-        return chain_of(self._run(sequences, round, count))
-
-    @override
-    def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
-        """Repeat the rounds of one sequence, with its tokens in the place of drafts; without any, run its prompt."""
-        (ids,), (one,) = sequences.token_ids, sequences.progress
-        for length, drafted in one.rounds or [(len(ids), count)]:
-            self._run(sequences.as_of(length), None, drafted)
-
-    def _run(self, sequences: "Sequences", round: Round | None, count: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Tokens that each depth picks; none without `round`, when the next depth reads what the sequence has there."""
-        picked: list[tuple[Tensor, Tensor | None]] = []
-        caches = sequences.memory.depths
-        for first_B, width, is_last in windows(sequences, self._width(sequences, count)):
-            rows = sequences.chain(first_B, width, 0)
-            tokens_BT = sequences.tokens_at(first_B + 1, width + count)
-            drafted: list[Tensor] = []
-            for depth in range(1, count + 1):
-                trunk_SBH = sequences.states_at(first_B + depth - 1, width - len(drafted))
-                tokens_BR = tokens_BT[:, depth - 1 : depth - 1 + width]
-                given_SBH = torch.cat([trunk_SBH, *drafted])
-                states_SBH = self.runner.depth(depth, given_SBH, tokens_BR, rows, caches[depth - 1])
-                if not is_last:
-                    continue
-                drafted.append(states_SBH[-1:])
-                if round is not None:
-                    picked.append(pick(self.runner.draft_logits(states_SBH[-1:])[:, 0], round, depth - 1))
-                    tokens_BT[:, width + depth - 1] = picked[-1][0]
-        self.mark_seen(sequences, count)
-        return picked
-
-    def _width(self, sequences: "Sequences", count: int) -> int:
-        prompts_are_run = any(one.seen[0] for one in sequences.progress)
-        return count if prompts_are_run else max(sequences.growth_since(0), count)
 
 
 class Eagle(OneCache):

@@ -53,6 +53,12 @@ class TwoRanks:
         return 2
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_launches_of_a_layer_with_latents(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are pages add a copy of the latents."""
+    assert launches_of_a_layer(monkeypatch, "mla", paged) == 99 + paged
+
+
 @pytest.mark.parametrize(("changes", "launches"), [({}, 18), ({"qk_layernorm": True}, 21)])
 def test_launches_of_a_layer(changes: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are pages add two copies, and tensor parallelism two sums."""

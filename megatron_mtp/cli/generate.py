@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_mtp.decoding.config import SpeculativeConfig
-    from megatron_mtp.decoding.requests import Update
+    from megatron_mtp.decoding.types import Update
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":

@@ -249,7 +249,7 @@ def _write(
 def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
-    from megatron_mtp.decoding.requests import Finish
+    from megatron_mtp.decoding.types import Finish
 
     texts = [finished[number] for number in sorted(finished) if number < args.texts]
     if not texts:
@@ -289,9 +289,9 @@ def _continue(
 ) -> AcceptanceStats:
     """Continue every numbered prompt, taken as places become free, and `keep` it; returns what it cost."""
     from megatron_mtp.decoding.engine import Engine, blocks_for
-    from megatron_mtp.decoding.requests import Finish, Request
     from megatron_mtp.decoding.sampling import Sampling
     from megatron_mtp.decoding.scheduler import EngineSettings
+    from megatron_mtp.decoding.types import Finish, Request
 
     together, sampling, logprobs = args.batch_size, Sampling.of(args), 0 if args.logprobs else None
     engine = Engine(runner, EngineSettings(together, 2 * together, blocks_for(together, runner)), speculative)

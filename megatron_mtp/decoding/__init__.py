@@ -4,24 +4,21 @@ The Python API is `load_runner` and `generate`, which are looked up when asked f
 machine, and the rules in this room (types, sampling, verifiers) do not.
 
     config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
-    sampling.py          logits to probabilities to tokens; random numbers by seed and position
+    sampling.py          logits to probabilities to tokens; penalties, log-probabilities, random numbers by seed
     types.py             the parts of a step and what passes between them: Proposer, Draft (a tree), Verifier, Verdict
-    requests.py          Request and Update: what passes between the engine and those who send it requests
     proposers/           PROPOSERS: what drafts
     verifiers/           VERIFIERS: which drafts are accepted
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
     kv_cache.py          rows of a forward: chains, trees, without padding; keys and values in shared blocks
     sequences.py         the tensors of a batch of sequences while they grow
     block_manager.py     which blocks are free, and which hold a beginning that sequences share
-    penalties.py         penalties and log-probabilities
     batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft
     scheduler.py         who runs in a step: prompts, sequences that are decoded, and those that are put back
     runner.py            a loaded model row by row: trunk, depths, head
     backend.py           Modules, which runs rows through all layers; the table of backends
     dense_layer.py       a dense layer with little between its products
     cached_attention.py  attention over the cache, of latents too, in the place of a trained model's
-    recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row, in the places of a hybrid's
-    recurrent_state.py   their states and the newest rows' inputs, from which states are rolled back
+    recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row in the places of a hybrid's; states that are rolled back
     graphs.py            steps as CUDA graphs, kept for later sequences
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     engine.py            continuous batching: requests join and leave between steps; the size of the memory

@@ -13,11 +13,11 @@ from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.kv_cache import CHUNK, rounded
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.requests import Request, TokenLogprob, Update, check_prompt
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.decoding.sampling import Sampling, TokenLogprob
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import wants_few_shapes
+from megatron_mtp.decoding.types import Request, Update, check_prompt
 
 LEAST_KEPT = 1024
 """Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""

@@ -8,8 +8,7 @@ less in between. Packages add others by an entry point:
 
 The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
 methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
-`Stack` and `MTPRows`. kv_cache.py and recurrent_state.py say what rows and caches hold,
-recurrent_layers.py what a layer is made of.
+`Stack` and `MTPRows`. kv_cache.py and recurrent_layers.py say what rows, caches and recurrent layers hold.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
 """

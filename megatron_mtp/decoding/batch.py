@@ -11,16 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, rounded
-from megatron_mtp.decoding.penalties import NO_PENALTIES, PenalizedVerifier, logprobs_of, penalized
-from megatron_mtp.decoding.requests import Finish, Request, TokenLogprob, Update
-from megatron_mtp.decoding.sampling import RECOVER, Sampling, draw, sampling_of
+from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, ancestors_of, rounded
+from megatron_mtp.decoding.sampling import (
+    NO_PENALTIES,
+    RECOVER,
+    Penalties,
+    Sampling,
+    TokenLogprob,
+    draw,
+    logprobs_of,
+    penalized,
+    sampling_of,
+)
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
-from megatron_mtp.decoding.types import Draft, Method, Proposer, Round, StepOutput
+from megatron_mtp.decoding.types import (
+    Draft,
+    Finish,
+    Method,
+    Proposer,
+    Request,
+    Round,
+    Rule,
+    StepOutput,
+    Update,
+    Verdict,
+)
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
@@ -389,3 +409,48 @@ def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     began = time.perf_counter()
     method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.token_ids), count)
     method.stats.drafter_seconds += time.perf_counter() - began
+
+
+@dataclass
+class PenalizedVerifier:
+    """A verifier for sequences of which some have penalties or want log-probabilities.
+
+    Attributes:
+        rule: the verifier proper.
+        penalties: of every sequence.
+        prompts: tokens of every sequence's prompt.
+        logits_BRV, kept_BR: of the last step, before penalties.
+    """
+
+    rule: Rule
+    penalties: list[Penalties]
+    prompts: list[int]
+    logits_BRV: Tensor | None = None
+    kept_BR: Tensor | None = None
+
+    def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+        """The rule's verdict on the penalized logits."""
+        rows = [
+            penalized(one, tokens, prompt, logits_RV, drafted_RV)
+            for one, tokens, prompt, logits_RV, drafted_RV in zip(
+                self.penalties, round.token_ids, self.prompts, logits_BRV, _drafted(draft, logits_BRV), strict=True
+            )
+        ]
+        verdict = self.rule(torch.stack(rows), draft, round)
+        self.logits_BRV, self.kept_BR = logits_BRV, verdict.kept_BR
+        return verdict
+
+    def logprobs(self, row: int, tokens: list[int], top: int) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens that the last step gave a sequence."""
+        assert self.logits_BRV is not None
+        assert self.kept_BR is not None
+        rows_R = self.kept_BR[row].nonzero()[:, 0]
+        return logprobs_of(self.logits_BRV[row, rows_R[: len(tokens)]], tokens, top)
+
+
+def _drafted(draft: Draft, like_BRV: Tensor) -> Tensor:
+    """Counts of each token on the way from the root to a row, the row itself included, [B, R, V]."""
+    if draft.nodes == 0:
+        return torch.zeros_like(like_BRV)
+    ancestors_BRR, _ = ancestors_of(draft.parents())
+    return ancestors_BRR[:, :, 1:].to(like_BRV) @ one_hot(draft.tokens_BN, like_BRV.size(-1)).to(like_BRV)

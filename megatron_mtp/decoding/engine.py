@@ -15,10 +15,9 @@ from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK
 from megatron_mtp.decoding.method import make_method
-from megatron_mtp.decoding.requests import Load, Request, Update, check_request
 from megatron_mtp.decoding.runner import Keeping, Runner
 from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
-from megatron_mtp.decoding.types import Method
+from megatron_mtp.decoding.types import Load, Method, Request, Update, check_request
 
 MOST_GIB = 4.0
 """Cache that is taken unasked."""
@@ -27,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """An engine as `requests.EngineCore` describes it.
+    """Sequences of requests, which grow step by step. Only one thread calls it.
 
     Args:
         runner: the target.
@@ -62,7 +61,7 @@ class Engine:
         self._method_of(Request([0], 1))
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its number. Errors as `requests.EngineCore.add`."""
+        """Queue a request; returns its number. ValueError where it can never be served, QueueFull if not now."""
         method = self._method_of(request)
         check_request(request, self.runner.positions, self.runner.vocab_size)
         budget = min(request.max_new_tokens, self.runner.positions - len(request.prompt))
@@ -71,7 +70,7 @@ class Engine:
         return self._added - 1
 
     def cancel(self, request: int) -> None:
-        """Forget a request; see `requests.EngineCore.cancel`."""
+        """Forget a request; its place and blocks are free in the next step. Nothing happens if it has ended."""
         self.scheduler.cancel(request)
 
     @torch.inference_mode()

@@ -309,7 +309,7 @@ class KVCache:
         tables: any of the memory's, for its sizes.
 
     Attributes:
-        recurrence: what recurrent layers remember (`recurrent_state.Recurrence`); None before one has run.
+        recurrence: what recurrent layers remember (`recurrent_layers.Recurrence`); None before one has run.
     """
 
     def __init__(self, layers: int, tables: BlockTables) -> None:

@@ -1,10 +1,30 @@
-"""Mamba-2 and Gated DeltaNet row by row, in the places of the layers that a model was trained with.
+"""Mamba-2 and Gated DeltaNet row by row, in the places of the layers that a model was trained with, and their memory.
 
-The projections, convolutions and norms are the trained modules'; states are in recurrent_state.py.
+Projections, convolutions and norms are the trained modules'.
 
-Letters in names: as in recurrent_state.py, and S rows of a forward.
+A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
+inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
+need no work: the next forward overwrites their slots, as it does in `KVCache`. Only when the slots are full does the
+state take in rows, and never the last `ROLLED_BACK` ones, to which a later forward may go back:
+
+    place     0 .. 95 | 96 .. 127 | 128 129 130         the state has taken in rows 0 .. 95, slots hold 96 .. 130
+                start ^             ^ t_m and two drafts; if both are rejected, the next forward begins at 129
+
+Mamba-2 and Gated DeltaNet are the same here. Row t has a key k_t, a value u_t and a decay exp(g_t):
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T          seen by a query q:  q^T S_t
+
+Rows of a forward that are padding change nothing, and a row that runs anew takes its own slot.
+
+There is an entry for every sequence that may run at once, and a forward reads and writes those of its sequences
+(`BlockTables.entries`).
+
+Letters in names: B batch, E entries, R rows of a piece, T slots, W slots that are looked at, H heads, G groups of heads
+that share keys, N channels of a key, P of a value, C of the convolution, S rows of a forward.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, override
 
 import torch
@@ -12,9 +32,293 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron_mtp.decoding.cached_attention import StandIn
-from megatron_mtp.decoding.kv_cache import Scope
-from megatron_mtp.decoding.recurrent_state import RecurrentMemory, RowPiece, Sizes, recurrence_of
+from megatron_mtp.decoding.kv_cache import (
+    ROLLED_BACK,
+    BlockTables,
+    KVCache,
+    Places,
+    Rows,
+    Scope,
+    read_rows,
+    write_rows,
+)
 from megatron_mtp.model.recurrent import of_length_one
+
+PIECE = 64
+"""Rows that are run at once; a longer forward, as of a prompt, is cut."""
+
+KEPT = 128
+"""Slots. With more of them a state takes in rows less often, and every row looks at more of them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer's state and of its causal convolution; `width` positions are convolved."""
+
+    heads: int
+    groups: int
+    key_channels: int
+    value_channels: int
+    convolved: int
+    width: int
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's entry in a layer's memory."""
+        return sum(part.nbytes for part in RecurrentMemory(self, 1, torch.empty(0, dtype=dtype, device="meta")).parts)
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """Places of some rows of a forward, for every layer of a stack.
+
+    Attributes:
+        rows: which of the forward's.
+        dropped_B: rows that the state takes in before these run; None if none.
+        first_B, lead_B: the slot of the first row, for padding anywhere, and of the first row that counts.
+        live_BR: whether a row counts; False for padding.
+        before: slots before `lead_B`, at most.
+    """
+
+    rows: slice
+    tables: BlockTables
+    dropped_B: Tensor | None
+    first_B: Tensor
+    lead_B: Tensor
+    live_BR: Tensor
+    before: int
+
+    @cached_property
+    def places_BR(self) -> Tensor:
+        """Slots of the rows, also of those that are not kept."""
+        return self.first_B.unsqueeze(1) + torch.arange(self.live_BR.size(1), device=self.first_B.device)
+
+    @cached_property
+    def slots_BR(self) -> Tensor:
+        """Slots of the rows; the scratch slot for those that do not count."""
+        return torch.where(self.live_BR, self.places_BR, KEPT)
+
+    @cached_property
+    def forbidden_B11W(self) -> Tensor:
+        """Slots that hold nothing, or rows that run anew."""
+        slot_W = torch.arange(self.before, device=self.lead_B.device)
+        return (slot_W >= self.lead_B.unsqueeze(1))[:, None, None]
+
+
+class Recurrence:
+    """The recurrent layers of a `KVCache`; a layer's memory is taken when it first runs.
+
+    Attributes:
+        start_E, end_E: the position of the first slot, and the one after the last row that has run.
+        held: slots in use of every entry, at most, so that the host need not ask.
+    """
+
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self.start_E = torch.zeros(entries, dtype=torch.long, device=device)
+        self.end_E = torch.zeros_like(self.start_E)
+        self.held = [0] * entries
+        self.layers: dict[int, RecurrentMemory] = {}
+        self._cut: tuple[Rows, list[RowPiece]] | None = None
+
+    def pieces(self, rows: Rows) -> list[RowPiece]:
+        """The rows of the forward that runs, cut into pieces, which every layer has to run once.
+
+        Raises:
+            ValueError: the rows are no chain.
+        """
+        if self._cut is None or self._cut[0] is not rows:
+            chain = _chain(rows)
+            count = chain.counts_BR.size(1)
+            slices = [slice(at, min(at + PIECE, count)) for at in range(0, count, PIECE)]
+            self._cut = rows, [self._piece(chain, part) for part in slices]
+        return self._cut[1]
+
+    def make_room(self, rows: Rows, count: int) -> None:
+        """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
+
+        Raises:
+            ValueError: the rows are no chain.
+        """
+        chain = _chain(rows)
+        tables = chain.tables
+        if self._most_held(tables) + count > KEPT:
+            dropped_B = self._dropped(self._lead(chain.counts_BR, chain.places_BR, tables), tables)
+            for memory in self.layers.values():
+                memory.drop(dropped_B, tables)
+
+    def hold(self, count: int, tables: BlockTables) -> int:
+        """So many rows are about to run; slots in use before them, at most."""
+        before = self._most_held(tables)
+        for entry in tables.entries:
+            self.held[entry] = before + count
+        return before
+
+    def memory(self, layer: int, sizes: Sizes, like: Tensor) -> "RecurrentMemory":
+        """Memory of a layer; made if there is none."""
+        if layer not in self.layers:
+            self.layers[layer] = RecurrentMemory(sizes, len(self.held), like)
+        return self.layers[layer]
+
+    def forget(self, entry: int) -> None:
+        """Make an entry that of a sequence without rows."""
+        self.start_E[entry] = self.end_E[entry] = self.held[entry] = 0
+        for part in (part for memory in self.layers.values() for part in memory.parts):
+            part[entry] = 0
+
+    def _piece(self, rows: Rows, part: slice) -> RowPiece:
+        tables, live_BR, place_BR = rows.tables, rows.counts_BR[:, part], rows.places_BR[:, part]
+        lead_B = self._lead(live_BR, place_BR, tables)
+        self.end_E[tables.where] = lead_B + live_BR.sum(dim=1)
+        count = part.stop - part.start
+        dropped_B = self._dropped(lead_B, tables) if self._most_held(tables) + count > KEPT else None
+        before, start_B = self.hold(count, tables), self.start_E[tables.where]
+        return RowPiece(part, tables, dropped_B, place_BR[:, 0] - start_B, lead_B - start_B, live_BR, before)
+
+    def _lead(self, live_BR: Tensor, place_BR: Tensor, tables: BlockTables) -> Tensor:
+        """The position of every sequence's first row that counts; where none does, of the one that would come next."""
+        first_B = place_BR[:, 0] + live_BR.int().argmax(dim=1)
+        return torch.where(live_BR.any(dim=1), first_B, self.end_E[tables.where])
+
+    def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
+        """Number of rows that the states take in before the one at `lead_B` runs; the slots begin behind them."""
+        start_B = self.start_E[tables.where]
+        dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
+        self.start_E[tables.where] = start_B + dropped_B
+        for entry in tables.entries:
+            self.held[entry] = ROLLED_BACK
+        return dropped_B
+
+    def _most_held(self, tables: BlockTables) -> int:
+        return max(self.held[entry] for entry in tables.entries)
+
+
+def _places(slots_BR: Tensor, tables: BlockTables) -> Places:
+    """A sequence's entry is the one block of its slots."""
+    return tables.entry_B.unsqueeze(1), slots_BR
+
+
+def _chain(rows: Rows) -> Rows:
+    if rows.padded is not None:
+        return rows.padded
+    if not rows.is_chain:
+        raise ValueError("recurrent layers run chains alone, since a state has no branches; draft chains.")
+    return rows
+
+
+def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
+    """That of a cache, which is made when a first recurrent layer runs."""
+    if cache.recurrence is None:
+        cache.recurrence = Recurrence(cache.kept_entries, device)
+    made: Recurrence = cache.recurrence
+    return made
+
+
+class RecurrentMemory:
+    """One layer's state, and the inputs of the rows in its slots.
+
+    Attributes:
+        state_EHNP: before the first slot, float32 or wider, as all but `mixed_E1TC`.
+        keys_EGTN, values_EHTP: k and u.
+        sums_EHT1: g, summed from the first slot to this one.
+        mixed_E1TC: what the convolution reads, from `width` - 1 rows before the first slot on.
+    """
+
+    def __init__(self, sizes: Sizes, entries: int, like: Tensor) -> None:
+        wide = torch.promote_types(like.dtype, torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.zeros(entries, *shape, dtype=dtype, device=like.device)
+
+        self.sizes = sizes
+        self.state_EHNP = zeros(sizes.heads, sizes.key_channels, sizes.value_channels)
+        self.keys_EGTN = zeros(sizes.groups, KEPT + 1, sizes.key_channels)
+        self.values_EHTP = zeros(sizes.heads, KEPT + 1, sizes.value_channels)
+        self.sums_EHT1 = zeros(sizes.heads, KEPT + 1, 1)
+        self.mixed_E1TC = zeros(1, KEPT + sizes.width, sizes.convolved, dtype=like.dtype)
+
+    @property
+    def kept(self) -> int:
+        """Slots."""
+        return self.keys_EGTN.size(2) - 1
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that is kept."""
+        return self.state_EHNP, self.keys_EGTN, self.values_EHTP, self.sums_EHT1, self.mixed_E1TC
+
+    def drop(self, dropped_B: Tensor, tables: BlockTables) -> None:
+        """Take rows from the first slots into the state, and move those behind them to the front."""
+        total_BH11 = self._sum_before(dropped_B, tables)
+        self.state_EHNP[tables.where] = self.state_after(dropped_B, tables)
+        for slots in (self.keys_EGTN, self.values_EHTP):
+            _move(slots, tables, dropped_B, ROLLED_BACK)
+        _move(self.sums_EHT1, tables, dropped_B, ROLLED_BACK, less=total_BH11)
+        _move(self.mixed_E1TC, tables, dropped_B, ROLLED_BACK + self.sizes.width - 1)
+
+    def state_after(self, count_B: Tensor, tables: BlockTables) -> Tensor:
+        """S after so many slots of every sequence, [B, H, N, P]."""
+        total_BH11 = self._sum_before(count_B, tables)
+        later_BT = torch.arange(KEPT + 1, device=count_B.device) >= count_B.unsqueeze(1)
+        left_BHT1 = (total_BH11 - self.sums_EHT1[tables.where]).masked_fill(later_BT[:, None, :, None], -torch.inf)
+        key_BHTN, value_BHTP = self._for_heads(self.keys_EGTN[tables.where]), self.values_EHTP[tables.where]
+        added_BHNP = key_BHTN.mT @ (value_BHTP * left_BHT1.exp())
+        return self.state_EHNP[tables.where] * total_BH11.exp() + added_BHNP
+
+    def convolved(self, mixed_BRC: Tensor, piece: RowPiece, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+        """The rows' convolution with the rows before them, [B, R, C]; keeps what it reads."""
+        before = self.sizes.width - 1
+        slots_BR = torch.where(piece.live_BR, piece.places_BR, KEPT) + before
+        rows = mixed_BRC.size(1)
+        write_rows(self.mixed_E1TC, mixed_BRC.unsqueeze(1), _places(slots_BR, piece.tables))
+        place_BQ = piece.first_B.unsqueeze(1) + torch.arange(rows + before, device=mixed_BRC.device)
+        read_BQC = read_rows(self.mixed_E1TC, _places(place_BQ.clamp(0, KEPT + before), piece.tables))[:, 0]
+        made_BRC = read_BQC[:, before:] * weight_CW[:, -1]
+        for back in range(1, self.sizes.width):
+            made_BRC = made_BRC + read_BQC[:, before - back : before - back + rows] * weight_CW[:, -1 - back]
+        return made_BRC if bias_C is None else made_BRC + bias_C
+
+    def sums(self, decay_BHR: Tensor, piece: RowPiece) -> Tensor:
+        """g summed from the first slot to every row, [B, H, R, 1]; that of rows that do not count is 0."""
+        own_BHR = (decay_BHR * piece.live_BR.unsqueeze(1)).cumsum(dim=2)
+        return self._sum_before(piece.lead_B, piece.tables) + own_BHR.unsqueeze(3)
+
+    def seen(self, query_BGRN: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> Tensor:
+        """Values that queries see of the state and of earlier rows, [B, H, R, P]."""
+        seen_BHRP = self._for_heads(query_BGRN) @ self.state_EHNP[piece.tables.where] * sums_BHR1.exp()
+        if piece.before == 0:
+            return seen_BHRP
+        key_BGWN, value_BHWP, sums_BHW1 = (
+            one[piece.tables.where, :, : piece.before] for one in (self.keys_EGTN, self.values_EHTP, self.sums_EHT1)
+        )
+        left_BHRW = (sums_BHR1 - sums_BHW1.mT).masked_fill(piece.forbidden_B11W, -torch.inf).exp()
+        return seen_BHRP + (self._for_heads(query_BGRN @ key_BGWN.mT) * left_BHRW) @ value_BHWP
+
+    def among(self, query_BGRN: Tensor, key_BGRN: Tensor, sums_BHR1: Tensor) -> Tensor:
+        """Weight with which every row of a piece (last but one) sees every row up to itself (last), [B, H, R, R]."""
+        left_BHRR = (sums_BHR1 - sums_BHR1.mT).tril().exp().tril()
+        return self._for_heads(query_BGRN @ key_BGRN.mT) * left_BHRR
+
+    def put(self, key_BGRN: Tensor, value_BHRP: Tensor, sums_BHR1: Tensor, piece: RowPiece) -> None:
+        """Keep the rows' inputs."""
+        kept = (self.keys_EGTN, key_BGRN), (self.values_EHTP, value_BHRP), (self.sums_EHT1, sums_BHR1)
+        for slots, new in kept:
+            write_rows(slots, new, _places(piece.slots_BR, piece.tables))
+
+    def _sum_before(self, slot_B: Tensor, tables: BlockTables) -> Tensor:
+        """g summed over all slots before one, [B, H, 1, 1]."""
+        slot_B1 = slot_B.unsqueeze(1)
+        sum_BH11 = read_rows(self.sums_EHT1, _places((slot_B1 - 1).clamp(min=0), tables))
+        return sum_BH11.masked_fill((slot_B1 == 0)[:, None, :, None], 0)
+
+    def _for_heads(self, values_BGxx: Tensor) -> Tensor:
+        """Repeat what a group's heads share for each of its heads."""
+        return values_BGxx.repeat_interleave(self.sizes.heads // self.sizes.groups, dim=1)
+
+
+def _move(slots_ExTx: Tensor, tables: BlockTables, dropped_B: Tensor, count: int, less: Tensor | float = 0.0) -> None:
+    """To the front: `count` slots from slot `dropped_B` on, from which `less` is subtracted."""
+    first_BQ = torch.arange(count, device=dropped_B.device).expand(dropped_B.size(0), -1)
+    moved_BxQx = read_rows(slots_ExTx, _places(first_BQ + dropped_B.unsqueeze(1), tables)) - less
+    write_rows(slots_ExTx, moved_BxQx, _places(first_BQ, tables))
 
 
 class CachedRecurrence(StandIn):

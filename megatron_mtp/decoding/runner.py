@@ -28,7 +28,7 @@ from megatron_mtp.model.trunk import MTPTrunk
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
-    from megatron_mtp.decoding.recurrent_state import Sizes
+    from megatron_mtp.decoding.recurrent_layers import Sizes
 
 PLACES = ("rope", "yarn", "none")
 """Position embeddings that can give every row the angles of its own position."""

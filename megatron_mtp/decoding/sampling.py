@@ -1,9 +1,9 @@
-"""Logits to probabilities to tokens, with random numbers that belong to a request.
+"""Logits to probabilities to tokens: penalties, sampling, log-probabilities, and random numbers of a request.
 
 A request's numbers depend on its seed and position alone, so the rest of the batch changes nothing.
 They are hashes of (seed, position, stream, index), made without state (Salmon et al., SC 2011).
 
-Letters in names: B batch, V vocabulary; ... any leading dimensions.
+Letters in names: B batch, R rows of a sequence, V vocabulary; ... any leading dimensions.
 """
 
 import math
@@ -115,6 +115,82 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     heights = weights.cumsum(dim=-1, dtype=torch.double)
     threshold = uniform.unsqueeze(-1) * heights[..., -1:]
     return torch.searchsorted(heights, threshold, right=True).squeeze(-1).clamp(max=weights.size(-1) - 1)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Changes of the logits, by the tokens that a sequence has; the defaults change nothing.
+
+    Attributes:
+        presence: subtracted once from the logit of every emitted token; -2 to 2.
+        frequency: subtracted for each time that it was emitted; -2 to 2.
+        repetition: logits of tokens of the prompt and of the sequence are divided by it if positive, else multiplied by
+            it (arXiv:1909.05858, section 4.1); above 0.
+        bias: tokens, each with a number that is added to its logit before the penalties.
+        least: the sequence ends at none of `ends` before it has so many new tokens.
+        ends: tokens that are impossible until then.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    least: int = 0
+    ends: frozenset[int] = frozenset()
+
+
+NO_PENALTIES = Penalties()
+
+
+def penalized(
+    penalties: Penalties, tokens: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
+) -> Tensor:
+    """The logits [R, V] of a sequence's next tokens, of which each row has drafted some more."""
+    if penalties == NO_PENALTIES:
+        return logits_RV
+    emitted_RV = _counts(tokens[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
+    if penalties.bias:
+        biased, values = zip(*penalties.bias, strict=True)
+        index_T = torch.tensor(biased, device=logits_RV.device)
+        logits_RV = logits_RV.index_add(1, index_T, logits_RV.new_tensor(values).expand(len(logits_RV), -1))
+    there_RV = (emitted_RV > 0) | (_counts(tokens[:prompt], logits_RV) > 0)
+    by = penalties.repetition
+    logits_RV = torch.where(there_RV, torch.where(logits_RV > 0, logits_RV / by, logits_RV * by), logits_RV)
+    logits_RV = logits_RV - penalties.presence * (emitted_RV > 0) - penalties.frequency * emitted_RV
+    if penalties.least and penalties.ends:
+        too_early_R1 = emitted_RV.sum(dim=1, keepdim=True) < penalties.least
+        end_1V = _counts([token for token in penalties.ends if 0 <= token < logits_RV.size(-1)], logits_RV) > 0
+        logits_RV = logits_RV.masked_fill(too_early_R1 & end_1V, -torch.inf)
+    return logits_RV
+
+
+def _counts(tokens: list[int], like_RV: Tensor) -> Tensor:
+    """Counts of each token, [1, V]."""
+    index_T = torch.tensor(tokens, dtype=torch.long, device=like_RV.device)
+    return torch.bincount(index_T, minlength=like_RV.size(-1)).to(like_RV).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability, by the model's own distribution before temperature and penalties.
+
+    `top` are the most probable tokens at this place with theirs, in falling order.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of one token a row and of the `top` most probable ones."""
+    logprobs_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)).log_softmax(dim=-1)
+    chosen_R1 = torch.tensor(tokens, dtype=torch.long, device=logits_RV.device).unsqueeze(1)
+    own = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
+    best = logprobs_RV.topk(min(top, logits_RV.size(-1)), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    tops = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return [TokenLogprob(*one) for one in zip(tokens, own, tops, strict=True)]
 
 
 STREAMS, NUMBERS = 3, 1 << 22

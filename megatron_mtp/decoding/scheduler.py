@@ -22,8 +22,8 @@ import torch
 from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables, Memory
-from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
+from megatron_mtp.decoding.types import Finish, QueueFull, Update
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Scheduler:
         waiting: numbers of those without a place, in order.
         prefilled: those whose prompts run, in the order in which they came.
         decoded: batches of those that have their first tokens.
-        preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
+        preempted, prompt_tokens, cached_tokens: as of `types.Load`.
         closing: whether no sequence begins; those that have begun go on.
     """
 
@@ -95,7 +95,7 @@ class Scheduler:
         self.closing = False
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence wait. Errors as `requests.EngineCore.add`."""
+        """Let a sequence wait. Errors as `Engine.add`."""
         slots = seq.slots + seq.budget
         if slots > self._longest:
             blocks, most = self.block_manager.blocks_for(slots), self.block_manager.count

@@ -27,16 +27,19 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_mtp.decoding.requests import EngineCore, Finish, Load, QueueFull, Request, Update
+from megatron_mtp.decoding.types import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
 from megatron_mtp.server.protocol import APIError, failed
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.engine import Engine
 
 CANCELLED = "cancelled"
 """Why a request ended whose client has gone."""
@@ -107,7 +110,7 @@ class AsyncEngine:
         group: of all ranks, where there are several; the others `follow`.
     """
 
-    def __init__(self, engine: EngineCore, group: Any = None) -> None:
+    def __init__(self, engine: "Engine", group: Any = None) -> None:
         self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
         self._group, self._new = group, Message()
         self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
@@ -328,7 +331,7 @@ class Metrics(Collector):
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def follow(engine: EngineCore, codec: Codec, group: Any) -> None:
+def follow(engine: "Engine", codec: Codec, group: Any) -> None:
     """Take the steps of rank 0 until it ends; signals are for rank 0, which drains."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

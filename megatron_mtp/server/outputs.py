@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from fastapi.sse import format_sse_event
 
-from megatron_mtp.decoding.requests import TokenLogprob, Update
+from megatron_mtp.decoding.sampling import TokenLogprob
+from megatron_mtp.decoding.types import Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 

@@ -25,8 +25,7 @@ from starlette.responses import JSONResponse
 
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.requests import Penalties
-from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE
+from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE, Penalties
 
 LONGEST_BODY = 8 * 2**20
 """Bytes of a request: a million token ids, and no more."""

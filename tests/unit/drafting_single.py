@@ -23,11 +23,10 @@ from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Proposer, Round
+from megatron_mtp.decoding.types import Draft, Proposer, Request, Round
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.head import Head

@@ -56,7 +56,7 @@ class TwoRanks:
 @pytest.mark.parametrize("paged", [False, True])
 def test_launches_of_a_layer_with_latents(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are pages add a copy of the latents."""
-    assert launches_of_a_layer(monkeypatch, "mla", paged) == 99 + paged
+    assert launches_of_a_layer(monkeypatch, "mla", paged) == 57 + paged
 
 
 @pytest.mark.parametrize(("changes", "launches"), [({}, 18), ({"qk_layernorm": True}, 21)])

@@ -42,12 +42,11 @@ from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import PROPOSERS, block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
-from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Round
+from megatron_mtp.decoding.types import Draft, Request, Round
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -22,8 +22,7 @@ from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import keys
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.requests import Update
-from megatron_mtp.decoding.types import Draft
+from megatron_mtp.decoding.types import Draft, Update
 from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -14,10 +14,9 @@ from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
 from megatron_mtp.decoding.proposers import PROPOSERS, mtp
 from megatron_mtp.decoding.proposers.mtp import Vanilla
-from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Proposer, Round
+from megatron_mtp.decoding.types import Draft, Proposer, Round, Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

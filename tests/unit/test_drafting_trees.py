@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_mtp.decoding.kv_cache import ancestors_of
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
-from megatron_mtp.decoding.proposers.lookahead import JacobiWindow, _trie, _window_parents
+from megatron_mtp.decoding.proposers.ngram import JacobiWindow, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling

@@ -17,15 +17,13 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.batch import DecodeBatch, PrefillBatch, Sequence
+from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.penalties import PenalizedVerifier, penalized
-from megatron_mtp.decoding.requests import EngineCore, Finish, Penalties, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.sampling import Noise, Sampling
+from megatron_mtp.decoding.sampling import Noise, Penalties, Sampling, penalized
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Draft, Round, Verdict
+from megatron_mtp.decoding.types import Draft, Finish, QueueFull, Request, Round, Update, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -229,8 +227,8 @@ def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, m
         assert [made[number] for number in numbers] == right
 
 
-def test_it_is_an_engine() -> None:
-    engine: EngineCore = engine_of()
+def test_a_new_engine_is_idle() -> None:
+    engine = engine_of()
     assert not engine.busy
     assert engine.load.running == engine.load.waiting == engine.load.blocks_used == 0
 

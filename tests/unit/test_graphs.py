@@ -38,12 +38,11 @@ from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Proposer, StepOutput
+from megatron_mtp.decoding.types import Proposer, Request, StepOutput, Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -22,7 +22,7 @@ from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.decoding import api, recurrent_state
+from megatron_mtp.decoding import api, recurrent_layers
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.batch import step
@@ -274,8 +274,8 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
     prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
     answers, drafted = plain(target, prompts, 150), cycle(asked)
     monkeypatch.setattr(AutoK, "choose", lambda _: next(drafted))
-    monkeypatch.setattr(recurrent_state, "PIECE", 16)
-    monkeypatch.setattr(recurrent_state, "KEPT", 72)
+    monkeypatch.setattr(recurrent_layers, "PIECE", 16)
+    monkeypatch.setattr(recurrent_layers, "KEPT", 72)
     sequences, _ = run(target, prompts, 150, {"method": method, "num_speculative_tokens": "auto"})
     assert sequences.token_ids == answers
 
@@ -290,8 +290,8 @@ def test_a_text_gains_16_tokens_a_step_and_its_neighbor_one(
     answers = plain(target, prompts, 120)
     never = [(token + 1) % VOCABULARY for token in answers[1]]
     monkeypatch.setattr(Agreeing.__init__, "__defaults__", (1.0,))
-    monkeypatch.setattr(recurrent_state, "KEPT", 67)
-    monkeypatch.setattr(recurrent_state, "PIECE", 17)
+    monkeypatch.setattr(recurrent_layers, "KEPT", 67)
+    monkeypatch.setattr(recurrent_layers, "PIECE", 17)
     settings = {"method": method, "num_speculative_tokens": 15} | ({"model": "-"} if method == "draft_model" else {})
     used, driven = run(target, prompts, 90, settings, [answers[0], never], drafter=drafter)
     assert used.token_ids == [answer[: len(text)] for answer, text in zip(answers, used.token_ids, strict=True)]
@@ -330,8 +330,8 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
     for chunk, piece, kept in ((8, 64, 128), (512, 5, 40), (64, 40, 72)):
         monkeypatch.setattr(api, "CHUNK", chunk)
         monkeypatch.setattr(mtp, "CHUNK", chunk)
-        monkeypatch.setattr(recurrent_state, "PIECE", piece)
-        monkeypatch.setattr(recurrent_state, "KEPT", kept)
+        monkeypatch.setattr(recurrent_layers, "PIECE", piece)
+        monkeypatch.setattr(recurrent_layers, "KEPT", kept)
         for settings in (None, MTP, EAGLE):
             assert run(target, prompts, 60, settings, settings and wanted)[0].token_ids == wanted
 

@@ -13,14 +13,14 @@ from megatron_single import VOCABULARY
 from parrot import running
 from test_engine import PIECES, QUIET, alone, check_day, days, drained, request_of, texts_of
 
-from megatron_mtp.decoding import recurrent_state
+from megatron_mtp.decoding import recurrent_layers
 from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, entry_bytes
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
+from megatron_mtp.decoding.types import Request
 from megatron_mtp.server.detokenizer import Codec
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -54,8 +54,8 @@ def engine_of(pattern: str, **sizes: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def states_take_in_rows_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every few rows of a text of a hundred."""
-    monkeypatch.setattr(recurrent_state, "KEPT", 104)
-    monkeypatch.setattr(recurrent_state, "PIECE", 16)
+    monkeypatch.setattr(recurrent_layers, "KEPT", 104)
+    monkeypatch.setattr(recurrent_layers, "PIECE", 16)
 
 
 # ---- tokens

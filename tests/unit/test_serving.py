@@ -11,7 +11,7 @@ import openai
 import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
-from megatron_mtp.decoding.requests import Penalties
+from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server.detokenizer import Codec
 from megatron_mtp.server.protocol import LONGEST_BODY
 

@@ -3,8 +3,7 @@
     mtp.py          trained depths: sequential, one reused, parallel heads; EAGLE-3
     tree.py         trees and beams of the first depth's or an EAGLE-3 drafter's tokens
     block_drafter.py  blocks of tokens in one pass of a drafter
-    ngram.py        what followed the same tokens before
-    lookahead.py    n-grams from the trunk's own guesses
+    ngram.py        what followed the same tokens before; n-grams from the trunk's own guesses
     draft_model.py  a smaller model
 
 A row of PROPOSERS is written as an entry point is, and imported when it is looked up, so that a list of names does not
@@ -33,7 +32,7 @@ PROPOSERS: "Registry[type[Proposer]]" = Registry(
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
-            "lookahead": "megatron_mtp.decoding.proposers.lookahead:Lookahead",
+            "lookahead": "megatron_mtp.decoding.proposers.ngram:Lookahead",
             "plain": "megatron_mtp.decoding.types:Plain",
         }
     ),

@@ -3,7 +3,7 @@
 A forward of few rows takes as long as reading the weights; on a small model, as long as calling its operations. The
 compiled code reads the weights of the modules where they are, and computes what `dense_layer` computes, for the layers
 that `dense_layer` knows: with RMSNorm and a gated SiLU, in float32 or bfloat16. All others run as before, and so do
-more rows than `MOST_ROWS`. Recurrent layers keep their rows' inputs where `recurrent_state` does.
+more rows than `MOST_ROWS`. Recurrent layers keep their rows' inputs where `recurrent_layers` does.
 
 Sums, norms, softmax and the residual stream are in float32 also in bfloat16, where torch rounds after each operation. A
 row's result does not depend on the rows that run beside it, so bfloat16 drafts as plain decoding does.
@@ -26,8 +26,7 @@ from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.portable import PortableNorm
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.recurrent_layers import CachedRecurrence
-    from megatron_mtp.decoding.recurrent_state import Recurrence
+    from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, Recurrence
 
 MOST_ROWS = 64
 """Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
@@ -195,7 +194,7 @@ class FewRows:
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
         if any(self._mixers):
-            from megatron_mtp.decoding.recurrent_state import recurrence_of
+            from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
@@ -203,7 +202,7 @@ class FewRows:
         """Memory of recurrent layers: pointers, the sequences' entries, start and end of the slots, and the slots."""
         if not any(self._mixers):
             return None, None, None, None, 0
-        from megatron_mtp.decoding.recurrent_state import recurrence_of
+        from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
         self.room_for(cache, rows, count)
         recurrence = recurrence_of(cache, like.device)

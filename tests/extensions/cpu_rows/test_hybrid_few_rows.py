@@ -17,7 +17,7 @@ from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.kv_cache import KVCache, Rows
-from megatron_mtp.decoding.recurrent_state import KEPT
+from megatron_mtp.decoding.recurrent_layers import KEPT
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.cpu_rows import compiled
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS

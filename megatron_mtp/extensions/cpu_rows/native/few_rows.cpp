@@ -284,7 +284,7 @@ struct Layer {  // of the parts that are not null
     const Recurrent* recurrent;
 };
 
-struct Remembered {  // of a recurrent layer, as ../recurrent_state.py has it
+struct Remembered {  // of a recurrent layer, as ../recurrent_layers.py has it
     float* state;   // [entries, heads, key, value]
     float* keys;    // [entries, groups, kept + 1, key]
     float* values;  // [entries, heads, kept + 1, value]

@@ -154,8 +154,8 @@ def _common(name: str, kind: Kind) -> Iterator[Row]:
     query, width = kind.query
     yield "tensor", "halves of the projection swapped", "halves swapped", on(kind.projection, halves)
     yield "tensor", "heads permuted", "other numbers", on(query, lambda t: blocks(t, width))
-    yield "tensor", "matrix transposed", "transposed", on(kind.output, lambda t: t.T.contiguous())
-    yield "tensor", "norm plus 1", "norm plus 1", on(kind.norm, lambda t: (t.double() + 1).to(t.dtype))
+    yield "tensor", "matrix transposed", "shape", on(kind.output, lambda t: t.T.contiguous())
+    yield "tensor", "norm plus 1", "other numbers", on(kind.norm, lambda t: (t.double() + 1).to(t.dtype))
     yield "tensor", "a tensor lost", "tensor missing", drop(re.escape(kind.output))
     yield "config", f"{kind.config[0]} changed", "config", config(**{kind.config[0]: kind.config[1]})
     yield "index", "file left out of the index", "unindexed file", unlist
@@ -201,8 +201,13 @@ def _own(name: str) -> list[Row]:
         ],
         "qwen3_next": [
             ("wrong order", "experts permuted", "other numbers", swap(r"(mtp\S*experts)\.0", r"\1.3")),
-            ("tensor", "a projection of zeros", "zeros", on("mtp.layers.0.self_attn.o_proj.weight", torch.zeros_like)),
-            ("index", "index names another file", "tensor in another file", misplace),
+            (
+                "tensor",
+                "a projection of zeros",
+                "other numbers",
+                on("mtp.layers.0.self_attn.o_proj.weight", torch.zeros_like),
+            ),
+            ("index", "index names another file", "damaged file", misplace),
         ],
         "nemotron_h": [
             ("wrong order", "depths exchanged", "other numbers", swap(r"mtp\.layers\.([01])\.", two_on)),

@@ -170,8 +170,14 @@ def test_a_checkpoint_whose_file_is_cut_lists_what_it_held(saved: Path, tmp_path
     file = max((theirs / "release").glob("*.distcp"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-5000])
     result = audit(theirs)
-    assert {"file missing", "damaged file"} <= guesses(result)
+    assert guesses(result) == {"damaged file"}
     assert result["sides"][0]["tensors"] == audit(saved)["sides"][0]["tensors"]
+
+
+def test_a_gpt_and_its_hybrid_are_compared_by_verify(saved: Path, tmp_path: Path) -> None:
+    plan_migration(saved, True).write(tmp_path / "hybrid", QUIET)
+    with pytest.raises(ValueError, match="are a GPT and a hybrid; compare them by: megatron-mtp convert verify"):
+        audit(saved, tmp_path / "hybrid")
 
 
 def test_an_older_checkpoint_is_named_and_not_opened(tmp_path: Path) -> None:
@@ -214,13 +220,9 @@ def test_packed_experts_are_single_ones_in_another_form(tmp_path: Path) -> None:
 
 def test_numbers_that_no_trained_weight_has(glm: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(glm, tmp_path / "odd"))
-    on("model.layers.0.mlp.down_proj.weight", torch.zeros_like)(odd)
     on("model.layers.2.input_layernorm.weight", lambda tensor: tensor / 0)(odd)
     found = {one["guess"]: one["names"] for one in audit(odd)["findings"] if one["severity"] != "note"}
-    assert found == {
-        "not finite": ("model.layers.2.input_layernorm.weight",),
-        "zeros": ("model.layers.0.mlp.down_proj.weight",),
-    }
+    assert found == {"not finite": ("model.layers.2.input_layernorm.weight",)}
 
 
 def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypat
     monkeypatch.setattr(DistReader, "read", planted)
     result = audit(folder, tmp_path / "mcore")
     assert [one["names"] for one in result["findings"] if one["severity"] == "error"] == [(key,)]
-    assert guesses(result) == {"norm plus 1"}
+    assert guesses(result) == {"other numbers"}
 
 
 def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_path: Path) -> None:
@@ -357,8 +359,8 @@ def deep_config(folder: Path) -> None:
     [
         (second_index, set()),
         (empty_shard, {"damaged file"}),
-        (loop, {"damaged file", "file missing"}),
-        (odd_names, {"tensor left over", "tensor not in the index"}),
+        (loop, {"damaged file"}),
+        (odd_names, {"damaged file"}),
         (list_of_keys, {"damaged config"}),
         (huge_header, {"damaged file"}),
         (deep_config, {"damaged config"}),
@@ -384,11 +386,8 @@ FIVE = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 4], [3, 1, 4, 1], [
     ("guess", "change"),
     [
         ("halves swapped", lambda t: t[:, [2, 3, 0, 1]]),
-        ("transposed", lambda t: t.T),
-        ("padding", lambda t: torch.cat([t, torch.zeros(2, 4)])),
         ("rounded", lambda t: (t + 0.001).bfloat16()),
         ("type", lambda t: t.double()),
-        ("zeros", lambda t: 0 * t),
         ("not finite", lambda t: t / 0),
         ("other numbers", lambda t: torch.linspace(3, -3, 24).reshape(6, 4).sin()),
         ("shape", lambda t: t[:, :3]),
@@ -399,9 +398,7 @@ def test_a_difference_of_numbers_that_a_person_can_check(guess: str, change: Any
     assert explain(a, change(FIVE).contiguous())[0] == guess
 
 
-def test_a_norm_plus_1_and_a_single_number() -> None:
-    norm = torch.tensor([0.9, 1.1, 1.3])
-    assert explain(norm, norm - 1)[0] == "norm plus 1"
+def test_a_single_number_that_differs() -> None:
     few = torch.arange(300.0)
     other = few.clone()
     other[7] = 40

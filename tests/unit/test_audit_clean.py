@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
@@ -123,12 +122,6 @@ def grown_back(scene: Scene) -> Path:
     return scene.root / "dropped"
 
 
-def hybrid(scene: Scene, name: str) -> Path:
-    target = scene.root / f"{name}-hybrid"
-    plan_migration(scene.checkpoint(name), True).write(target, QUIET)
-    return target
-
-
 def renamed_keys(scene: Scene, name: str) -> Path:
     """A checkpoint that keeps no Hugging Face files beside it, as runs of training leave it."""
     target = scene.root / f"{name}-bare"
@@ -161,15 +154,13 @@ OTHERS: dict[str, Sides] = {
     "copies left out, imported": lambda s: (s.checkpoint("glm4_moe"), s.copy("glm4_moe", "lean", without_copies)),
     "keys at their defaults": lambda s: (s.folder("llama"), s.copy("llama", "default", with_defaults)),
     "depths attached and dropped": lambda s: (s.checkpoint("llama"), grown_back(s)),
-    "a GPT and its hybrid": lambda s: (s.checkpoint("glm4_moe"), hybrid(s, "glm4_moe")),
-    "a hybrid and its GPT": lambda s: (hybrid(s, "llama"), s.checkpoint("llama")),
     "without the kept files": lambda s: (s.checkpoint("deepseek_v3"), renamed_keys(s, "deepseek_v3")),
 }
 PAIRS: dict[str, Sides] = {**OUT, **BACK, **OTHERS}
 SLOW = (
     "kimi_k2, imported", "bailing_moe, imported", "longcat_flash, imported", "qwen3_5, imported", "qwen2, imported",
     "qwen3, imported", "depths attached and dropped", "step3p7, exported", "seven files, hybrid",
-    "nemotron_h, imported", "mimo, imported", "step3p7, imported", "a hybrid and its GPT",
+    "nemotron_h, imported", "mimo, imported", "step3p7, imported",
 )  # fmt: skip
 
 

@@ -64,8 +64,7 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
     "a lost list": ("dspark", drop("d2t"), {}, "tensor missing"),
     "an unknown tensor": ("dflash", add, {}, "tensor left over"),
     "NaN": ("eagle3", change("norm.weight", lambda one: one * float("nan")), {}, "not finite"),
-    "zeros": ("dspark", change(MARKOV, torch.zeros_like), {}, "zeros"),
-    "a transposed matrix": ("dflash", change(PROJECTION, lambda one: one.T), {}, "transposed"),
+    "a transposed matrix": ("dflash", change(PROJECTION, lambda one: one.T), {}, "shape"),
     "rows lost": ("dspark", change(MARKOV, lambda one: one[1:]), {}, "shape"),
     "a token twice": ("eagle3", twice, {}, "draft vocabulary"),
     "two lists that differ": ("dspark", change("t2d", lambda one: ~one), {}, "draft vocabulary"),
@@ -81,7 +80,7 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
     "no block size": ("dspark", nothing, {"block_size": None}, "damaged config"),
 }  # fmt: skip
 """Fault: the kind, what is done to its tensors and keys, and what the audit of the folder alone calls it."""
-OF_NUMBERS = ("NaN", "zeros", "integers")
+OF_NUMBERS = ("NaN", "integers")
 """Faults that `inspect`, which reads no weights, does not look for in drafters."""
 
 

@@ -140,8 +140,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         whole("modelopt fp8"), settings(exclude_modules=["*layers.3*"]), LONG, "remove '*layers.3*'",
     ),
     "head without its scale": (
-        whole("fp8"), lost(f"{HEAD}weight_scale_inv"), f"'{HEAD}weight' is FP8 without '{HEAD}weight_scale_inv'",
-        "restore",
+        whole("fp8"), lost(f"{HEAD}weight_scale_inv"), f"is FP8 without '{HEAD}weight_scale_inv'",
+        "fetch",
     ),
     "scale in blocks of another size": (
         whole("fp8"), changed(f"{HEAD}weight_scale_inv", lambda one: torch.ones(2, 2)), "with scales of shape 2x2", "",
@@ -178,8 +178,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         "int4", changed(f"{TRUNK}weight_shape", lambda one: one * 2), "which are none of a weight of 128x128", "",
     ),
     "scale left beside a whole weight": (
-        "fp8", changed(f"{TRUNK}weight", lambda one: one.bfloat16()), f"'{TRUNK}weight' is bfloat16, but",
-        "restore the weight",
+        "fp8", changed(f"{TRUNK}weight", lambda one: one.bfloat16()), "is bfloat16, but",
+        "fetch",
     ),
     "head in another form, not listed": (
         "int4", other_head("nvfp4"),
@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         "'quant_method'",
     ),
     "head that no group targets": (whole("fp8 rows"), head_targets, "no group of the config targets them", "'targets'"),
-    "head in a side file": ("fp8", in_a_side_file, "'mtp.safetensors', which the index does not list", "hf-to-mcore"),
+    "head in a side file": ("fp8", in_a_side_file, "'mtp.safetensors', which no index lists", "hf-to-mcore"),
     "no quantization_config": (
         "fp8", lambda folder: with_keys(folder, quantization_config="absent"), "has no 'quantization_config'",
         "copy the key",

@@ -80,9 +80,9 @@ def test_a_value_that_no_loader_takes_is_found_and_not_converted(
         ("generation_config.json", "3", "'generation_config.json' holds 3; it must be an object"),
         ("generation_config.json", '{"eos_token_id": "2"}', "generation_config.json: 'eos_token_id' is '2'"),
         ("anything.json", "\x00", "anything.json is not JSON"),
-        (INDEX, '{"weight_map": {"a": 1}}', "it has no 'weight_map' from tensors to files"),
-        (INDEX, '{"weight_map": [["a", "b"]]}', "it has no 'weight_map' from tensors to files"),
-        (INDEX, "null", "it has no 'weight_map' from tensors to files"),
+        (INDEX, '{"weight_map": {"a": 1}}', "has no 'weight_map' from tensors to files"),
+        (INDEX, '{"weight_map": [["a", "b"]]}', "has no 'weight_map' from tensors to files"),
+        (INDEX, "null", "has no 'weight_map' from tensors to files"),
     ],
 )
 def test_a_damaged_file_beside_the_config_is_found(file: str, text: str, says: str, folder: Path) -> None:

@@ -5,7 +5,7 @@
     note      worth knowing, and no fault
 
 side.py          a folder or a checkpoint, as far as it can be read; the parts of a model by names
-folder.py        opens a Hugging Face folder: config, index, headers, JSON files, token ids
+folder.py        opens a Hugging Face folder: config, tensors, JSON files, a drafter's lists
 saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, ms-swift or this package
 quantization.py  quantized weights, and whether the config lists them as they are stored
 contents.py      does a side hold what its config says, by the plan of its conversion
@@ -20,12 +20,10 @@ from typing import Any
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
-    "damaged file", "damaged index", "file missing", "unindexed file", "tensor in another file", "duplicate tensor",
-    "tensor not in the index", "damaged config", "MTP dropped", "depth missing", "depth incomplete", "depth count",
-    "layers missing", "quantization", "draft vocabulary",
-    "rounded", "halves swapped", "norm plus 1", "transposed", "zeros",
-    "tied copy", "stale copy", "padding", "not finite", "type", "tensor missing", "shape", "tensor left over",
-    "other numbers", "config", "logits", "copy left out", "not compared",
+    "damaged file", "unindexed file", "damaged config", "MTP dropped", "depth missing", "depth incomplete",
+    "depth count", "layers missing", "quantization", "draft vocabulary", "rounded", "halves swapped", "tied copy",
+    "stale copy", "not finite", "type", "tensor missing", "shape", "tensor left over", "other numbers", "config",
+    "logits", "not compared",
 )  # fmt: skip
 """What explains a finding, in the order in which an audit lists them: what explains most comes first."""
 SHOWN = 3

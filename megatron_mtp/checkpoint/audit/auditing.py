@@ -21,7 +21,6 @@ from megatron_mtp.checkpoint.audit.comparing import (
     copies_of,
     is_drafter_beside_trunk,
     pairing,
-    read_rest,
 )
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
@@ -64,7 +63,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         The result in plain data, as above.
 
     Raises:
-        ValueError: a path is no model at all.
+        ValueError: a path is no model at all, or the sides are a GPT and a hybrid.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
     if run is not None and (drafter := next((one for one in sides.values() if isinstance(one, DrafterSide)), None)):
@@ -72,6 +71,8 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
             f"--logits computes models, and {drafter.path} is a drafter; leave it out, or compare what it drafts with "
             "its checkpoint: megatron-mtp convert verify."
         )
+    if len({side.pattern is None for side in sides.values() if isinstance(side, MegatronSide)}) == 2:
+        raise ValueError(f"{a} and {b} are a GPT and a hybrid; compare them by: megatron-mtp convert verify {a} {b}")
     findings: list[Finding] = []
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
     size = sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
@@ -82,13 +83,13 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
             equal, findings = compare(one, other, paired, bar.update)
             result["compared"] = {"equal": equal}
             shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
-            shares = shares and not any(found.guess in ("tied copy", "stale copy") for found in findings)
+            shares = shares and not any(found.guess == "tied copy" for found in findings)
             findings += settings(one, other, shares)
         alone = []
         for side in sides.values():
-            read_rest(side, bar.update)
+            numbers = [*check_numbers(side, bar.update), *check_copies(side)]
             scales = check_scales(side) if isinstance(side, HFSide) else ()
-            alone.append([*side.findings, *contents(side), *check_copies(side), *scales, *check_numbers(side)])
+            alone.append([*side.findings, *contents(side), *numbers, *scales])
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
         for found in own:  # what both sides have is no difference
@@ -128,7 +129,6 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         own = {
             "architectures": side.keys.get("architectures"),
             "drafter": None if side.drafter is None else side.drafter.says,
-            "files": len(side.files),
         }
     elif isinstance(side, HFSide):
         own = {
@@ -136,8 +136,6 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
             "family": None if side.family is None else side.family.title,
             "architectures": side.keys.get("architectures"),
             "quant_method": settings_of(side).method,
-            "files": len(side.files),
-            "unindexed tensors": len([name for name in side.hidden if name not in side.tensors]),
         }
     else:
         own = {
@@ -190,8 +188,6 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
     found = []
     for name in [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
         if name in TIE and same_head:
-            says = f"One side ties head and embedding ({name}), the other stores an equal head: both compute the same."
-            found.append(Finding("copy left out", says, severity=NOTE, names=(name,)))
             continue
         says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
         counts = name.split(".")[-1] in DEPTH_KEYS
@@ -236,14 +232,6 @@ def _settings(a: Side, b: Side) -> list[dict[str, Any]]:
         if not (saved[0].path / HF_FILES / CONFIG).is_file():
             raise ValueError("Megatron has no configuration for the folder's model")
         return [_whole(side.path if isinstance(side, HFSide) else side.path / HF_FILES) for side in (a, b)]
-    elif len(saved) == 2 and (saved[0].pattern is None) != (saved[1].pattern is None):
-        from megatron_mtp.checkpoint.convert.hybrid import hybrid_arguments
-
-        every = [(_stored_arguments(side), side) for side in saved]
-        return [
-            computation.settings_by_pattern(args if side.pattern else hybrid_arguments(args, str(side.path)))
-            for args, side in every
-        ]
     found = [_stored_arguments(side) if isinstance(side, MegatronSide) else _arguments_of(side) for side in (a, b)]
     return [computation.settings_of(args) for args in found if args is not None]
 

@@ -1,7 +1,7 @@
 """The tensors of two sides: which is which by the plan of conversion, and how those differ that are not equal.
 
     two folders              by name; what is left by the Megatron tensors that each family's rules give to it
-    two checkpoints          by key, with Transformer Engine's other names; a GPT and a hybrid by their halves
+    two checkpoints          by key, with Transformer Engine's other names
     folder and checkpoint    the rules read the checkpoint back under the folder's names
 
 A tensor that one side leaves out since it repeats another one is paired with the repeated one. Each worker has two
@@ -21,27 +21,25 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.contents import explained, lacking
+from megatron_mtp.checkpoint.audit.contents import lacking, unread
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import (
     DEPTH,
     EMBEDDING,
     HEAD,
-    PIECE,
     TRUNK,
     DrafterSide,
     HFSide,
     StoredTensor,
     equal_bits,
-    largest,
+    is_finite,
 )
 from megatron_mtp.checkpoint.convert.plan import unnumbered
-from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule, Zeros
+from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
-from megatron_mtp.model.arguments import without_stages
 from megatron_mtp.model.head import DRAFTER
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
@@ -52,18 +50,18 @@ PADDED = WORDS, OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weig
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CLOSE = 0.1
 """Largest difference of a quantized weight from its original, as a part of the original's norm."""
-REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
+PIECE = 2**20
+"""Numbers that are subtracted at a time."""
 EARLIER = "take these tensors from an earlier save"
 ADVICE: dict[str, str] = {
     "type": "load both in the same type; convert --dtype writes another one",
     "rounded": "export in the type of side A, if side B is to have the same numbers",
-    "padding": "compare vocab_size: rows behind the tokenizer's are padding",
     "other numbers": "check that both are the same model and the same step",
     "not finite": EARLIER,
     "tied copy": "store the head, and set tie_word_embeddings to false",
-    "zeros": "take these tensors from the other side",
 }
 """What to do; REMAKE for what is not here."""
+REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
 Kind = tuple[str, str]
 """A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
@@ -108,15 +106,17 @@ def pairing(a: Side, b: Side) -> Pairing:
         found = _across(b, a)
         turned = [replace(pair, a=pair.b, b=pair.a) for pair in found.pairs]
         return Pairing(turned, found.only_b, found.only_a, found.findings)
-    if isinstance(a, HFSide) and isinstance(b, HFSide):
-        found = _by_name(a.tensors, b.tensors)
-        if found.only_a and found.only_b:
-            _pair_by_rules(a, b, found)
-    else:
-        assert isinstance(a, MegatronSide)
-        assert isinstance(b, MegatronSide)
-        found = _checkpoints(a, b)
-    for only, own, other in ((found.only_a, a, b), (found.only_b, b, a)):
+    pairs = [Pair(name, entry, b.tensors[name]) for name, entry in a.tensors.items() if name in b.tensors]
+    only_a, only_b = (
+        {name: entry for name, entry in one.tensors.items() if name not in other.tensors}
+        for one, other in ((a, b), (b, a))
+    )
+    found = Pairing(pairs, only_a, only_b)
+    if isinstance(a, MegatronSide):
+        _pair_by_usual_keys(a, b, found)
+    elif isinstance(b, HFSide) and only_a and only_b:
+        _pair_by_rules(a, b, found)
+    for only, own, other in ((only_a, a, b), (only_b, b, a)):
         for name in list(only):  # copies, paired with the tensor that they repeat, of the other side if it has that
             base = base_of(other, name) or base_of(own, name)
             held = next((side.tensors for side in (other, own) if base in side.tensors), None)
@@ -145,11 +145,6 @@ def base_of(side: Side, name: str) -> str | None:
     else:
         wanted = EMBEDDING if name.endswith(OF_EMBEDDING) or side.tied else HEAD
     return next((name for name in side.tensors if side.parts.of(name).kind == wanted), None)
-
-
-def _by_name(a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> Pairing:
-    pairs = [Pair(name, a[name], b[name]) for name in a if name in b]
-    return Pairing(pairs, {n: e for n, e in a.items() if n not in b}, {n: e for n, e in b.items() if n not in a})
 
 
 def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
@@ -197,33 +192,16 @@ def _expert(packed: Callable[[], Tensor], index: int) -> Tensor:
     return packed()[index : index + 1]
 
 
-def _checkpoints(a: MegatronSide, b: MegatronSide) -> Pairing:
-    """Pair by key: the other names of Transformer Engine are made one, and a GPT's become its hybrid's."""
-    one, other, findings = a.tensors, b.tensors, []
-    if (a.pattern is None) != (b.pattern is None):
-        from megatron_mtp.checkpoint.convert.hybrid import Halves
-
-        pattern = without_stages(a.pattern or b.pattern or "")
-        try:
-            hybrid_key = Halves.of(pattern).hybrid_key
-            one, other = (
-                {key if side.pattern is not None else hybrid_key(key): entry for key, entry in side.tensors.items()}
-                for side in (a, b)
-            )
-        except (ValueError, IndexError) as error:
-            says = f"The GPT has no form with the hybrid's layers '{pattern}'; keys are compared as they are: {error}"
-            findings.append(Finding("not compared", says, "audit checkpoints of the same model", WARNING))
-    found = _by_name(one, other)
-    found.findings += findings
-    usual_a, usual_b = ({_usual(key): key for key in held} for held in (one, other))
+def _pair_by_usual_keys(a: Side, b: Side, found: Pairing) -> None:
+    """Pair what two checkpoints call by other keys of the same tensor, with the tensor itself where it is paired."""
+    usual_a, usual_b = ({_usual(key): key for key in side.tensors} for side in (a, b))
     for key in list(found.only_a):
         if match := usual_b.get(_usual(key)):
-            found.pairs.append(Pair(key, found.only_a.pop(key), other[match], other=match))
+            found.pairs.append(Pair(key, found.only_a.pop(key), b.tensors[match], other=match))
             found.only_b.pop(match, None)
     for key in list(found.only_b):
         if match := usual_a.get(_usual(key)):
-            found.pairs.append(Pair(match, one[match], found.only_b.pop(key), other=key))
-    return found
+            found.pairs.append(Pair(match, a.tensors[match], found.only_b.pop(key), other=key))
 
 
 def _usual(key: str) -> str:
@@ -306,10 +284,10 @@ def _fits(entry: StoredTensor, piece: Piece) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """A compared pair: both largest numbers; the difference and its figure, or why it cannot be read."""
+    """A compared pair: whether both are finite; the difference and its figure, or why it cannot be read."""
 
     pair: Pair
-    largest: tuple[float | None, float | None] = (None, None)
+    finite: tuple[bool, bool] = (True, True)
     kind: Kind | None = None
     figure: float | None = None
     error: str = ""
@@ -327,33 +305,33 @@ def compare(a: Side, b: Side, paired: Pairing, step: Callable[[int], object]) ->
         The number of tensors that are equal bit by bit, and what differs.
     """
     equal, differing, findings = 0, list[Compared](), list(paired.findings)
-    unread = {pair.name: pair for pair in paired.pairs if pair.a.read is None or pair.b.read is None}
-    if unread:
-        says = f"{counted(len(unread), 'weight')} in forms that are not read were not compared: {listed(unread)}."
-        findings.append(Finding("not compared", says, severity=NOTE, names=tuple(unread)))
+    unknown = {pair.name: pair for pair in paired.pairs if pair.a.read is None or pair.b.read is None}
+    if unknown:
+        says = f"{counted(len(unknown), 'weight')} in forms that are not read were not compared: {listed(unknown)}."
+        findings.append(Finding("not compared", says, severity=NOTE, names=tuple(unknown)))
     with ThreadPoolExecutor(default_workers()) as pool:
         compared = partial(_compared, threading.Lock())
-        for one in pool.map(compared, [pair for pair in paired.pairs if pair.name not in unread]):
+        for one in pool.map(compared, [pair for pair in paired.pairs if pair.name not in unknown]):
             pair = one.pair
             if one.error:
                 says = f"'{pair.name}' cannot be read: {one.error}"
                 findings.append(Finding("damaged file", says, "fetch the file again", names=(pair.name,)))
             elif one.kind is not None:
                 differing.append(one)
-            for side, name, found in zip((a, b), (pair.name, pair.other or pair.name), one.largest, strict=True):
-                if found is not None and name in side.tensors:
-                    side.largest[name] = found
-            equal += one.kind is None and not pair.copy
+            for side, name, finite in zip((a, b), (pair.name, pair.other or pair.name), one.finite, strict=True):
+                if not one.error and name in side.tensors:
+                    side.finite[name] = finite
+            equal += one.kind is None and not one.error and not pair.copy
             step(pair.a.bytes + pair.b.bytes)
     findings += _differing(differing)
     parts = (a if isinstance(a, HFSide) else b).parts
     shared = [pair.name for pair in paired.pairs if not pair.copy]
     for only, lacks, letters in ((paired.only_a, b, "AB"), (paired.only_b, a, "BA")):
-        if not (isinstance(lacks, HFSide) and lacks.partial):
+        if lacks.tensors:
             every = [*shared, *only]
             depths, layers = (parts.numbered(kind, every) for kind in (DEPTH, TRUNK))
             counts = f"Side {letters[0]} holds {{}}, side {letters[1]} {{}}"
-            held, says = {*shared, *explained(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
+            held, says = {*shared, *unread(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
             findings += lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
     return equal, findings
 
@@ -365,15 +343,17 @@ def _compared(explaining: threading.Lock, pair: Pair) -> Compared:
     except UNREADABLE as error:
         return Compared(pair, error=str(error))
     if equal_bits(left, right):
-        return Compared(pair, (largest(left),) * 2)
-    with explaining:
-        seen = Compared(pair, (largest(left), largest(right)))
-        if pair.name in PADDED and left.shape != right.shape and _same_rows(left, right):
+        return Compared(pair, (is_finite(left),) * 2)
+    seen = Compared(pair, (is_finite(left), is_finite(right)))
+    if pair.name in PADDED and left.shape[1:] == right.shape[1:]:
+        rows = min(left.size(0), right.size(0))
+        if equal_bits(left[:rows], right[:rows]):
             return seen
+    with explaining:
         kind = explain(left, right)
         quantized = [("B", pair.b)] * is_quantized(pair.b) or [("A", pair.a)] * is_quantized(pair.a)
         for side, entry in quantized if kind[0] == "other numbers" else ():
-            if left.shape == right.shape and (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
+            if (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
                 kind = "rounded", f"differs by rounding: side {side} is {entry.dtype} with scales"
         if pair.copy and kind[0] not in ("rounded", "type"):
             kind = "tied copy", f"is left out on one side as a copy of '{pair.copy}', whose numbers are others"
@@ -383,12 +363,6 @@ def _compared(explaining: threading.Lock, pair: Pair) -> Compared:
 def explain(a: Tensor, b: Tensor) -> Kind:
     """Say how two tensors that are not equal differ: the first explanation that fits every number."""
     if a.shape != b.shape:
-        if a.dim() == b.dim() == 2 and a.shape == b.shape[::-1] and equal_bits(a, b.to(a.dtype).T.contiguous()):
-            return "transposed", f"is transposed: {list(b.shape)}, not {list(a.shape)}"
-        if a.dim() == b.dim() == 2 and a.dtype == b.dtype and _same_rows(a, b):
-            count, rows = b.size(0) - a.size(0), min(a.size(0), b.size(0))
-            more = "more" if count > 0 else "fewer"
-            return "padding", f"has {abs(count)} {more} rows, and the same numbers in the first {rows}"
         return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
     if a.dtype != b.dtype:
         ours, name = (str(one.dtype).removeprefix("torch.") for one in (a, b))
@@ -398,10 +372,8 @@ def explain(a: Tensor, b: Tensor) -> Kind:
             return "rounded", f"is of type {name}, not {ours}: one side was rounded"
         b = b.to(a.dtype)
     for one, side in ((a, "A"), (b, "B")):
-        if not math.isfinite(largest(one) or 0.0):
+        if not is_finite(one):
             return "not finite", f"has numbers that are NaN or infinite on side {side}"
-        if not one.any():
-            return "zeros", f"is zero on side {side}"
     for one, other, side in ((a, b, "B"), (b, a, "A")):
         for narrow in NARROW:
             if narrow.itemsize < one.element_size() and equal_bits(one.to(narrow).to(one.dtype), other):
@@ -410,20 +382,7 @@ def explain(a: Tensor, b: Tensor) -> Kind:
     for dim in range(min(a.dim(), 2))[::-1]:
         if a.size(dim) % 2 == 0 and all(map(torch.equal, a.chunk(2, dim)[::-1], b.chunk(2, dim))):
             return "halves swapped", f"has its two halves of {'columns' if dim else 'rows'} swapped"
-    if a.dim() == 2 and a.size(0) == a.size(1) and torch.equal(a.T, b):
-        return "transposed", "is transposed"
-    if a.dim() <= 1 and a.is_floating_point():
-        tolerance = 2 * torch.finfo(a.dtype).eps * max(1.0, largest(a) or 0.0, largest(b) or 0.0)
-        for step, sign in ((1.0, "plus"), (-1.0, "minus")):
-            if (b.float() - a.float() - step).abs().max() <= tolerance:
-                return "norm plus 1", f"is side A's {sign} 1: one side stores w, the other w - 1"
     return "other numbers", "has other numbers"
-
-
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    """True if two matrices are equal as far as both have rows."""
-    rows = min(a.size(0), b.size(0))
-    return a.shape[1:] == b.shape[1:] and equal_bits(a[:rows], b[:rows])
 
 
 def difference(a: Tensor, b: Tensor) -> float | None:
@@ -447,40 +406,29 @@ def _differing(differing: list[Compared]) -> Iterator[Finding]:
         kinds, (_, differs) = unnumbered(names), members[0].kind or ("", "")
         named = kinds if len(kinds) < 200 else listed(names)
         says = f"{counted(len(members), 'tensor')}, {named}: side B's {differs}{by}."
-        severity = WARNING if guess in ("type", "padding") else ERROR
+        severity = WARNING if guess == "type" else ERROR
         yield Finding(guess, says, ADVICE.get(guess, REMAKE), severity, tuple(names), figure=figure)
 
 
 # --- numbers of one side ----------------------------------------------------------------------------------------------
 
 
-def read_rest(side: Side, step: Callable[[int], object]) -> None:
-    """Read the tensors that no comparison has read, and keep their largest number, or why they cannot be read."""
+def check_numbers(side: Side, step: Callable[[int], object]) -> Iterator[Finding]:
+    """Read what no comparison has read, and find numbers that are not finite, and tensors that cannot be read."""
+    errors: dict[str, str] = {}
     for name, entry in side.tensors.items():
-        if name not in side.largest:
+        if name not in side.finite:
             try:
-                found = None if entry.read is None else largest(entry.tensor())
-                side.largest |= {} if found is None else {name: found}
+                side.finite[name] = entry.read is None or is_finite(entry.tensor())
             except UNREADABLE as error:
-                side.unreadable[name] = str(error)
+                errors[name] = str(error)
             step(entry.bytes)
-
-
-def check_numbers(side: Side) -> Iterator[Finding]:
-    """Numbers that no trained weight has, and tensors that cannot be read."""
-    if errors := side.unreadable:
+    if errors:
         says = f"{counted(len(errors), 'tensor')} cannot be read: {listed(errors)}. {next(iter(errors.values()))}"
         yield Finding("damaged file", says, "fetch the file again", names=tuple(errors))
-    scales, plan = (side.scales, side.plan) if isinstance(side, HFSide) else ({}, [])
-    known = {name: found for name, found in side.largest.items() if name not in scales}
-    if wild := tuple(name for name, found in known.items() if not math.isfinite(found)):
+    scales = side.scales if isinstance(side, HFSide) else {}
+    if wild := tuple(name for name, finite in side.finite.items() if not finite and name not in scales):
         yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
-    may = {tensor.name for rule in plan if isinstance(rule.map, Zeros) for tensor in rule.hf}
-    zero = [n for n, found in known.items() if found == 0 and n not in may and len(side.tensors[n].shape or ()) > 1]
-    if zero:
-        says = f"{len(zero)} {'matrix' if len(zero) == 1 else 'matrices'} of zeros: {listed(zero)}."
-        advice = "unless the model is that new: take the tensors from an earlier save"
-        yield Finding("zeros", says, advice, WARNING, tuple(zero))
 
 
 def copies_of(side: Side) -> dict[str, str]:

@@ -28,7 +28,7 @@ def contents(side: Side) -> list[Finding]:
     """Findings on what a side lacks or has too many of, by its own config."""
     if not side.tensors:
         return []
-    parts, held, said = side.parts, {*side.tensors, *explained(side)}, side.said_depths
+    parts, held, said = side.parts, {*side.tensors, *unread(side)}, side.said_depths
     there = parts.numbered(TRUNK, held)
     if isinstance(side, MegatronSide):
         plan, found = _called_for(side), list(_stale_head(side))
@@ -39,8 +39,6 @@ def contents(side: Side) -> list[Finding]:
         if side.family is not None and side.family.untrainable:
             plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
         known = side.layers
-        if side.partial:
-            return found
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = list(lacking(parts, range(said or 0), layers, plan, held))
     if isinstance(side, HFSide) and side.family is not None and side.family.depths is None and side.family.flags:
@@ -48,9 +46,9 @@ def contents(side: Side) -> list[Finding]:
     return [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found]
 
 
-def explained(side: Side) -> set[str]:
-    """Names that are not there since another finding says so: their file is missing, damaged or not opened."""
-    return side.unread | set(side.hidden) if isinstance(side, HFSide) else set()
+def unread(side: Side) -> set[str]:
+    """Names that are not there, as another finding says."""
+    return side.unread if isinstance(side, HFSide) else set()
 
 
 def lacking(
@@ -91,9 +89,8 @@ def lacking(
         says = f"Whole layers of the trunk are missing{where}: {', '.join(map(str, gone))} (counted from 0) of "
         names = tuple(name for layer in gone for name in lost_layers.get(layer, ()))
         yield Finding("layers missing", f"{says}{len(layers)}.", AGAIN, names=names)
-    told = {name for depth in lost_depths.values() for name in depth} | {
-        n for g in gone for n in lost_layers.get(g, ())
-    }
+    told = {name for names in lost_depths.values() for name in names}
+    told |= {name for layer in gone for name in lost_layers.get(layer, ())}
     if rest := [name for name in lost if name not in told]:
         says = lacks.format(counted(len(rest), "tensor"))
         yield Finding("tensor missing", f"{says}: {listed(rest)}.", AGAIN, names=tuple(rest))
@@ -138,23 +135,20 @@ def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:
 
 def _shapes(side: HFSide) -> Iterator[Finding]:
     wanted = {tensor.name: tensor.shape for rule in side.plan for tensor in rule.hf if tensor.name in side.tensors}
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[str, list[str]] = defaultdict(list)
     for name, shape in wanted.items():
         stored = side.tensors[name].shape
         if shape is not None and stored not in (None, shape):
-            groups["transposed" if len(shape) > 1 and stored == shape[::-1] else "shape", unnumbered([name])].append(
-                name
-            )
-    for (guess, _), names in groups.items():
+            groups[unnumbered([name])].append(name)
+    for names in groups.values():
         both = (list(one or ()) for one in (side.tensors[names[0]].shape, wanted[names[0]]))
         says = "{}: stored as {}, but the config makes it {}.".format(listed(names), *both)
-        yield Finding(guess, says, "correct the config or the tensor, whichever is wrong", names=tuple(names))
+        yield Finding("shape", says, "correct the config or the tensor, whichever is wrong", names=tuple(names))
 
 
 def _types(side: HFSide) -> Iterator[Finding]:
     """Weights that are integers, or whose type differs from other layers'; a whole folder in another type."""
     types = {name: entry.dtype for name, entry in side.tensors.items() if not is_quantized(entry)}
-    told = {name for found in side.findings if found.guess == "quantization" for name in found.names}
     integers = {n for n, kind in types.items() if n.endswith(".weight") and not kind.startswith(("float", "bfloat"))}
     layers: dict[str, list[str]] = defaultdict(list)
     sizes: Counter[str] = Counter()
@@ -168,16 +162,14 @@ def _types(side: HFSide) -> Iterator[Finding]:
         odd += [name for name in names if types[name] != usual and 2 * count > len(names)]
     again = "export them again in the type of the model"
     for names, says, more, severity in (
-        ([name for name in types if name in integers - told], "but weights are floating-point numbers", "", ERROR),
+        ([name for name in types if name in integers], "but weights are floating-point numbers", "", ERROR),
         (odd, "unlike the same weights of other layers", ": they were rounded, or loaders round them", WARNING),
     ):
         if names:
             says = f"{listed(names)}: of type '{types[names[0]]}', {says}."
             yield Finding("type", says, again + more, severity, tuple(names))
-    said, most = (
-        side.keys.get("dtype") or side.keys.get("torch_dtype"),
-        max(sizes, key=lambda kind: sizes[kind], default=""),
-    )
+    said = side.keys.get("dtype") or side.keys.get("torch_dtype")
+    most = max(sizes, key=lambda kind: sizes[kind], default="")
     if isinstance(said, str) and said in LOSSY.get(most, ()) and len(types) == len(side.tensors):
         says = f"The config says '{said}', most tensors are '{most}': loaders that follow the config round them."
         advice = f"put '{most}' into the config, or store the tensors as '{said}'"

@@ -1,74 +1,33 @@
-"""A Hugging Face folder as a loader sees it: config, index and headers are read, each fault becomes a finding.
+"""A Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
 
-Loaders follow the index, and transformers a whole model.safetensors before it. What other files hold is hidden.
-"""
-
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, counted, listed
-from megatron_mtp.checkpoint.audit.quantization import check_quantization, merge_quantized
+from megatron_mtp.checkpoint.audit import NOTE, counted, listed
+from megatron_mtp.checkpoint.audit.quantization import check_parts, check_quantization, scale_fault, settings_of
 from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, UNFIT, DrafterSide, HFSide, StoredTensor
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
-from megatron_mtp.checkpoint.hf.folder import (
-    COPY,
-    DTYPES,
-    INDEX,
-    SINGLE,
-    OpenFiles,
-    Stored,
-    drafter_kind,
-    is_adapter,
-    stored_in,
-)
+from megatron_mtp.checkpoint.hf.folder import INDEX, HFFolder, check_form, drafter_kind
+from megatron_mtp.checkpoint.hf.forms import MisfitError
 
-MTP = re.compile(r"(^|\.|_)mtp(_|\.)")
-"""Names of depths' tensors that say so."""
 REFETCH = "fetch or export that file again"
-REINDEX = "write the index again from the files"
 CORRECT = "correct the file, or copy that of the model that this was made from"
 GENERATION = "generation_config.json"
 OBJECTS = (GENERATION, "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 """Files that hold an object; others may hold a list."""
-Headers = dict[str, dict[str, Stored]]
-"""The tensors in each file, by the file's name."""
 
 
 def open_folder(path: Path) -> HFSide:
     """Open a folder."""
     side = HFSide(path) if drafter_kind(path) is None else DrafterSide(path)
     _read_config(side)
-    headers, damaged = _headers(side)
-    side.files = list(headers)
-    weights = _weight_map(side)
-    visible, opened, where = _visible(headers, weights), OpenFiles(), dict[str, str]()
-    for file, header in headers.items():
-        for name, stored in header.items():
-            if file not in visible:
-                side.hidden[name] = file
-            elif name in where:
-                says = f"'{name}' is in '{where[name]}' and in '{file}': which of the two is loaded depends on the "
-                side.add("duplicate tensor", f"{says}loader.", "remove the file that does not belong", names=[name])
-            else:
-                side.tensors[name], where[name] = _entry(name, stored, opened), file
-    if weights is None:
-        side.partial = bool(damaged)
-    elif SINGLE in headers and SINGLE not in weights.values():
-        _both(side, headers, weights)
-    else:
-        _check_index(side, headers, weights, damaged)
-    _check_hidden(side)
-    merge_quantized(side)
-    side.findings += check_quantization(side)
+    _read_tensors(side)
     if isinstance(side, DrafterSide):
         _read_drafter(side)
-    _check_kind(side)
     _check_files(side)
     _check_values(side)
     return side
@@ -97,6 +56,41 @@ def _read_config(side: HFSide) -> None:
         side.add("not compared", says, severity=NOTE)
 
 
+def _read_tensors(side: HFSide) -> None:
+    """List the tensors, unless the folder's reader refuses it, and look at what loaders do not open."""
+    try:
+        check_form(side.path)
+        side.folder = folder = HFFolder(side.path, settings_of(side).numbers, side.tied)
+    except ValueError as error:
+        side.add("quantization" if isinstance(error, MisfitError) else "damaged file", str(error), REFETCH)
+        return
+    side.tensors = {name: _entry(side, folder, name) for name in folder.tensors}
+    for file in folder.side_files:
+        lost = [name for name, stored in folder.tensors.items() if stored.file.name == file]
+        depths = sum(side.parts.of(name).kind == DEPTH for name in lost)
+        says = f"transformers does not open '{file}', which no index lists: it holds {counted(len(lost), 'tensor')}"
+        says += f"{f', {depths} of them of depths' if depths else ''}: {listed(lost)}."
+        read = "convert the folder, which reads it (hf-to-mcore) and writes one index (mcore-to-hf)"
+        side.add("unindexed file", says, f"name its tensors in {INDEX}, {read}, or remove it", names=lost)
+    check_parts(side)
+    side.findings += check_quantization(side)
+
+
+def _entry(side: HFSide, folder: HFFolder, name: str) -> StoredTensor:
+    if (weight := folder.quantized.get(name)) is None:
+        dtype = str(folder.dtype(name)).removeprefix("torch.")
+        return StoredTensor(folder.shape(name), dtype, folder.bytes_of(name), partial(folder.read, name))
+
+    def read() -> Tensor:
+        parts = folder.parts_of(name)
+        if fault := scale_fault(weight, parts):
+            side.scales[name] = fault
+        return weight.decode(parts)
+
+    known = weight.form.decode is not None
+    return StoredTensor(weight.shape, weight.form.name, folder.bytes_of(name), read if known else None)
+
+
 def _read_drafter(side: DrafterSide) -> None:
     """Find the form of a drafter's folder, and the order of its drafts."""
     from megatron_mtp.checkpoint.convert.drafter_form import form_in, in_order, trunk_of
@@ -114,132 +108,6 @@ def _read_drafter(side: DrafterSide) -> None:
         side.drafter = in_order(form, {name: side.tensors[name].tensor() for name in lists})
     except (ValueError, OSError, RuntimeError) as error:
         side.add("draft vocabulary", f"The drafted tokens are not known: {error}.", REFETCH, names=lists)
-
-
-def _headers(side: HFSide) -> tuple[Headers, list[str]]:
-    """The header of every file of tensors, and the files that cannot be read."""
-    headers: Headers = {}
-    damaged = []
-    for file in sorted(side.path.glob("*.safetensors")):
-        try:
-            headers[file.name] = stored_in(file)
-        except ValueError as error:
-            says = f"No tensor of '{file.name}' can be read: {error}"
-            side.add("damaged file", says, REFETCH, names=[file.name])
-            damaged.append(file.name)
-    return headers, damaged
-
-
-def _weight_map(side: HFSide) -> dict[str, str] | None:
-    """The index; None without one that can be read."""
-    if not (side.path / INDEX).is_file():
-        return None
-    try:
-        index = read_json(side.path / INDEX)
-    except ValueError:
-        index = None
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if isinstance(weights, dict) and all(isinstance(file, str) for file in weights.values()):
-        return weights
-    says = f"'{INDEX}' is damaged: it has no 'weight_map' from tensors to files, so no loader finds them."
-    side.add("damaged index", says, REINDEX, names=[INDEX])
-    return None
-
-
-def _visible(headers: Headers, weights: dict[str, str] | None) -> set[str]:
-    """The files that loaders open; of a whole file and an index, transformers opens the file."""
-    indexed = set((weights or {}).values())
-    if SINGLE in headers and SINGLE not in indexed:
-        return {SINGLE}
-    return indexed or {file for file in headers if not file.startswith(COPY)}
-
-
-def _entry(name: str, stored: Stored, opened: OpenFiles) -> StoredTensor:
-    def read() -> Tensor:
-        tensor: Tensor = opened.file(stored.file).get_tensor(name)
-        return tensor
-
-    known = stored.kind in DTYPES
-    dtype = str(stored.dtype).removeprefix("torch.") if known else stored.kind
-    return StoredTensor(stored.shape, dtype, stored.bytes if known else 0, read)
-
-
-def _both(side: HFSide, headers: Headers, weights: dict[str, str]) -> None:
-    """Describe a whole model.safetensors beside an index that does not name it."""
-    files = sorted(set(weights.values()))
-    says = f"'{SINGLE}' and an index of other files are both there: transformers opens the first, other loaders the "
-    if not any((side.path / file).is_file() for file in files):
-        says += f"index, whose files ({listed(files)}) are missing."
-        side.add("unindexed file", says, f"remove {INDEX}", WARNING, [INDEX])
-        return
-    twice = [name for name in headers[SINGLE] if name in weights]
-    says += f"index; {counted(len(twice), 'tensor')} are in both: {listed(twice)}."
-    side.hidden = {name: file for name, file in side.hidden.items() if file not in files}
-    side.add("duplicate tensor", says, f"remove {SINGLE}, or {INDEX} with its files", WARNING, [INDEX])
-
-
-def _check_index(side: HFSide, headers: Headers, weights: dict[str, str], damaged: list[str]) -> None:
-    """Compare the index with the files."""
-    gone: dict[str, list[str]] = defaultdict(list)
-    for name, file in weights.items():
-        if file in damaged:
-            side.unread.add(name)
-        elif name not in headers.get(file, {}):
-            gone[file].append(name)
-    where = {name: file for file, header in headers.items() for name in header}
-    for file, names in gone.items():
-        if not (side.path / file).is_file():
-            says = f"'{file}' is not there, in which the index puts {counted(len(names), 'tensor')}: {listed(names)}."
-            side.unread |= set(names)
-            side.add("file missing", says, REFETCH, names=names)
-            continue
-        if moved := [name for name in names if name in where]:
-            says = f"The index puts {listed(moved)} into '{file}', but they are in '{where[moved[0]]}'."
-            side.add("tensor in another file", says, REINDEX, names=moved)
-        if lost := [name for name in names if name not in where]:
-            says = f"'{file}' lacks {counted(len(lost), 'tensor')} that the index puts there: {listed(lost)}."
-            side.add("tensor missing", says, REFETCH, names=lost)
-    if unlisted := [name for name in side.tensors if name not in weights]:
-        says = f"The index leaves out {counted(len(unlisted), 'tensor')} of its files: {listed(unlisted)}."
-        advice = f"{REINDEX}: loaders that follow it do not see these tensors"
-        side.add("tensor not in the index", says, advice, names=unlisted)
-
-
-def _check_hidden(side: HFSide) -> None:
-    """Find files that transformers does not open."""
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for name, file in side.hidden.items():
-        by_file[file].append(name)
-    named = (side.path / INDEX).is_file()
-    for file, names in by_file.items():
-        if file.startswith(COPY):
-            says = f"'{file}' repeats the model in another format, which is not looked at."
-            side.add("unindexed file", says, severity=NOTE, names=[file])
-            continue
-        lost = [name for name in names if name not in side.tensors]
-        depths = sum(bool(MTP.search(name)) or side.parts.of(name).kind == DEPTH for name in lost)
-        of_depths = f", {depths} of them of depths" if depths else ""
-        by = "which the index does not list" if named else f"which lies beside '{SINGLE}' without an index"
-        says = f"transformers does not open '{file}', {by}: it holds {counted(len(lost), 'tensor')} that no other file "
-        says += f"has{of_depths}: {listed(lost)}."
-        read = "convert the folder, which reads it (hf-to-mcore) and writes one index (mcore-to-hf)"
-        advice = f"name its tensors in {INDEX}, {read}, or remove it" if lost else "remove it"
-        side.add("unindexed file", says, advice, ERROR if lost else WARNING, lost)
-
-
-def _check_kind(side: HFSide) -> None:
-    """Say what kind of folder it is, where it is no plain model."""
-    if is_adapter(side.path):
-        says = f"The folder is an adapter (LoRA), whose tensors are no model: {counted(len(side.tensors), 'tensor')}."
-        side.config, side.family, side.partial, side.findings = None, None, True, []
-        side.add("not compared", says, "merge it into its base model, and audit the result")
-    pickles = sorted(file.name for ending in ("*.bin", "*.pt", "*.pth") for file in side.path.glob(ending))
-    if not side.tensors and not side.files and pickles:
-        says = f"Its tensors are in pickles, which can run code and are never opened: {listed(pickles)}."
-        side.add("not compared", says, "save the model as safetensors", names=pickles)
-    links = [path.name for path in sorted(side.path.iterdir()) if path.is_symlink() and not path.exists()]
-    if links:
-        side.add("file missing", f"{listed(links)} lead nowhere.", "fetch the folder again", names=links)
 
 
 def _check_files(side: HFSide) -> None:

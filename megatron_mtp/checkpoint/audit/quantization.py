@@ -1,13 +1,11 @@
-"""Quantized folders: the tensors of a weight become one, and its form is compared with what the config promises.
+"""Quantized folders: the form of every weight against what the config promises it, and the numbers of its scales.
 
-The forms are those of `hf/forms.py`. A weight that is read is decoded as the conversion decodes it, and its scales are
-looked at on the way. Of every cause there is one finding, with the line of the config to change.
+Of every cause there is one finding, with the line of the config to change.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from megatron_mtp.checkpoint.hf.quantized import (
     inside,
     layer_of,
     module_of,
-    quantized_weights,
 )
 
 GUESS = "quantization"
@@ -50,38 +47,15 @@ def is_quantized(entry: StoredTensor) -> bool:
     return entry.kind in FP8 or entry.kind is None
 
 
-def merge_quantized(side: HFSide) -> None:
-    """Put one weight in the place of its tensors, decoded as the conversion decodes it."""
-    settings = settings_of(side)
-    stored = {name: (entry.shape or (), entry.kind) for name, entry in side.tensors.items()}
-    weights = quantized_weights(stored, settings.numbers, lambda name: side.tensors[name].tensor())
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name, reason in weights.wrong.items():
-        alike[re.sub(r"'[^']*?([^.']+)'", r"'\1'", reason)].append(name)
-    for first, *more in alike.values():
-        others = f"; likewise {len(more)} more: {listed(more)}" if more else ""
-        side.add(GUESS, f"'{first}' {weights.wrong[first]}{others}.", RESTORE, names=[first, *more])
-    for name, parts in weights.broken.items():
-        side.tensors[name] = StoredTensor(None, "damaged", sum(side.tensors.pop(part).bytes for part in parts), None)
-    for name, weight in weights.found.items():
-        entries = {part: side.tensors.pop(one) for part, one in weight.parts.items()}
-        read = None if weight.form.decode is None else partial(_decoded, side, name, weight, entries)
-        size = sum(entry.bytes for entry in entries.values())
-        side.tensors[name] = StoredTensor(weight.shape, weight.form.name, size, read)
-        side.quantized[name] = weight
-    if weights.found or weights.wrong or settings.keys:
-        _drop_others(side, set(weights.wrong))
-
-
-def _drop_others(side: HFSide, wrong: set[str]) -> None:
-    """Leave out scales of activations, and parts beside a weight; name those without one."""
+def check_parts(side: HFSide) -> None:
+    """Leave out scales of activations, and further parts beside a weight; name scales without numbers."""
+    if not (side.quantized or settings_of(side).keys):
+        return
     for name in activation_scales(side.tensors):
         del side.tensors[name]
     orphans: dict[str, str] = {}
     for name in [n for n in side.tensors if SCALES.search(n) or STATE.search(n)]:
         weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}", ".weight", name)
-        if name in wrong or name.removesuffix("_scale") in wrong:
-            continue
         if weight in side.tensors:
             del side.tensors[name]
         elif SCALES.search(name):
@@ -95,14 +69,6 @@ def _drop_others(side: HFSide, wrong: set[str]) -> None:
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
-
-
-def _decoded(side: HFSide, name: str, weight: Quantized, entries: dict[str, StoredTensor]) -> Tensor:
-    """Decode a weight, and keep what is wrong with its scales."""
-    tensors = {part: entry.tensor() for part, entry in entries.items()}
-    if fault := scale_fault(weight, tensors):
-        side.scales[name] = fault
-    return weight.decode(tensors)
 
 
 def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
@@ -148,14 +114,11 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
         says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
         says += f"engines load them without their scales: {listed(coded)}."
         yield Finding(GUESS, says, "copy the key from the release's config.json", names=tuple(coded))
-    elif settings.keys and settings.promised("") is not None and side.tensors:
-        broken = any(found.guess in (GUESS, "damaged file", "file missing") for found in side.findings)
-        if (settings.groups or settings.keys.get("quant_method") != COMPRESSED) and not broken:
-            kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
-            says = f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): "
-            says += "engines build quantized layers, and do not load these tensors."
-            advice = "remove 'quantization_config' from config.json"
-            yield Finding(GUESS, says, advice, names=("quantization_config",))
+    elif settings.promised("") is not None and (settings.groups or settings.keys.get("quant_method") != COMPRESSED):
+        kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
+        says = f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): "
+        says += "engines build quantized layers, and do not load these tensors."
+        yield Finding(GUESS, says, "remove 'quantization_config' from config.json", names=("quantization_config",))
 
 
 def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
@@ -176,11 +139,10 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
     """Compare every weight of trunk and depths with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded}
-    told = {name for one in side.findings if one.guess == GUESS for name in one.names}
     against, untargeted, plain = list[str](), list[str](), list[str]()
     others: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in side.tensors.items():
-        if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")) or name in told:
+        if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
             continue
         promised = settings.promised(module_of(name))
         if promised is None:
@@ -193,10 +155,8 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
             others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
     modules = {name.rpartition(".")[0] for name in side.tensors}
     unmatched = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
-    idle, unscaled = (
-        [one for one in unmatched if not (side.tied and one == "lm_head")],
-        "load them without their scales",
-    )
+    idle = [one for one in unmatched if not (side.tied and one == "lm_head")]
+    unscaled = "load them without their scales"
     if against:
         entries = dict.fromkeys(one for name in against if (one := settings.listing(module_of(name))))
         says = (

@@ -112,7 +112,7 @@ def open_saved(path: Path) -> MegatronSide:
     try:
         check_files(reader.folder, read_catalogue(reader.folder).storage_data)
     except ValueError as error:
-        side.add("file missing", f"{error}", "fetch that file again, or give another iteration")
+        side.add("damaged file", f"{error}", "fetch that file again, or give another iteration")
     _read_arguments(side, reader)
     number = reader.folder.name.removeprefix("iter_")
     side.iteration = 0 if number == RELEASE else int(number) if number.isdecimal() else None

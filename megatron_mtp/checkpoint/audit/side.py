@@ -6,6 +6,7 @@ decoder.layers.3.mlp.linear_fc1.weight                      trunk, layer 3
 drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import Quantized
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
@@ -39,8 +41,6 @@ UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, Ove
 """What the rules of a family raise for a config that they do not fit."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers are looked at."""
-PIECE = 2**20
-"""Numbers that are looked at at a time."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE = KINDS = ("trunk", "depth", "embedding", "head", "beside")
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
@@ -78,12 +78,11 @@ class StoredTensor:
         return self.read()
 
 
-def largest(tensor: Tensor) -> float | None:
-    """The largest absolute number of a tensor: NaN if there is one; None for types that are not looked at."""
+def is_finite(tensor: Tensor) -> bool:
+    """True without NaN and infinities; nothing of the tensor's size is allocated."""
     if tensor.dtype not in FLOATS or not tensor.numel():
-        return None
-    low, high = (bound.item() for bound in tensor.aminmax())
-    return max(-low, high)
+        return True
+    return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor.detach()))
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
@@ -147,15 +146,13 @@ class Opened:
         path: the folder.
         tensors: what loaders see, by name; the tensors of a quantized weight are one, the optimizer's are left out.
         findings: what was found when it was opened.
-        largest: the largest absolute number of every tensor that was read.
-        unreadable: tensors that cannot be read, each with the reason.
+        finite: whether the numbers of every tensor that was read are finite.
     """
 
     path: Path
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    largest: dict[str, float] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    finite: dict[str, bool] = field(default_factory=dict)
 
     def add(self, guess: str, says: str, advice: str = "", severity: str = ERROR, names: Iterable[str] = ()) -> None:
         """Add a finding."""
@@ -180,24 +177,23 @@ class HFSide(Opened):
         keys: the keys of its `config.json`; empty if it cannot be read.
         config: the config, with the defaults of its family; None if it has no `model_type`.
         family: the family of its `model_type`; None if there is none.
-        hidden: what the files hold beside `tensors`, by name: the file.
-        files: names of the files with tensors.
-        unread: names of tensors that another finding accounts for: their file is missing or damaged.
-        partial: whether a damaged file may hold any tensor, since no index lists them.
-        quantized: the quantized weights, by name.
+        folder: its tensors; None if the reader of folders refuses it.
+        unread: names of weights of which the folder has the scales alone, as a finding says.
         scales: of weights that were read, what is wrong with their scales.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     config: HFConfig | None = None
     family: Family | None = None
-    hidden: dict[str, str] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
+    folder: HFFolder | None = None
     unread: set[str] = field(default_factory=set)
-    partial: bool = False
-    quantized: dict[str, Quantized] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     form = "Hugging Face"
+
+    @property
+    def quantized(self) -> dict[str, Quantized]:
+        """The quantized weights, by name."""
+        return {} if self.folder is None else self.folder.quantized
 
     def counts(self, *names: str) -> int | None:
         """The first of these config keys that holds a number of layers; None without one."""

@@ -137,7 +137,7 @@ def origin(model: HFModel) -> dict[str, Any]:
         "model_type": model.config.model_type,
         "family": model.family.title,
         "layout": layout_record(model.layout),
-        "quantised": model.folder.quantized,
+        "quantised": bool(model.folder.quantized),
         "eh_proj": "embedding half first",
         "eh_proj in the Hugging Face folder": f"{half} half first",
         "input of the first depth": f"trunk's hidden state {side} its final norm",

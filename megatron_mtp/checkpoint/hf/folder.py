@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
-from megatron_mtp.checkpoint.hf.forms import Numbers, Shape
+from megatron_mtp.checkpoint.hf.forms import MisfitError, Numbers, Shape
 from megatron_mtp.checkpoint.hf.quantized import (
     QuantizationSettings,
     activation_scales,
@@ -81,7 +81,12 @@ class HFFolder:
         numbers: what its config says of quantized numbers.
         tied: whether the head is the embedding, so that an index may list a head that no file holds.
 
+    Attributes:
+        tensors: whole and quantized weights, by name.
+        quantized: those that are decoded.
+
     Raises:
+        MisfitError: tensors of a quantized weight do not fit each other.
         ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
     """
 
@@ -94,8 +99,8 @@ class HFFolder:
         stored = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
         weights = quantized_weights(stored, numbers or Numbers(), lambda name: self._read(self.tensors[name], name))
         for name, says in weights.wrong.items():
-            raise ValueError(f"'{name}' in {self.tensors[name].file} {says}; or give the model in bfloat16.")
-        self._quantized = weights.found
+            raise MisfitError(f"'{name}' in {self.tensors[name].file} {says}; or give the model in bfloat16.")
+        self.quantized = weights.found
         self._parts = {part: self.tensors[part] for one in weights.found.values() for part in one.parts.values()}
         self._hide_parts()
 
@@ -116,13 +121,13 @@ class HFFolder:
 
     def _hide_parts(self) -> None:
         """List weights in the place of the tensors that hold them, and leave out scales of activations."""
-        for name, weight in self._quantized.items():
+        for name, weight in self.quantized.items():
             first = self._parts[next(iter(weight.parts.values()))]
             for part in weight.parts.values():
                 del self.tensors[part]
             kind = first.kind if weight.shape == first.shape else KINDS[weight.dtype]
             self.tensors[name] = Stored(first.file, weight.shape or (), kind)
-        for name in activation_scales(self.tensors.keys()) if self._quantized else ():
+        for name in activation_scales(self.tensors.keys()) if self.quantized else ():
             del self.tensors[name]
 
     def shape(self, name: str) -> Shape:
@@ -131,7 +136,7 @@ class HFFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
-        return self._quantized[name].dtype if name in self._quantized else self.tensors[name].dtype
+        return self.quantized[name].dtype if name in self.quantized else self.tensors[name].dtype
 
     @property
     def side_files(self) -> list[str]:
@@ -141,17 +146,21 @@ class HFFolder:
             return sorted(file.name for file in files - _indexed(self.folder).keys())
         return sorted(file.name for file in files if self.folder / SINGLE in files and file.name != SINGLE)
 
-    @property
-    def quantized(self) -> bool:
-        """True if the folder has weights that are decoded."""
-        return bool(self._quantized)
+    def bytes_of(self, name: str) -> int:
+        """Size of a tensor in its file, or of all parts of a quantized weight."""
+        if name not in self.quantized:
+            return self.tensors[name].bytes
+        return sum(self._parts[part].bytes for part in self.quantized[name].parts.values())
+
+    def parts_of(self, name: str) -> dict[str, Tensor]:
+        """Read the tensors of a quantized weight, by part."""
+        return {part: self._read(self._parts[one], one) for part, one in self.quantized[name].parts.items()}
 
     def read(self, name: str) -> Tensor:
         """Read a tensor, or decode a quantized weight."""
-        if name not in self._quantized:
+        if name not in self.quantized:
             return self._read(self.tensors[name], name)
-        weight = self._quantized[name]
-        return weight.decode({part: self._read(self._parts[one], one) for part, one in weight.parts.items()})
+        return self.quantized[name].decode(self.parts_of(name))
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
         """Raises ValueError where a weight, which any tensor named `.weight` is, has no floating-point type."""
@@ -227,6 +236,13 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 def check_kind(folder: Path, known: Container[str]) -> None:
     """Raises ValueError for a folder that does not convert, or for none; `known` is every `model_type` that does."""
+    check_form(folder)
+    if (folder / CONFIG).is_file():
+        _check_config(folder, _object(folder / CONFIG), known)
+
+
+def check_form(folder: Path) -> None:
+    """Raises ValueError for what is no folder of a whole model: GGUF, links that lead nowhere, an adapter."""
     of_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
     if of_gguf or (folder.is_file() and folder.suffix == ".gguf"):
         raise ValueError(f"{folder} is a GGUF model, as llama.cpp runs it; give the folder that it was made from.")
@@ -236,14 +252,12 @@ def check_kind(folder: Path, known: Container[str]) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which is not there; fetch the folder again.")
-    if is_adapter(folder):
+    if _is_adapter(folder):
         base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
         raise ValueError(
             f"{folder} is an adapter (LoRA) of {base!s:.100}; merge it into that model (merge_and_unload() of peft), "
             "save the result, and give its folder."
         )
-    if (folder / CONFIG).is_file():
-        _check_config(folder, _object(folder / CONFIG), known)
 
 
 def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
@@ -281,7 +295,7 @@ def drafter_kind(path: Path) -> str | None:
     return next((kind for name, kind in DRAFTER_KINDS.items() if isinstance(named, list) and name in named), None)
 
 
-def is_adapter(folder: Path) -> bool:
+def _is_adapter(folder: Path) -> bool:
     """True if a folder holds an adapter (LoRA), with or without a config, and no model beside it."""
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)

@@ -84,12 +84,10 @@ class Weights:
     Attributes:
         found: the weights, by name.
         wrong: tensors that make no weight, each with a sentence that begins with its name.
-        broken: the weights that these would make, with the names of the parts that are there.
     """
 
     found: dict[str, Quantized] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
-    broken: dict[str, list[str]] = field(default_factory=dict)
 
 
 def quantized_weights(stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None) -> Weights:
@@ -156,7 +154,6 @@ def _add(
     weight, parts = forms[nearest], nearest.find(forms[nearest], stored)
     lacks = " and ".join(_in_words(weight, part) for part in nearest.lacks(parts))
     weights.wrong[name] = wrong or f"is {nearest.name.split(',')[0]} without {lacks}"
-    weights.broken[weight] = list(parts.values())
 
 
 def _in_words(weight: str, part: str) -> str:

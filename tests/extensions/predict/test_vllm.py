@@ -190,7 +190,7 @@ def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) ->
     assert audit(exported)["ok"]
     gone = sorted(exported.glob("*.safetensors"))[-1]
     gone.unlink()
-    (found,) = [one for one in audit(exported)["findings"] if one["guess"] == "file missing"]
+    (found,) = [one for one in audit(exported)["findings"] if one["guess"] == "damaged file"]
     assert gone.name in found["says"]
     command = [str(PYTHON), str(CLIENT), str(exported), json.dumps(PROMPT), "8", "[1]", MTP]
     assert subprocess.run(command, capture_output=True).returncode != 0

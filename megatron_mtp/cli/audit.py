@@ -105,7 +105,7 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def _side(side: dict[str, Any]) -> list[str]:
-    kind = side.get("model_type") or side.get("model") or side.get("drafter") or "no model_type"
+    kind = side.get("model") or side.get("drafter") or side.get("model_type") or "no model_type"
     counts = " and ".join(f"{part} {_count(side[part])}" for part in ("layers", "depths")) + "; "
     drafter = ""
     if side.get("drafter"):

@@ -186,8 +186,8 @@ def test_an_older_checkpoint_is_named_and_not_opened(tmp_path: Path) -> None:
     (rank / "model_optim_rng.pt").write_bytes(b"junk")
     (tmp_path / "older" / TRACKER).write_text("5")
     result = audit(tmp_path / "older")
-    assert guesses(result) == {"not compared"}
-    assert "never opened" in result["findings"][0]["says"]
+    assert guesses(result) == {"damaged file"}
+    assert "has Megatron's older format, a file a rank" in result["findings"][0]["says"]
 
 
 def test_an_unknown_family_is_compared_by_name(tmp_path: Path) -> None:

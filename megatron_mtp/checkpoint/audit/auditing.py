@@ -19,20 +19,17 @@ from megatron_mtp.checkpoint.audit.comparing import (
     check_numbers,
     compare,
     copies_of,
-    is_drafter_beside_trunk,
     pairing,
 )
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
 from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
-from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side, older_format, open_saved
+from megatron_mtp.checkpoint.audit.saved import FROM_CHECKPOINT, MegatronSide, Side, open_saved
 from megatron_mtp.checkpoint.audit.side import (
     DEPTH,
-    DEPTH_KEYS,
     HEAD,
     KINDS,
     TRUNK,
-    UNFIT,
     DrafterSide,
     HFSide,
     Parts,
@@ -63,16 +60,10 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         The result in plain data, as above.
 
     Raises:
-        ValueError: a path is no model at all, or the sides are a GPT and a hybrid.
+        ValueError: a path is no model at all, the sides are a GPT and a hybrid, or a drafter and another model.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
-    if run is not None and (drafter := next((one for one in sides.values() if isinstance(one, DrafterSide)), None)):
-        raise ValueError(
-            f"--logits computes models, and {drafter.path} is a drafter; leave it out, or compare what it drafts with "
-            "its checkpoint: megatron-mtp convert verify."
-        )
-    if len({side.pattern is None for side in sides.values() if isinstance(side, MegatronSide)}) == 2:
-        raise ValueError(f"{a} and {b} are a GPT and a hybrid; compare them by: megatron-mtp convert verify {a} {b}")
+    _check_pair(*sides.values(), computes=run is not None)
     findings: list[Finding] = []
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
     size = sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
@@ -103,6 +94,24 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     return {**result, "findings": [asdict(one) for one in listed], "ok": all(one.severity == NOTE for one in listed)}
 
 
+def _check_pair(*sides: Side, computes: bool) -> None:
+    """Raises ValueError for what other commands compare."""
+    drafter = next((side for side in sides if isinstance(side, DrafterSide)), None)
+    if drafter is not None and computes:
+        raise ValueError(
+            f"--logits computes models, and {drafter.path} is a drafter; leave it out, or compare what it drafts with "
+            "its checkpoint: megatron-mtp convert verify."
+        )
+    if drafter is not None and not all(side.has_drafter for side in sides):
+        raise ValueError(
+            f"{drafter.path} is a drafter, and the other side has none; whether it fits a trunk's checkpoint is told "
+            "by: megatron-mtp convert attach-drafter CKPT DRAFTER OUT --dry-run"
+        )
+    if len({side.pattern is None for side in sides if isinstance(side, MegatronSide)}) == 2:
+        one, other = (side.path for side in sides)
+        raise ValueError(f"{one} and {other} are a GPT and a hybrid; compare them by: megatron-mtp convert verify")
+
+
 def open_side(path: Path) -> Side:
     """Open a folder or a checkpoint, as far as it can be read.
 
@@ -112,9 +121,6 @@ def open_side(path: Path) -> Side:
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise ValueError(f"{path} {what}; give the folder of a Hugging Face model or of a Megatron checkpoint.")
-    older = older_format(path)
-    if older is not None:
-        return older
     if is_checkpoint(path) and not (path / CONFIG).is_file():
         return open_saved(path)
     if not any(next(path.glob(pattern), None) for pattern in KNOWN):
@@ -124,27 +130,17 @@ def open_side(path: Path) -> Side:
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
     """Facts of a side: trunk, depths, copies, types, quantization."""
-    own: dict[str, Any]
-    if isinstance(side, DrafterSide):
-        own = {
-            "architectures": side.keys.get("architectures"),
-            "drafter": None if side.drafter is None else side.drafter.says,
-        }
-    elif isinstance(side, HFSide):
-        own = {
-            "model_type": None if side.config is None else side.config.model_type,
-            "family": None if side.family is None else side.family.title,
-            "architectures": side.keys.get("architectures"),
-            "quant_method": settings_of(side).method,
-        }
+    own: dict[str, Any] = {}
+    if isinstance(side, MegatronSide):
+        own = {"model": "hybrid" if side.pattern else "GPT", "iteration": side.iteration}
+        named = {"drafter": side.argument("drafter"), "hybrid layer pattern": side.pattern}
+        own |= {name: value for name, value in named.items() if value} | {"arguments from": side.args_from or None}
     else:
-        own = {
-            "model": "hybrid" if side.pattern is not None else "GPT",
-            "iteration": side.iteration,
-            **({"drafter": side.argument("drafter")} if side.argument("drafter") else {}),
-            **({"hybrid layer pattern": side.pattern} if side.pattern is not None else {}),
-            "arguments from": side.args_from or None,
-        }
+        own = {"architectures": side.keys.get("architectures"), "quant_method": settings_of(side).method}
+        own["model_type"] = None if side.config is None else side.config.model_type
+        own["family"] = None if side.family is None else side.family.title
+        if isinstance(side, DrafterSide):
+            own["drafter"] = None if side.drafter is None else side.drafter.says
     parts, sizes = side.parts, Counter[str]()
     for name, entry in side.tensors.items():
         sizes[parts.of(name).kind] += entry.bytes
@@ -172,90 +168,64 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
 def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
     """A finding for every config key or argument that changes the computation and differs.
 
-    Two configs of one `model_type` are compared with the defaults of transformers' class: a key that one side writes
-    out and the other leaves to its default is equal. Everything else is compared as Megatron's configuration.
+    Two configs of one `model_type`, and models that Megatron cannot run, are compared with the defaults of
+    transformers' class: a key that one side writes out and the other leaves to its default is equal. Everything else is
+    compared as Megatron's configuration.
 
     Args:
         a, b: the sides.
         same_head: whether both sides compute with the same head; then it does not matter which of them ties it.
     """
-    if is_drafter_beside_trunk(a, b):
-        return _unfit(*((a, b) if isinstance(a, DrafterSide) else (b, a)))
     try:
         ours, theirs = _settings(a, b)
     except (ValueError, AttributeError) as error:  # Megatron refuses the settings of one, or lacks them
         return [Finding("not compared", f"Settings were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
     found = []
     for name in [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-        if name in TIE and same_head:
-            continue
-        says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
-        counts = name.split(".")[-1] in DEPTH_KEYS
-        advice = "put the number of depths there that the files hold" if counts else "take the value of the training"
-        found.append(Finding("config", says, advice, names=(name,)))
+        if not (name in TIE and same_head):
+            says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
+            found.append(Finding("config", says, "take the value of the training", names=(name,)))
     return found
 
 
-def _unfit(drafter: Side, trunk: Side) -> list[Finding]:
-    """Settings of a drafter's config that cannot be behind this trunk."""
-    from megatron_mtp.checkpoint.convert.drafter_form import form_in
-
-    try:
-        args = _arguments_of(trunk) if isinstance(trunk, HFSide) else _stored_arguments(trunk)
-        if args is None:
-            raise UntrainableError("Megatron cannot run the trunk")
-    except ValueError as error:
-        return [Finding("not compared", f"Sizes were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
-    try:
-        form_in(drafter.path, args, drafter.tensors)
-    except UNFIT as error:
-        return [Finding("config", f"The drafter does not fit the trunk: {error}", "give the drafter's own trunk")]
-    return []
-
-
-def _settings(a: Side, b: Side) -> list[dict[str, Any]]:
+def _settings(*sides: Side) -> list[dict[str, Any]]:
     """The settings of both sides in one form; raises ValueError where there is none."""
-    folders = [side for side in (a, b) if isinstance(side, HFSide)]
-    saved = [side for side in (a, b) if isinstance(side, MegatronSide)]
-    if any(isinstance(side, DrafterSide) for side in folders):
-        return [_of_drafter(side) for side in (a, b)]
-    if len(folders) == 2:
-        one, other = folders
-        if not (one.keys and other.keys):
-            raise ValueError("a config cannot be read")
-        if one.keys == other.keys:
-            return [{}, {}]
-        alike = one.config is None or other.config is None or one.config.model_type == other.config.model_type
-        if alike or None in map(_arguments_of, folders):
-            return [_whole(one.path), _whole(other.path)]
-    elif folders and _arguments_of(folders[0]) is None:
-        if not (saved[0].path / HF_FILES / CONFIG).is_file():
-            raise ValueError("Megatron has no configuration for the folder's model")
-        return [_whole(side.path if isinstance(side, HFSide) else side.path / HF_FILES) for side in (a, b)]
-    found = [_stored_arguments(side) if isinstance(side, MegatronSide) else _arguments_of(side) for side in (a, b)]
-    return [computation.settings_of(args) for args in found if args is not None]
+    if any(isinstance(side, DrafterSide) for side in sides):
+        return [_of_drafter(side) for side in sides]
+    types = [side.config and side.config.model_type for side in sides if isinstance(side, HFSide)]
+    arguments = [_arguments(side) for side in sides]
+    if None in arguments or (len(types) == 2 and len(set(types)) == 1):
+        return [_whole(side) for side in sides]
+    return [computation.settings_of(args) for args in arguments if args is not None]
 
 
 def _of_drafter(side: Side) -> dict[str, Any]:
     from megatron_mtp.checkpoint.convert.drafter_form import stored_form
 
-    if isinstance(side, MegatronSide) and side.reader is not None:
-        return stored_form(_stored_arguments(side), side.reader).settings
+    if isinstance(side, MegatronSide) and side.reader is not None and (args := _arguments(side)) is not None:
+        return stored_form(args, side.reader).settings
     if not isinstance(side, DrafterSide) or side.drafter is None:
         raise ValueError("the config of a drafter cannot be used")
     return side.drafter.settings
 
 
-def _whole(folder: Path) -> dict[str, Any]:
+def _whole(side: Side) -> dict[str, Any]:
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
-    return {name: value for name, value in whole_config(folder).items() if not name.endswith("transformers_version")}
+    folder = side.path if isinstance(side, HFSide) else side.path / HF_FILES
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"Megatron has no configuration for the other side's model, and {folder} no {CONFIG}")
+    return whole_config(folder)
 
 
-def _arguments_of(side: HFSide) -> Namespace | None:
-    """Megatron's arguments for a folder; None if Megatron cannot run it."""
+def _arguments(side: Side) -> Namespace | None:
+    """Megatron's arguments of a side; None if Megatron cannot run its model, ValueError where they are not stored."""
     from megatron_mtp.model.arguments import parsed
 
+    if isinstance(side, MegatronSide):
+        if side.args_from != FROM_CHECKPOINT:
+            raise ValueError(f"{side.path} stores no arguments in Megatron's form")
+        return side.args if side.runs else None
     if side.family is None or side.config is None or side.family.flags is None:
         return None
     try:
@@ -263,14 +233,3 @@ def _arguments_of(side: HFSide) -> Namespace | None:
     except UntrainableError:
         return None
     return parsed(flags, side.config.integer("vocab_size"))
-
-
-def _stored_arguments(side: MegatronSide) -> Namespace:
-    """The arguments of a checkpoint that Megatron can run; raises ValueError where there are none."""
-    if side.args is None:
-        raise ValueError("a checkpoint stores no arguments")
-    if side.args_from != "the checkpoint":
-        raise ValueError(f"the arguments of {side.path} are in {side.args_from}, in another form")
-    if not side.runs:
-        raise ValueError(f"Megatron cannot run the model of {side.path}")
-    return side.args

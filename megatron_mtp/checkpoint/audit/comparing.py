@@ -29,7 +29,6 @@ from megatron_mtp.checkpoint.audit.side import (
     EMBEDDING,
     HEAD,
     TRUNK,
-    DrafterSide,
     HFSide,
     StoredTensor,
     equal_bits,
@@ -40,7 +39,6 @@ from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore.keys import FUSED_NORM, OWN_NORM
 from megatron_mtp.files import default_workers
-from megatron_mtp.model.head import DRAFTER
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 OWN = ("longcat", "step3")
@@ -96,10 +94,7 @@ class Pairing:
 
 
 def pairing(a: Side, b: Side) -> Pairing:
-    """Pair the tensors of both sides; a drafter has none of its trunk's."""
-    if is_drafter_beside_trunk(a, b):
-        says = "One side is a drafter, the other a trunk: they have no tensor in common, so only sizes are compared."
-        return Pairing(findings=[Finding("not compared", says, severity=NOTE)])
+    """Pair the tensors of both sides."""
     if isinstance(a, HFSide) and isinstance(b, MegatronSide):
         return _across(a, b)
     if isinstance(a, MegatronSide) and isinstance(b, HFSide):
@@ -124,12 +119,6 @@ def pairing(a: Side, b: Side) -> Pairing:
                 pair = only.pop(name), held[base]
                 found.pairs.append(Pair(name, *(pair if own is a else pair[::-1]), copy=base))
     return found
-
-
-def is_drafter_beside_trunk(a: Side, b: Side) -> bool:
-    """True if one side is a drafter's folder, and the other has no drafter."""
-    drafts = [isinstance(side, DrafterSide) or any(key.startswith(DRAFTER) for key in side.tensors) for side in (a, b)]
-    return any(isinstance(side, DrafterSide) for side in (a, b)) and not all(drafts)
 
 
 def base_of(side: Side, name: str) -> str | None:

@@ -16,7 +16,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit import listed
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
@@ -28,6 +27,7 @@ from megatron_mtp.patches.catalogue import read_catalogue
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
 RUN_CONFIG = "run_config.yaml"
+FROM_CHECKPOINT = "the checkpoint"
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _entry(reader: DistReader, key: str) -> StoredTensor:
 
 def _read_arguments(side: MegatronSide, reader: DistReader) -> None:
     try:
-        side.args, side.args_from = reader.common()["args"], "the checkpoint"
+        side.args, side.args_from = reader.common()["args"], FROM_CHECKPOINT
         return
     except (ValueError, OSError) as error:
         says = f"The arguments of the model are not known, so tensors are described by their keys alone: {error}"
@@ -143,15 +143,3 @@ def _read_arguments(side: MegatronSide, reader: DistReader) -> None:
                 side.args, side.args_from = Namespace(**{str(name): value for name, value in plain.items()}), RUN_CONFIG
                 return
     side.add("damaged config", says, "audit a checkpoint that Megatron saved whole")
-
-
-def older_format(path: Path) -> MegatronSide | None:
-    """A checkpoint in Megatron's older format, a pickle a rank, which is not opened; None if it is none."""
-    folders = [path, *sorted(path.glob("iter_*")), *sorted(path.glob("release"))]
-    ranks = [rank.name for folder in folders for rank in sorted(folder.glob("mp_rank_*"))]
-    if not ranks:
-        return None
-    side = MegatronSide(path)
-    says = f"It has Megatron's older format, a pickle a rank, which can run code and is never opened: {listed(ranks)}."
-    side.add("not compared", says, "load it with megatron-mtp train, and save it with --ckpt-format torch_dist")
-    return side

@@ -164,6 +164,11 @@ class Opened:
         return max(self.parts.numbered(DEPTH, self.tensors), default=-1) + 1
 
     @property
+    def has_drafter(self) -> bool:
+        """True if it has a drafter's tensors, in Megatron's names."""
+        return any(key.startswith(DRAFTER) for key in self.tensors)
+
+    @property
     def parts(self) -> Parts:
         """Patterns of its names."""
         raise NotImplementedError
@@ -271,6 +276,7 @@ class DrafterSide(HFSide):
 
     drafter: "DrafterForm | None" = None
     form = "Hugging Face drafter"
+    has_drafter = True
 
     @property
     def layers(self) -> None:

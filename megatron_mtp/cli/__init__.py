@@ -14,5 +14,4 @@ audit.py       what is in a checkpoint, and what differs between two
 attach.py      MTP layers for a Hugging Face model, step by step
 preprocess.py  text to .bin and .idx
 doctor.py      what this machine has, and what the absence of a thing costs
-completion.py  completion for bash and zsh
 """

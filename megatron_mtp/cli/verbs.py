@@ -7,7 +7,6 @@ the flags of Megatron.
 Other packages add verbs by the entry point group `megatron_mtp.verbs`; the entry point names a `Verb`.
 """
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -24,12 +23,10 @@ class Verb:
     Attributes:
         line: its line in `--help`.
         module: the dotted name of its module.
-        passes_to: the verb to which it passes further flags.
     """
 
     line: str
     module: str
-    passes_to: str | None = None
 
 
 VERBS: Registry[Verb] = Registry(
@@ -46,7 +43,6 @@ VERBS: Registry[Verb] = Registry(
         "attach": Verb(
             "add MTP layers to a Hugging Face model: train on its frozen trunk, measure, export",
             "megatron_mtp.cli.attach",
-            "train",
         ),
         "generate": Verb("generate text from a checkpoint, several tokens per forward", "megatron_mtp.cli.generate"),
         "sample": Verb(
@@ -55,14 +51,9 @@ VERBS: Registry[Verb] = Registry(
         "serve": Verb(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
         ),
-        "evaluate": Verb(
-            "compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate", "train"
-        ),
+        "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
         "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
         "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
-        "completion": Verb(
-            "print a script that completes verbs and flags in bash or zsh", "megatron_mtp.cli.completion"
-        ),
     },
 )
 
@@ -70,13 +61,3 @@ VERBS: Registry[Verb] = Registry(
 def module_of(verb: str) -> ModuleType:
     """The module of a verb."""
     return import_module(VERBS[verb].module)
-
-
-def parser_of(verb: str, program: str = PROGRAM) -> ArgumentParser:
-    """A parser of all flags that a verb takes, those that it passes on to another verb included."""
-    module, passes_to = module_of(verb), VERBS[verb].passes_to
-    made: ArgumentParser = getattr(module, "full_parser", module.parser)(f"{program} {verb}")
-    if passes_to is None:
-        return made
-    parents = [parser_of(passes_to, program), made]
-    return ArgumentParser(made.prog, parents=parents, add_help=False, conflict_handler="resolve")

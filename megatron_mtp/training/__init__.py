@@ -8,8 +8,7 @@ arguments.py         Megatron's parser with our flags and those of this machine,
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
-chats.py             chats made into a dataset, counted and packed
-datasets.py          Megatron's data sets, by Megatron's flags, also of answers and chats
+datasets.py          Megatron's data sets, by Megatron's flags, also of answers; chats made into one, and packed
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
 objective.py         from hidden states to one scalar of all losses: masks, lambda, its schedule, weights (lambda / D),
                      normalizer; acceptance, which is what a verifier would accept

@@ -32,7 +32,6 @@ from megatron_mtp.model.arguments import (
 )
 from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
-from megatron_mtp.training.chats import make_chats, reads_chats
 from megatron_mtp.training.checks import (
     check_data,
     check_flags,
@@ -44,6 +43,7 @@ from megatron_mtp.training.checks import (
     set_depths,
     set_drafter,
 )
+from megatron_mtp.training.datasets import make_chats, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load, check_stored, draft_vocabulary
 

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
-from megatron.training import get_tokenizer
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -42,8 +41,7 @@ from megatron_mtp.config import (
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers, check_layers, default_layers
 from megatron_mtp.runtime import transformer_engine_works
-from megatron_mtp.training.chats import counted_part, example, named_prefixes
-from megatron_mtp.training.datasets import ChatFile, read_answers, trained_part
+from megatron_mtp.training.datasets import counted_part, example, named_prefixes, read_answers
 from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.short_log import say
 
@@ -145,6 +143,13 @@ UNSUPPORTED = (
     Unsupported("--logits-load-dir", "this script does not train on a teacher's stored logits", depths_alone=False),
     Unsupported("--freeze-all-layers", "this script builds the model without it", "give --mtp-train-only", False),
     Unsupported("--inprocess-restart", "this script does not restart within its process", depths_alone=False),
+    Unsupported(
+        "--sft",
+        "this script reads no such rows",
+        "give --chat, which trains on the answers of any chat template",
+        False,
+    ),
+    Unsupported("--fim-data", "this script does not build such data sets", depths_alone=False),
     Unsupported("--log-straggler", "the forward step takes no times for it", depths_alone=False),
 )
 
@@ -219,13 +224,11 @@ def _of_data(args: Namespace) -> Sentences:
             "data comes from one source alone: give one of --chat, --mock-data, --data-path, --data-args-path, "
             "--train-data-path (with its like) and --per-split-data-args-path."
         )
-    if args.mtp_mask_prompts and (args.sft or args.mock_data or args.fim_data or args.reads_chats):
+    if args.mtp_mask_prompts and (args.mock_data or args.reads_chats):
         yield (
-            "--mtp-mask-prompts was given with --sft, --mock-data, --fim-data or chats, whose data is not of "
-            "megatron-mtp sample; drop one."
+            "--mtp-mask-prompts was given with --mock-data or chats, which are no data of megatron-mtp sample; drop "
+            "one of the two."
         )
-    if args.reads_chats and (args.sft or args.fim_data):
-        yield "chats were given with --sft or --fim-data, which read other data; drop one."
     if args.show_example and not args.reads_chats:
         yield "--show-example shows a chat, and the data is none; give --chat, or drop the flag."
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
@@ -491,20 +494,8 @@ def check_data(args: Namespace, vocabulary: int) -> None:
     if not prefixes and not args.skip_train:  # silent: Megatron makes data up
         raise ValueError(
             "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), "
-            "chats with --chat, files of conversations with --sft, or --mock-data."
+            "chats with --chat, or --mock-data."
         )
-    if args.sft:
-        if prefixes and "://" not in prefixes[0] and len(chats := ChatFile(prefixes[0])):
-            for line in trained_part(get_tokenizer(), chats[0], args.sft_tokenizer_prompt_format):
-                say(f"> {line}")
-        return
-    if args.fim_data:  # silent: tokens that are missing become the unknown token
-        names = [f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")]
-        known = get_tokenizer().inv_vocab.values()
-        if absent := [f"{flag_of(name)} {getattr(args, name)}" for name in names if getattr(args, name) not in known]:
-            raise ValueError(
-                f"--fim-data was given, but the tokenizer has no {', '.join(absent)}; give tokens of its own."
-            )
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)

@@ -1,13 +1,15 @@
 """Training, validation and test sets: Megatron's, by Megatron's flags.
 
-Three of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself,
-`PackedChats` (chats.py) packs chats, and `ChatDataset` reads conversations for `--sft` without the package `datasets`.
+Two of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself, and
+`PackedChats` packs chats.
 """
 
-import json
+import os
 from argparse import Namespace
-from array import array
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, override
 
 import numpy as np
@@ -15,14 +17,17 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
 from megatron.training import get_args, get_tokenizer, print_rank_0
-from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.data.batch import IGNORED_LABEL
-from megatron_mtp.data.checks import read_index
-from megatron_mtp.training.chats import PackedChats
+from megatron_mtp.data.chat import COUNTS, Counted, best_fit, marked, prefix_in_cache, spans_of, write_chats
+from megatron_mtp.data.checks import read_index, read_sidecar
+from megatron_mtp.data.documents import choose_documents, find_files, list_documents
+from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
+from megatron_mtp.files import one_writer
 from megatron_mtp.training.forward_step import reads_data
 
 
@@ -42,15 +47,13 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def _kind(args: Namespace) -> type[GPTDataset]:
-    if args.sft:
-        return ChatDataset
     if args.reads_chats:
         return PackedChats
     if args.mock_data:
         return MockGPTDataset
     if args.mtp_mask_prompts:
         return AnswersDataset
-    return GPTFIMDataset if args.fim_data else GPTDataset
+    return GPTDataset
 
 
 _SAME_NAME = (
@@ -67,7 +70,6 @@ _OTHER_NAME = {
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
     "inter_document_masking": "dataloader_inter_document_masking",
 }
-_FIM = "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix".split()
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -77,11 +79,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     settings["tokenizer"] = get_tokenizer()
     settings["blend"], settings["blend_per_split"] = get_blend_and_blend_per_split(args)
     settings["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
-    if not args.fim_data:
-        return GPTDatasetConfig(**settings)
-    tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
-    rates = {name: getattr(args, name) for name in _FIM}
-    return GPTFIMDatasetConfig(**settings, **rates, fim_extra_tokens=tokens)
+    return GPTDatasetConfig(**settings)
 
 
 # --- answers of the model itself -------------------------------------------------------------------------------------
@@ -151,79 +149,199 @@ def read_answers(prefix: str) -> np.ndarray:
     return found
 
 
-SHOWN = 200
-"""Characters that `trained_part` shows of what is trained on."""
+# --- chats -----------------------------------------------------------------------------------------------------------
+#
+# Made into a dataset once, from files of --chat or by `preprocess --chat` (`data/chat.py`), counted, and packed into
+# rows in the format of Megatron's packed data sets.
 
-# --- conversations ---------------------------------------------------------------------------------------------------
+
+def reads_chats(args: Namespace) -> bool:
+    """Return whether the data is chats: files of --chat, or datasets that `preprocess --chat` made.
+
+    Raises:
+        ValueError: some datasets are chats and others are not.
+    """
+    if args.chat is not None:
+        return True
+    kinds = {read_index(prefix).has_modes for prefix in named_prefixes(args) if Path(f"{prefix}.idx").is_file()}
+    if len(kinds) > 1:
+        raise ValueError("--data-path names datasets of chats and of text, whose rows differ; give one kind.")
+    return kinds == {True}
 
 
-class ChatFile:
-    """The messages of every line; only the offsets of lines are in memory.
+def named_prefixes(args: Namespace) -> list[str]:
+    """The prefixes of all data sets that flags name."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    return [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
 
-    A line is an object whose "messages" are [{"role": "system", "content": ...}, {"role": "user", ...}, ...], one or
-    more conversations of which each begins with a system message. Megatron's own class packs rows and masks prompts.
+
+def make_chats(args: Namespace) -> None:
+    """Make --chat a dataset, on one rank, and --data-path its prefix; the others wait, since they read the same file.
+
+    Raises:
+        ValueError: the files or the tokenizer cannot be used.
+    """
+    folder, trusts = args.tokenizer_model, args.trust_remote_code
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(folder or "").is_dir():
+        raise ValueError(
+            f"--chat was given with --tokenizer-type {args.tokenizer_type} and --tokenizer-model {folder}; give "
+            "HuggingFaceTokenizer and the folder of a tokenizer with a chat template."
+        )
+    counts_empty = bool(args.chat_count_empty_thinking)
+    settings = {"seed": args.seed, "chat_count_empty_thinking": counts_empty}
+    prefix = prefix_in_cache(args.chat, folder, args.data_cache_path, settings)
+    args.data_path, done = [prefix], Path(f"{prefix}.idx")
+    if args.rank == 0 and not done.is_file():
+        lines = choose_documents(list_documents(find_files(args.chat, ["*.jsonl"], "--chat")), None, args.seed, True)
+        encoder = Encoder.from_folder(folder, trust_remote_code=trusts)
+        with one_writer(Path(prefix), f"--chat: '{prefix}'"):
+            write_chats(lines, encoder, prefix, counts_empty, os.cpu_count() or 1, settings)
+    _await(prefix, done, args.distributed_timeout_minutes)
+
+
+def _await(prefix: str, done: Path, minutes: int) -> None:
+    """Wait until another rank has made a dataset. Raises ValueError where its files have not grown for some minutes."""
+    sizes, since = dict[str, int](), monotonic()
+    while not done.is_file():
+        known = sizes
+        with suppress(FileNotFoundError):  # a file that is whole has just been renamed
+            sizes = {file.name: file.stat().st_size for file in done.parent.glob(f"{Path(prefix).name}.*")}
+        if sizes != known:
+            since = monotonic()
+        elif monotonic() - since >= 60 * minutes:
+            raise ValueError(
+                f"--chat: rank 0 has written nothing at {prefix} for {minutes} minutes (--distributed-timeout-minutes)"
+                "; look into its log, and give --data-cache-path, a folder that all nodes share."
+            )
+        sleep(1)
+
+
+class PackedChats(MegatronDataset):
+    """Rows of chats: each is a document, and the labels that count are the tokens that count.
+
+    A chat of n tokens has n - 1 positions, since its last token is a label alone; longer ones than a row are cut to it.
+    Under context parallelism a chat takes a multiple of 2R positions for R ranks. What is left of a row is a document
+    of padding. Rows are packed once, and each epoch draws their order from the seed. Two chats in a row of seven, where
+    tokens from 50 on count:
+
+        tokens      1  2 50 51 | 3  4 60 | 0      the chats are 1 2 50 51 52 and 3 4 60 61
+        labels      2 50 51 52 | 4 60 61 | 0
+        loss_mask   0  1  1  1 | 0  1  1 | 0
     """
 
-    def __init__(self, path: str) -> None:
-        self.path, self._starts = path, array("q")
-        with open(path, "rb") as file:
-            place = 0
-            for line in file:
-                if line.strip():
-                    self._starts.append(place)
-                place += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> list[dict[str, Any]]:
-        with open(self.path, "rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            messages: list[dict[str, Any]] = json.loads(line)["messages"]
-        except (ValueError, KeyError, TypeError):
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path: str,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self._multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+        lengths, counted = lengths_and_counted(dataset, config.sequence_length)
+        self._documents = indices[counted[indices] > 0]
+        held = self._held(np.minimum(lengths[self._documents] - 1, config.sequence_length))
+        self._rows = best_fit(held, config.sequence_length)
+        if not self._rows:
             raise ValueError(
-                f"--data-path: '{self.path}' has a line without messages ({line[:40]!r}); with --sft every line is an "
-                "object whose messages have a role and a content."
-            ) from None
-        return messages
-
-
-class ChatDataset(SFTDataset):
-    """Megatron's, over a `ChatFile`."""
+                f"--seq-length is {config.sequence_length}, and in that many tokens none counts of the {len(indices)} "
+                f"chats for {index_split.name} in '{dataset_path}'; give more, or other chats."
+            )
+        filled = held.sum() / len(self._rows) / config.sequence_length
+        print_rank_0(f"> {len(held)} chats for {index_split.name} in {len(self._rows)} rows, filled to {filled:.1%}")
 
     @staticmethod
     @override
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> ChatFile:
-        return ChatFile(dataset_path)
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        return IndexedDataset(dataset_path, multimodal=True, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    @override
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        return len(low_level_dataset.document_indices) - 1
+
+    @override
+    def __len__(self) -> int:
+        return self.num_samples or len(self._rows)
+
+    @override
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        length = self.config.sequence_length
+        epoch, place = divmod(idx, len(self._rows))
+        row = {name: np.zeros(length, dtype=np.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        ends: list[int] = []
+        for number in self._rows[_order(self.config.random_seed, len(self._rows), epoch)[place]]:
+            ids, counts = tokens_and_counts(self.dataset, self._documents[number])
+            begin, count = ends[-1] if ends else 0, min(len(ids) - 1, length)
+            for name, values in (("tokens", ids), ("labels", ids[1:]), ("loss_mask", counts[1:])):
+                row[name][begin : begin + count] = values[:count]
+            ends.append(begin + int(self._held(count)))
+            row["position_ids"][begin : ends[-1]] = np.arange(ends[-1] - begin)
+        offsets = np.full(length + 1, length, dtype=np.int32)  # as many in every row, so that rows can be stacked
+        offsets[: len(ends) + 1] = [0, *ends]
+        sample = {name: torch.from_numpy(values) for name, values in row.items()}
+        sample["loss_mask"] = sample["loss_mask"].float()
+        return {**sample, "cu_seqlens": torch.from_numpy(offsets), "max_seqlen": torch.tensor(np.diff(offsets).max())}
+
+    def _held(self, positions: Any) -> Any:
+        return -(-positions // self._multiple) * self._multiple
 
 
-def trained_part(tokenizer: Any, messages: list[dict[str, Any]], prompt_format: str) -> list[str]:
-    """Lines that say which part of a conversation Megatron trains on, by the format and the tokenizer.
+@lru_cache(maxsize=4)
+def _order(seed: int, rows: int, epoch: int) -> list[int]:
+    found: list[int] = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
+    return found
 
-    Args:
-        tokenizer: Megatron's SFTTokenizer.
-        messages: of a line.
-        prompt_format: the value of `--sft-tokenizer-prompt-format`.
+
+def tokens_and_counts(dataset: IndexedDataset, document: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a chat, and whether each counts."""
+    first, end = dataset.document_indices[document : document + 2]
+    sequences, modes = dataset[first:end]
+    return np.concatenate(sequences), np.repeat(modes == COUNTS, [len(sequence) for sequence in sequences])
+
+
+def lengths_and_counted(dataset: IndexedDataset, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of every chat, and how many of its labels count where it is cut to so many positions."""
+    sizes, firsts = dataset.sequence_lengths.astype(np.int64), dataset.document_indices[:-1]
+    lengths = np.add.reduceat(sizes, firsts)
+    starts = sizes.cumsum() - sizes
+    starts -= np.repeat(starts[firsts], np.diff(dataset.document_indices))
+    labels = (starts + sizes).clip(1, positions + 1) - starts.clip(1, positions + 1)
+    return lengths, np.add.reduceat(labels * (dataset.index.sequence_modes == COUNTS), firsts)
+
+
+def counted_part(prefix: str, positions: int) -> list[str]:
+    """Lines that say how many tokens of a dataset of chats count, and which do not.
+
+    Raises:
+        ValueError: none does.
     """
-    begins = [place for place, message in enumerate(messages) if message["role"] == "system" and place]
-    first = messages[: begins[0]] if begins else messages
-    tokens, targets = tokenizer.tokenize_conversation(first, return_target=True, add_generation_prompt=False)
-    is_trained = (targets != IGNORED_LABEL) & (targets != tokenizer.pad)
-    shown = tokenizer.detokenize(targets[is_trained].tolist())
-    lines = [
-        f"--sft by --sft-tokenizer-prompt-format {prompt_format}: of {len(tokens)} tokens of the first conversation "
-        f"{int(is_trained.sum())} are trained on: {shown[:SHOWN]!r}{' ...' if len(shown) > SHOWN else ''}"
-    ]
-    if (targets != IGNORED_LABEL).all():
+    dataset, about = IndexedDataset(prefix, multimodal=True), read_sidecar(prefix)
+    lengths, counted = lengths_and_counted(dataset, positions)
+    _, whole = lengths_and_counted(dataset, int(lengths.max()))
+    if not counted.any():
+        raise ValueError(f"--seq-length is {positions}, within which no token counts of any chat in '{prefix}'.")
+    chats, without = about.get("chats", len(lengths)), about.get("chats_without_counted_tokens", 0)
+    lines = [f"chats in '{prefix}': {counted.sum():,} of {lengths.sum():,} tokens count, in {len(lengths):,} documents"]
+    if without:
+        lines.append(f"{without:,} of {chats:,} chats are left out, since they hold no answer of the assistant")
+    if len(lengths) > chats - without:
         lines.append(
-            "this format masks nothing: system and user messages are trained on like answers; --chat trains "
-            "on answers alone"
+            f"{len(lengths) - chats + without:,} documents are earlier turns, which the chat template renders "
+            "otherwise once others follow"
         )
-    if tokenizer.pad == tokenizer.eod:
-        ends = tokenizer.detokenize([tokenizer.eod])
-        lines.append(f"the tokenizer pads with {ends!r}, so that the end of an answer is never trained on")
-    if messages[0]["role"] != "system":
-        lines.append("lines without system messages are one document each, however many conversations they hold")
+    if (is_cut := lengths > positions + 1).any():
+        lines.append(
+            f"{is_cut.sum():,} documents are cut to --seq-length {positions}: {(whole - counted).sum():,} tokens that "
+            f"count are lost, and {(counted == 0).sum():,} documents are left out, since nothing that counts is left"
+        )
     return lines
+
+
+def example(prefix: str, tokenizer: str, trust_remote_code: bool = False) -> str:
+    """The text of the first chat of a dataset, with what counts in white brackets; `tokenizer` is a folder."""
+    ids, counts = tokens_and_counts(IndexedDataset(prefix, multimodal=True), 0)
+    document = Counted(ids.tolist(), spans_of(counts))
+    return marked(read_tokenizer(Path(tokenizer), trust_remote_code), document)

@@ -330,7 +330,7 @@ def reads_packed_rows() -> bool:
 
 def is_packed(args: Namespace) -> bool:
     """The same, of arguments that are not Megatron's yet."""
-    return bool(args.sft or args.dataloader_inter_document_masking or args.reads_chats)
+    return bool(args.dataloader_inter_document_masking or args.reads_chats)
 
 
 def reads_positions(vp_stage: int | None) -> bool:

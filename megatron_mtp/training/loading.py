@@ -366,7 +366,7 @@ def _counted(args: Namespace, size: int) -> tuple[list[int], str]:
         raise ValueError(f"{SIZE} is {size}, and the tokenizer has {vocab_size} tokens; give at most that.")
     blend, per_split = get_blend_and_blend_per_split(args)
     prefixes, weights = blend or (per_split or [None])[0] or ([], None)
-    if args.sft or args.mock_data or not prefixes or any("://" in prefix for prefix in prefixes):
+    if args.mock_data or not prefixes or any("://" in prefix for prefix in prefixes):
         raise ValueError(
             f"{SIZE} is {size}, but tokens are counted in local .bin/.idx files (--data-path) alone; give {FILE}, a "
             "text file with one token id on every line."

@@ -168,7 +168,7 @@ def build(
     set_machine_flags(sys.argv, ON_CPU)
     with mock.patch.object(checks, "checkpoint_exists", return_value=True) if not given.depths else nullcontext():
         args, model_config = parse_checked_args()  # a drafter is drawn with its trunk in `init`
-    args.sft = given.packed  # the flag wants a tokenizer of conversations, and the batches are made here
+    args.reads_chats = given.packed  # the batches are made here
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
     if block == "megatron":
         model_config = gpt_config_from_args(args)

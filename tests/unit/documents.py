@@ -86,14 +86,23 @@ def launcher() -> ArgumentParser:
     return get_args_parser()
 
 
+PASSES_ON = ("attach", "evaluate")
+"""Verbs that hand flags that are not theirs to `train`."""
+
+
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    """With all flags of a verb of `megatron-mtp`."""
+    """With all flags of a verb of `megatron-mtp`, those that it passes on to `train` included."""
     from megatron_mtp.cli import verbs
 
     if verb not in verbs.VERBS:
         sys.exit(f"megatron-mtp has no verb '{verb}'")
-    return verbs.parser_of(verb)
+    module = verbs.module_of(verb)
+    made: ArgumentParser = getattr(module, "full_parser", module.parser)(f"megatron-mtp {verb}")
+    if verb not in PASSES_ON:
+        return made
+    parents = [verbs.module_of("train").full_parser("megatron-mtp"), made]  # which this takes flags from
+    return ArgumentParser(made.prog, parents=parents, add_help=False, conflict_handler="resolve")
 
 
 @cache

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from documents import parser_of
 from fuzzing import Case, Change
 
 MODEL = (
@@ -365,10 +366,6 @@ BAD_DATA = """
 ! --train-data-path nowhere --valid-data-path corpus --test-data-path corpus
 --data-path small-corpus
 --tokenizer-model small-corpus-tokenizer
---sft
---sft --data-path text/a.txt
---sft --data-path latin.txt
---sft --data-path nowhere
 ! --data-args-path nowhere
 ! --per-split-data-args-path nowhere
 ! --per-split-data-args-path text/a.txt
@@ -376,12 +373,9 @@ BAD_DATA = """
 ! --split 100,0,0,0,0
 ! --seq-length 16 --data-cache-path text/a.txt
 --mtp-draft-vocab-size 100000
-! --fim-data -> the tokenizer has no --fim-prefix-token <fim_prefix>, --fim-middle-token
+! --fim-data -> this script does not build such data sets
 ! --mtp-mask-prompts -> corpus.answers.npy' is not there
-! --mtp-mask-prompts --fim-data -> whose data is not of megatron-mtp sample
-! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity
-! --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default -> chat_template
-! --sft --data-path chat.jsonl -> SFTTokenizer
+--sft --data-path chat.jsonl --tokenizer-type SFTTokenizer -> give --chat
 ! --load nowhere --mtp-init random
 ! --seq-length 100000 --max-position-embeddings 16
 """
@@ -926,8 +920,6 @@ SHARE = 0.1
 
 def values() -> Iterator[Case]:
     """Flags that take a number, with values of the pool; another share of them in another run with FUZZ_SEED."""
-    from megatron_mtp.cli.verbs import parser_of
-
     chance = random.Random(os.environ.get("FUZZ_SEED", "0"))
     for verb, start in STARTS.items():
         for action in parser_of(verb)._actions:

@@ -7,11 +7,10 @@ import pytest
 from megatron_mtp.training import forward_step
 
 
-def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int, of_chats: bool) -> None:
-    """One pipeline stage, with so many rows of this length in a microbatch: chats, or else conversations of --sft."""
+def set_packed_run(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, depths: int) -> None:
+    """One pipeline stage, with so many rows of chats of this length in a microbatch."""
     args = Namespace(
-        sft=not of_chats,
-        reads_chats=of_chats,
+        reads_chats=True,
         dataloader_inter_document_masking=False,
         create_attention_mask_in_dataloader=False,
         micro_batch_size=rows,

@@ -80,7 +80,7 @@ def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, An
 
 
 def test_the_flag_chooses_the_data_set() -> None:
-    given = Namespace(sft=False, mock_data=False, fim_data=False, reads_chats=False, mtp_mask_prompts=True)
+    given = Namespace(mock_data=False, reads_chats=False, mtp_mask_prompts=True)
     assert datasets._kind(given) is AnswersDataset
     assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is GPTDataset
 

@@ -99,7 +99,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "give --reset-attention-mask in its place",
         ),
         (
-            f"{ROPE} {MOCK} --sft --pipeline-model-parallel-size 2 --micro-batch-size 4",
+            f"{ROPE} {MOCK} --dataloader-inter-document-masking --pipeline-model-parallel-size 2 --micro-batch-size 4",
             "--micro-batch-size is 4, but a pipeline takes one packed row at a time; give 1",
         ),
         *(

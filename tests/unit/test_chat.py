@@ -22,8 +22,8 @@ from megatron_mtp.data.checks import check_split, read_index
 from megatron_mtp.data.documents import list_documents
 from megatron_mtp.data.prompts import UserTurns
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
-from megatron_mtp.training import chats, forward_step
-from megatron_mtp.training.chats import PackedChats, counted_part, example, make_chats, reads_chats
+from megatron_mtp.training import datasets, forward_step
+from megatron_mtp.training.datasets import PackedChats, counted_part, example, make_chats, reads_chats
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -303,7 +303,7 @@ def test_a_depth_counts_where_its_target_does(length: int, tmp_path: Path, monke
                 target = position + depth + 1
                 if target < len(ids) and target <= length:
                     expected[depth] += ids[target] >= 50
-    set_packed_run(monkeypatch, 2, length, depths, of_chats=True)
+    set_packed_run(monkeypatch, 2, length, depths)
     rows = packed(tmp_path / "drawn", documents, length)
     found = torch.zeros(depths + 1)
     for place in range(len(rows)):
@@ -329,7 +329,7 @@ def test_an_epoch_has_every_chat_once_and_resumes_in_its_order(tmp_path: Path) -
     epochs = [[labels(first, epoch * len(first) + place) for place in range(len(first))] for epoch in range(3)]
     assert all(sorted(text for row in epoch for text in row) == texts for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    chats._order.cache_clear()
+    datasets._order.cache_clear()
     assert [labels(again, len(first) + place) for place in range(len(first))] == epochs[1]
 
 
@@ -403,14 +403,14 @@ def test_a_rank_waits_for_the_dataset_only_as_long_as_it_grows(
 ) -> None:
     made(SHAREGPT)
     waiting, minutes = flags(tmp_path, rank=1), itertools.count()
-    monkeypatch.setattr(chats, "monotonic", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(datasets, "monotonic", lambda: 60.0 * next(minutes))
 
     def sleep(seconds: float) -> None:
         if (pause := next(pauses)) < 30:
             Path(f"{waiting.data_path[0]}.bin.partial").write_bytes(bytes(pause))
 
     pauses = itertools.count()
-    monkeypatch.setattr(chats, "sleep", sleep)
+    monkeypatch.setattr(datasets, "sleep", sleep)
     (tmp_path / "cache").mkdir()
     with pytest.raises(ValueError, match=r"rank 0 has written nothing at .* for 10 minutes .* all nodes share"):
         make_chats(waiting)

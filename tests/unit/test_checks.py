@@ -67,7 +67,7 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         ("--show-example", "--show-example shows a chat, and the data is none; give --chat"),
         ("--full-validation", "--full-validation works with --multiple-validation-sets alone"),
         ("--data-path x", "data comes from one source alone: give one of --chat, --mock-data"),
-        (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --sft, --mock-data, --fim-data or chats"),
+        (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --mock-data or chats"),
         (f"{DEPTHS} --seq-length 2", "--mtp-num-layers is 2 (--mtp-unroll None), but sequences of --seq-length 2 have"),
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],

@@ -161,36 +161,3 @@ def test_apex_is_nvidias_alone(folder: str, found: str | None, tmp_path: Path, m
     apex: Component = doctor._apex()
     assert apex.found == found
     assert ("another project" in apex.says) == (found is None)
-
-
-# --- completion ------------------------------------------------------------------------------------------------------
-
-
-def completed(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last word."""
-    typed = " ".join(f"'{word}'" for word in words)
-    code = f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; "
-    code += f"_shtab_megatron_mtp '{words[0]}' '{words[-1]}' '{words[-2]}'; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-
-
-def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(["completion", shell]) == 0
-    return capsys.readouterr().out
-
-
-def test_bash_completes_verbs_flags_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "completion.bash"
-    file.write_text(script("bash", capsys))
-    offer: Callable[..., list[str]] = lambda *words: completed(file, "megatron-mtp", *words)  # noqa: E731
-    assert set(offer("")) >= set(VERBS)
-    assert offer("train", "--mtp-num-l") == ["--mtp-num-layers"]
-    assert "--text" in offer("evaluate", "--te")
-    assert offer("convert", "mcore") == ["mcore-to-hf"]
-    assert offer("train", "--normalization", "RMS") == ["RMSNorm"]
-
-
-def test_the_script_for_zsh_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    made = script("zsh", capsys)
-    assert made.startswith("#compdef megatron-mtp")
-    assert all(f"    {verb}:'" in made for verb in VERBS)

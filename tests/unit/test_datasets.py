@@ -6,7 +6,6 @@ from argparse import Namespace
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.arguments import parse_args
-from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig
 
 from megatron_mtp.training import datasets
 from megatron_mtp.training.datasets import dataset_config
@@ -35,10 +34,3 @@ def test_settings_come_from_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.eod_mask_loss
     assert config.reset_position_ids
     assert not config.reset_attention_mask
-
-
-def test_fill_in_the_middle_keeps_its_rates_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dataset_config(parsed("--data-path a --seq-length 64 --split 1 --fim-data --fim-rate 0.3", monkeypatch))
-    assert isinstance(config, GPTFIMDatasetConfig)
-    assert config.fim_rate == 0.3
-    assert config.fim_extra_tokens["middle"] == "<fim_middle>"

@@ -13,14 +13,14 @@ from typing import Any
 
 from megatron_mtp.config import flag_of
 from megatron_mtp.data.checks import read_sidecar
-from megatron_mtp.data.corpus import write_corpus
-from megatron_mtp.data.documents import (
+from megatron_mtp.data.corpus import (
     TEXT_FILES,
     Document,
     choose_documents,
     find_files,
     list_documents,
     read_document,
+    write_corpus,
 )
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of

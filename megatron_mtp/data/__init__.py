@@ -2,11 +2,10 @@
 
 batch.py             shifts, which stop at the end of a document: tokens, labels and masks of every depth, made once
                      a batch; their cut for context parallelism, and values d positions later, also on another rank
-documents.py         documents found, listed, chosen and read
-corpus.py            documents to .bin/.idx, in parallel, written beside and renamed
+corpus.py            documents found, listed, chosen, read, and made .bin/.idx in parallel, written beside and renamed
 prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
 chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
-frequent_tokens.py   the most frequent tokens of a corpus, which depths may draft
-checks.py            is the corpus there and whole, and does the vocabulary fit it
+checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which depths
+                     may draft
 """

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_mtp.data.corpus import Work, dataset_writer, worked
-from megatron_mtp.data.documents import Document, find_files
+from megatron_mtp.data.corpus import Document, Work, dataset_writer, find_files, worked
 from megatron_mtp.data.tokenizer import Encoder, apply_template, end_tokens, read_tokenizer
 
 if TYPE_CHECKING:

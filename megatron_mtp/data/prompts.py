@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_mtp.data.chat import check_template, place_of, read_chat
 from megatron_mtp.data.checks import part_of, read_index
-from megatron_mtp.data.documents import find_files, list_documents
+from megatron_mtp.data.corpus import find_files, list_documents
 from megatron_mtp.data.tokenizer import apply_template
 
 if TYPE_CHECKING:

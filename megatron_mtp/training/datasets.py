@@ -25,7 +25,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.data.chat import COUNTS, Counted, best_fit, marked, prefix_in_cache, spans_of, write_chats
 from megatron_mtp.data.checks import read_index, read_sidecar
-from megatron_mtp.data.documents import choose_documents, find_files, list_documents
+from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.files import one_writer
 from megatron_mtp.training.forward_step import reads_data

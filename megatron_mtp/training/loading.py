@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_draft_vocabulary,
 )
 from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of, stands_beside
-from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
+from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.patches.catalogue import FORMAT, read_catalogue

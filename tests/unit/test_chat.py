@@ -19,7 +19,7 @@ from packed_runs import set_packed_run
 from megatron_mtp.data import corpus
 from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
 from megatron_mtp.data.checks import check_split, read_index
-from megatron_mtp.data.documents import list_documents
+from megatron_mtp.data.corpus import list_documents
 from megatron_mtp.data.prompts import UserTurns
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.training import datasets, forward_step

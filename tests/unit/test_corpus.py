@@ -17,8 +17,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_mtp.cli.preprocess import main
-from megatron_mtp.data import corpus, documents
-from megatron_mtp.data.documents import Document, choose_documents, find_files, list_documents
+from megatron_mtp.data import corpus
+from megatron_mtp.data.corpus import Document, choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,9 +111,9 @@ def test_output_is_the_same_for_any_number_of_workers(
 def test_a_long_file_is_encoded_in_parts_and_stays_one_document(
     tmp_path: Path, letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PART_BYTES", 5)
+    monkeypatch.setattr(corpus, "PART_BYTES", 5)
     text = write(tmp_path / "text", {"1.txt": "abcdefgh\n\n\nab", "2.txt": "ééé", "3.txt": "c"})
-    parts = [p for d in list_documents(find_files([str(text)], ["*"])) for p in documents.parts(d)]
+    parts = [p for d in list_documents(find_files([str(text)], ["*"])) for p in corpus.parts(d)]
     assert [(p.start, p.size, p.ends) for p in parts] == [
         (0, 9, False),  # abcdefgh\n
         (9, 4, True),  # \n\nab
@@ -228,7 +228,7 @@ def test_find_files_takes_each_file_once_in_a_fixed_order(tmp_path: Path) -> Non
     inputs = [str(tmp_path / "*.py"), str(tmp_path / "b"), str(tmp_path / "b/c")]
     found = [str(path.relative_to(tmp_path)) for path in find_files(inputs, ["*.py"])]
     assert found == ["a.py", "b/.git/3.py", "b/2.py", "b/also/1.py"]
-    assert len(list(documents._walk(str(tmp_path / "b"), ["*.py"], set()))) == 4, "each folder is entered once"
+    assert len(list(corpus._walk(str(tmp_path / "b"), ["*.py"], set()))) == 4, "each folder is entered once"
     assert [path.name for path in find_files([str(tmp_path / "b/n.md")], ["*.py"])] == ["n.md"]
 
 

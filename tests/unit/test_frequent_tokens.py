@@ -1,4 +1,4 @@
-"""data/frequent_tokens.py: which tokens are the most frequent, on data that can be counted by hand."""
+"""data/checks.py: which tokens are the most frequent, on data that can be counted by hand."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_mtp.data import checks
-from megatron_mtp.data.frequent_tokens import most_frequent
+from megatron_mtp.data.checks import most_frequent
 
 
 def dataset(prefix: Path, tokens: list[int]) -> str:

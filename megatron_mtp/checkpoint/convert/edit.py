@@ -34,8 +34,7 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.config import BESIDE_MTP
-from megatron_mtp.data.checks import check_data_prefixes
-from megatron_mtp.data.frequent_tokens import FILE, SIZE, most_frequent
+from megatron_mtp.data.checks import FILE, SIZE, check_data_prefixes, most_frequent
 from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, without_stages
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights

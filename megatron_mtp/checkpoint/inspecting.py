@@ -14,7 +14,6 @@ from megatron_mtp.checkpoint.convert.drafters import described
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
-from megatron_mtp.checkpoint.families import known_types
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import check_kind, drafter_kind
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
@@ -38,7 +37,7 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
     try:
         if drafter_kind(folder) and not check:
             return described(folder)
-        check_kind(folder, known_types())
+        check_kind(folder)
         if not (folder / CONFIG).is_file():
             return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
         if not check:

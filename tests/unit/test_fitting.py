@@ -95,7 +95,7 @@ def test_the_depths_begin_nearer_to_the_trunks_layer(family: str, tmp_path: Path
     new = attached(make(tmp_path / "hf", family, 0), corpus)
     eh_proj = DistReader(new).read(EH_PROJ.format(1)).double()
     layer = next(iter(Template.of(DistReader(new)).stack))
-    others, model = Moments.zero(HIDDEN), load_model(new)
+    others, model = Moments.zero(2 * HIDDEN, HIDDEN), load_model(new)
     for text in FitData(corpus).texts(HIDDEN, SEED + 1):
         others.add_(moments(model, layer, text))
     passed_on = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1).double()

@@ -242,21 +242,6 @@ def test_what_is_known_of_the_tokens_is_said(sides: tuple[Path, Path], tmp_path:
     assert f"tokens: {tmp_path}/other has no tokenizer, so its ids may have another meaning" in plan.notes["not known"]
 
 
-def test_the_distance_of_the_trunks_is_said(sides: tuple[Path, Path], tmp_path: Path) -> None:
-    donor, target = sides
-    (apart, warned) = plan_graft(donor, target, QUIET).notes["not known"]
-    assert "decoder.layers.2.self_attention.linear_proj 1.4" in apart
-    assert "that of different models" in warned
-    near = Path(shutil.copytree(donor, tmp_path / "near"))
-    moved = {"model.norm.weight": 1.4, "model.layers.2.self_attn.o_proj.weight": 0.75}
-    write(near, {name: moved.get(name, 1) * tensor for name, tensor in read(lost(near)).items()})
-    (apart,) = plan_graft(donor, near, QUIET).notes["not known"]
-    assert apart.endswith(
-        "embedding.word_embeddings 0, output_layer 0, decoder.final_layernorm 0.4, "
-        "decoder.layers.0.self_attention.linear_proj 0, decoder.layers.2.self_attention.linear_proj 0.25"
-    )
-
-
 def test_a_checkpoint_that_megatron_saved_is_donor_and_target(tmp_path: Path) -> None:
     """With rows that pad the vocabulary, a repeated layer and no config beside it."""
     donor = trained(tmp_path / "donor", "--mtp-use-repeated-layer --mtp-num-layers 1")

@@ -11,7 +11,7 @@ positions of a huge norm must not decide. The ridge r is the one of `RIDGES` tha
 depths after the first see the state of the depth before, which stands for the trunk's of the next position: they begin
 as the same.
 
-Letters: S positions of a text, B batch (1), N positions of a sum, H hidden.
+Letters: S positions of a text, B batch (1), N positions of a sum, H hidden, U inputs of a fit, X its outputs.
 """
 
 from argparse import Namespace
@@ -115,7 +115,8 @@ class Fit:
     def projection(self, quiet: bool) -> Tensor:
         """eh_proj [H, 2H] in float32; `quiet` shows no progress bar; ValueError where the checkpoint is damaged."""
         model = self.trunk()
-        fitted, held_out = Moments.zero(self.args.hidden_size), Moments.zero(self.args.hidden_size)
+        hidden = self.args.hidden_size
+        fitted, held_out = (Moments.zero(2 * hidden, hidden) for _ in range(2))
         total = sum(map(len, self.texts))
         with tqdm(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet or None) as bar:
             for number, tokens_S in enumerate(self.texts, 1):
@@ -131,18 +132,24 @@ class Moments:
     """Sums over positions, in float64, where u and x are divided by the root mean square of x.
 
     Attributes:
-        uu: sum of u u^T, [2H, 2H].
-        ux: sum of u x^T, [2H, H].
+        uu: sum of u u^T, [U, U].
+        ux: sum of u x^T, [U, X].
     """
 
     uu: Tensor
     ux: Tensor
 
     @classmethod
-    def zero(cls, hidden: int) -> "Moments":
+    def zero(cls, inputs: int, outputs: int) -> "Moments":
         """Moments of no position."""
-        zeros = torch.zeros(2 * hidden, 3 * hidden, dtype=torch.float64, device="cuda")
-        return cls(zeros[:, : 2 * hidden].clone(), zeros[:, 2 * hidden :].clone())
+        return cls(*(torch.zeros(inputs, size, dtype=torch.float64, device="cuda") for size in (inputs, outputs)))
+
+    @classmethod
+    def of(cls, given_NU: Tensor, wanted_NX: Tensor, sized_NH: Tensor) -> "Moments":
+        """Moments of positions, each divided by the root mean square of `sized_NH`."""
+        weight_N1 = sized_NH.square().mean(-1, keepdim=True).rsqrt()
+        given_NU, wanted_NX = given_NU * weight_N1, wanted_NX * weight_N1
+        return cls((given_NU.T @ given_NU).double(), (given_NU.T @ wanted_NX).double())
 
     def add_(self, other: "Moments") -> None:
         """Add those of other positions."""
@@ -150,7 +157,7 @@ class Moments:
         self.ux.add_(other.ux)
 
     def solved(self, ridge: float) -> Tensor:
-        """The best W, [H, 2H]; the ridge counts in means of uu's diagonal."""
+        """The best W, [X, U]; the ridge counts in means of uu's diagonal."""
         added = ridge * self.uu.diagonal().mean() * torch.eye(len(self.uu), dtype=self.uu.dtype, device=self.uu.device)
         return torch.linalg.solve(self.uu + added, self.ux).T
 
@@ -166,15 +173,19 @@ def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
     hook = model.decoder.layers[layer].register_forward_pre_hook(
         lambda _, args, named: entered.append(named["hidden_states"]), with_kwargs=True
     )
+    tokens_BS, positions_BS, hidden_SBH = run_trunk(model, tokens_S)
+    hook.remove()
+    depth: Any = model.mtp.layers[0]
+    embedded_SBH = model.embedding(input_ids=tokens_BS[:, 1:], position_ids=positions_BS[:, :-1])
+    u_NU = torch.cat([depth.enorm(embedded_SBH), depth.hnorm(hidden_SBH[:-1])], dim=-1)[:, 0]
+    x_NX = entered[0][1:, 0]
+    return Moments.of(u_NU, x_NX, x_NX)
+
+
+def run_trunk(model: MTPTrunk, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a trunk on a text; returns tokens and positions [1, S], and final states [S, 1, H]."""
     tokens_BS = tokens_S.cuda().unsqueeze(0)
     positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
     mask = square_mask(len(tokens_S), "cuda")
     hidden_SBH = model(tokens_BS, positions_BS, mask, output_processor=lambda stage: stage.hidden_SBH)
-    hook.remove()
-    depth: Any = model.mtp.layers[0]
-    embedded_SBH = model.embedding(input_ids=tokens_BS[:, 1:], position_ids=positions_BS[:, :-1])
-    u_NH = torch.cat([depth.enorm(embedded_SBH), depth.hnorm(hidden_SBH[:-1])], dim=-1)[:, 0]
-    x_NH = entered[0][1:, 0]
-    weight_N1 = x_NH.square().mean(-1, keepdim=True).rsqrt()
-    u_NH, x_NH = u_NH * weight_N1, x_NH * weight_N1
-    return Moments((u_NH.T @ u_NH).double(), (u_NH.T @ x_NH).double())
+    return tokens_BS, positions_BS, hidden_SBH

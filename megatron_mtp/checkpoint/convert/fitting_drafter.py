@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, Kind, sizes_of
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
-from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments
+from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
@@ -39,7 +39,6 @@ from megatron_mtp.config import EAGLE3
 from megatron_mtp.model.arguments import FEATURES, check_layers, check_trainable, default_layers
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
 
 LAYER = f"{DRAFTER}tf_layer."
@@ -115,20 +114,20 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
     """The drafter's tensors by key, float32."""
     model, hidden = fit.trunk(), fit.args.hidden_size
     last: Any = model.decoder.layers[-1]
-    of_fc, of_residual = (_no_sums(inputs, hidden) for inputs in (FEATURES * hidden, 2 * hidden))
+    of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (FEATURES * hidden, 2 * hidden))
     embedded_H = torch.zeros(hidden, device="cuda")
     fc_HX = torch.zeros(hidden, FEATURES * hidden, device="cuda")
     with tqdm(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet or None) as bar:
         for number, tokens_S in enumerate([*fit.texts[::2], *fit.texts[1::2]]):
             seen = _seen(model, read, tokens_S)
             if number < len(fit.texts[::2]):
-                of_fc.add_(_sums(seen.states_SX, seen.made_SH, seen.made_SH))
+                of_fc.add_(Moments.of(seen.states_SX, seen.made_SH, seen.made_SH))
             else:
                 if not fc_HX.any():
                     fc_HX = _solved(of_fc)
                 feature_NH = (seen.states_SX @ fc_HX.T)[:-1]
                 given_NX = torch.cat([_normalized(seen.embedded_SH[1:]), _normalized(feature_NH)], dim=-1)
-                of_residual.add_(_sums(given_NX, seen.entered_SH[1:] - feature_NH, seen.entered_SH[1:]))
+                of_residual.add_(Moments.of(given_NX, seen.entered_SH[1:] - feature_NH, seen.entered_SH[1:]))
                 embedded_H += _normalized(seen.embedded_SH).sum(0)
             bar.update()
     weights = {
@@ -194,10 +193,7 @@ def _seen(model: MTPTrunk, read: tuple[int, ...], tokens_S: Tensor) -> Seen:
     hooks = [layers[-1].pre_mlp_layernorm.register_forward_pre_hook(lambda _, given: entered.append(given[0][:, 0]))]
     for number in (*read, len(layers)):
         hooks.append(layers[number - 1].register_forward_hook(lambda _, __, out: made.append(out[0][:, 0])))
-    tokens_BS = tokens_S.cuda().unsqueeze(0)
-    positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
-    mask = square_mask(len(tokens_S), "cuda")
-    model(tokens_BS, positions_BS, mask, output_processor=lambda stage: stage.hidden_SBH)
+    tokens_BS, positions_BS, _ = run_trunk(model, tokens_S)
     for hook in hooks:
         hook.remove()
     embedded_SH = model.embedding(input_ids=tokens_BS, position_ids=positions_BS)[:, 0]
@@ -206,18 +202,6 @@ def _seen(model: MTPTrunk, read: tuple[int, ...], tokens_S: Tensor) -> Seen:
 
 def _normalized(values: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(values, values.shape[-1:], eps=1e-5)
-
-
-def _no_sums(inputs: int, outputs: int) -> Moments:
-    zeros = partial(torch.zeros, dtype=torch.float64, device="cuda")
-    return Moments(zeros(inputs, inputs), zeros(inputs, outputs))
-
-
-def _sums(given_NX: Tensor, wanted_NH: Tensor, sized_NH: Tensor) -> Moments:
-    """Sums of one text, each position divided by the root mean square of `sized_NH`."""
-    weight_N1 = sized_NH.square().mean(-1, keepdim=True).rsqrt()
-    given_NX, wanted_NH = given_NX * weight_N1, wanted_NH * weight_N1
-    return Moments((given_NX.T @ given_NX).double(), (given_NX.T @ wanted_NH).double())
 
 
 def _solved(sums: Moments) -> Tensor:

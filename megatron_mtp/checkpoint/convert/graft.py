@@ -19,8 +19,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied, correct_origin
 from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
@@ -39,7 +37,7 @@ from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, has_tokenizer, is_checkpoint, run_tokenizer
-from megatron_mtp.checkpoint.mcore.keys import EMBEDDING, other_key
+from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import SHARDED_STACK, trunk_and_depths
@@ -49,12 +47,6 @@ DEPTHS = "mtp."
 """Beginning of the keys of MTP layers and of their draft vocabulary."""
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
 """Settings in which the trunks may differ: their layers, and the longest text."""
-MEASURED = (EMBEDDING, "output_layer.weight", "decoder.final_layernorm.weight", "decoder.final_norm.weight")
-"""Tensors whose distance is printed, with the first and last layer's projection of attention."""
-UNRELATED = 0.5
-"""A distance of two trunks that fine-tuning does not reach; trunks of independent weights have 1.4."""
-ROWS = 4096
-"""Rows of a tensor that are compared at a time, in float32."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +78,10 @@ class GraftSide:
     keep: Callable[[Path], None]
 
     @cached_property
-    def _places(self) -> dict[str, tuple[Group, int]]:
-        groups = [group for part in self.parts for group in part]
-        return {key: (one, place) for one in groups for place, entry in enumerate(one.entries) for key in entry.keys}
-
-    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor by its key."""
-        entries = {key: group.entries[place] for key, (group, place) in self._places.items()}
-        return {key: entry.whole or entry.shape for key, entry in entries.items()}
-
-    def read(self, key: str) -> Tensor:
-        """Read a whole tensor."""
-        group, place = self._places[key]
-        return group.make()[place]
+        entries = [entry for part in self.parts for group in part for entry in group.entries]
+        return {key: entry.whole or entry.shape for entry in entries for key in entry.keys}
 
     def parts_of(self, of_depths: bool) -> list[list[Group]]:
         """The tensors of the MTP layers, or all others."""
@@ -184,7 +166,7 @@ def _checkpoint_side(path: Path) -> GraftSide:
 
 
 def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: bool = False) -> Conversion:
-    """`graft`, from names and shapes; of the tensors a few are read and compared.
+    """`graft`, from names and shapes.
 
     Args:
         donor: folder or checkpoint with MTP layers.
@@ -224,12 +206,9 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
         keep,
         notes={
             "fits": [*fits, *tokens],
-            "not known": [*new_tokens, *_distance(given, trunk)],
+            "not known": ["how well the MTP layers draft for this trunk, which --text measures", *new_tokens],
         },
     )
-
-
-# --- what has to fit -------------------------------------------------------------------------------------------------
 
 
 def _check_depths(donor: GraftSide, target: GraftSide) -> None:
@@ -310,28 +289,3 @@ def _compare_tokens(donor: GraftSide, target: GraftSide, trust_remote_code: bool
     new = sorted(own.keys() - theirs.keys(), key=own.__getitem__)
     said = [f"tokens: {len(new)} that the donor's tokenizer lacks, the first {new[0]!r}"] if new else []
     return [f"tokens: the same ids for {len(own) - len(new)} tokens"], said
-
-
-# --- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _distance(donor: GraftSide, target: GraftSide) -> list[str]:
-    """Distance of the trunks: |target - donor| / |donor| of a few tensors."""
-    attention = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, target.last_layer))
-    keys = [key for key in (*MEASURED, *dict.fromkeys(attention)) if key in donor.shapes and key in target.shapes]
-    found = {key: _relative(donor.read(key), target.read(key)) for key in keys}
-    each = ", ".join(f"{key.removesuffix('.weight')} {value:.2g}" for key, value in found.items())
-    said = [f"how well the MTP layers draft for this trunk; its distance from the donor's: {each}"]
-    if max(found.values()) > UNRELATED:
-        said.append("whether one trunk was trained from the other: their distance is that of different models")
-    return said
-
-
-def _relative(donor: Tensor, target: Tensor) -> float:
-    """Relative distance of the rows that both have: padding of a vocabulary may differ."""
-    count = min(len(donor), len(target))
-    apart = length = 0.0
-    for one, other in zip(donor[:count].split(ROWS), target[:count].split(ROWS), strict=True):
-        apart += float((other.float() - one.float()).square().sum())
-        length += float(one.float().square().sum())
-    return (apart / length) ** 0.5 if length else 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of, known_types
+from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.family import class_tensors
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
@@ -43,14 +43,15 @@ def parts_of(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
 def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
     """Raises ValueError where a folder's tensor has no rule, or another shape or type than the config implies."""
     left, source = dict(folder.tensors), config.source
-    for name, mark in ((name, mark) for name in left for mark in WRAPPED if mark in name):
-        what, remedy = WRAPPED[mark]
-        raise ValueError(f"{folder.folder} is saved with {what} around the model ('{name:.100}'); {remedy}.")
-    for tensor in (tensor for rule in rules for tensor in rule.hf):
+    wanted = [tensor for rule in rules for tensor in rule.hf]
+    strange = min(left.keys() - {tensor.name for tensor in wanted}, default=None)
+    for tensor in wanted:
         stored = left.pop(tensor.name, None)
         if stored is None:
+            beside = "" if strange is None else f" and has '{strange:.100}', which it does not call for"
             raise ValueError(
-                f"{folder.folder} lacks '{tensor.name}', which {source} ({config.model_type}) calls for; {REMEDY}."
+                f"{folder.folder} lacks '{tensor.name}', which {source} ({config.model_type}) calls for{beside}; "
+                f"{REMEDY}, or save the bare model."
             )
         if tensor.shape is not None and stored.shape != tensor.shape:
             wrong = f"is {by(stored.shape)}, but {source} makes it {by(tensor.shape)}"
@@ -59,7 +60,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
     for name, stored in left.items():
         raise ValueError(
             f"'{name}'{_more(left)} in {stored.file} is no tensor of a '{config.model_type}' model as {source} "
-            f"describes it; nothing is dropped silently, so remove it, or correct the config{_meant(config)}."
+            "describes it; nothing is dropped silently, so remove it, or correct the config."
         )
 
 
@@ -68,25 +69,6 @@ REMEDY = "fetch the folder again, or correct the config"
 
 def _more(left: Collection[str]) -> str:
     return f" and {len(left) - 1} more" if len(left) > 1 else ""
-
-
-PEFT = ("peft", "merge its adapter, and save the result: model.merge_and_unload().save_pretrained(...)")
-WRAPPED = {
-    "_orig_mod.": ("torch.compile", "save the model inside of it: model._orig_mod.save_pretrained(...)"),
-    "base_model.model.": PEFT,
-    ".lora_A.": PEFT,
-    "_fsdp_wrapped_module.": ("FSDP", "save the model inside of it, with a full state dict"),
-}
-"""Parts of names that a model gets from what wraps it in training."""
-
-
-def _meant(config: HFConfig) -> str:
-    """Advice where `architectures` names the class of another family than `model_type`."""
-    classes = config.keys.get("architectures") or [""]
-    stem = classes[0].removesuffix("ForCausalLM").lower()
-    other = next((one for one in sorted(known_types()) if one.replace("_", "") == stem), config.model_type)
-    named = f": 'architectures' names {classes[0]}, whose model_type is '{other}'"
-    return "" if other == config.model_type else named
 
 
 def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[str, Shape]) -> None:
@@ -253,7 +235,7 @@ class HFModel:
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
         """
-        check_kind(path, known_types())
+        check_kind(path)
         config = HFConfig.read(path)
         family = family_of(config)
         config = family.complete(config)

@@ -57,11 +57,6 @@ def family_of(config: HFConfig) -> Family:
     return family
 
 
-def known_types() -> set[str]:
-    """Every `model_type` that may convert: those of families, and of models around a text model."""
-    return {*FAMILIES, *WRAPPERS}
-
-
 def all_families() -> list[Family]:
     """Every family once: ours, then those of other packages."""
     return list({id(family): family for family in FAMILIES.values()}.values())
@@ -80,6 +75,5 @@ __all__ = [
     "Layout",
     "all_families",
     "family_of",
-    "known_types",
     "trained_forms",
 ]

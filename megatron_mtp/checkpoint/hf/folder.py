@@ -5,9 +5,8 @@ decoded as they are read (quantized.py), and listed without their scales. Folder
 other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
 """
 
-import re
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -234,11 +233,17 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
     return {**files}
 
 
-def check_kind(folder: Path, known: Container[str]) -> None:
-    """Raises ValueError for a folder that does not convert, or for none; `known` is every `model_type` that does."""
+def check_kind(folder: Path) -> None:
+    """Raises ValueError for a folder that does not convert, or for none."""
     check_form(folder)
-    if (folder / CONFIG).is_file():
-        _check_config(folder, _object(folder / CONFIG), known)
+    if not (folder / CONFIG).is_file():
+        return
+    method, methods = QuantizationSettings.of(folder, _object(folder / CONFIG)).method, readable_methods()
+    if method is not None and not method.startswith(tuple(methods)):
+        raise ValueError(
+            f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
+            f"{', '.join(methods)}."
+        )
 
 
 def check_form(folder: Path) -> None:
@@ -257,31 +262,6 @@ def check_form(folder: Path) -> None:
         raise ValueError(
             f"{folder} is an adapter (LoRA) of {base!s:.100}; merge it into that model (merge_and_unload() of peft), "
             "save the result, and give its folder."
-        )
-
-
-def _check_config(folder: Path, keys: dict[str, Any], known: Container[str]) -> None:
-    """Refuse a draft model (an MTP layer cut out for an engine), other quantizations, and unknown wrappers."""
-    classes = keys.get("architectures")
-    for name in classes if isinstance(classes, list) else ():
-        if re.search(r"(NextN|MTP(Model)?)$", str(name)):
-            raise ValueError(
-                f"{folder} holds one MTP layer without a trunk ('architectures' names {name:.60}), as engines load it "
-                "beside a model; give the folder of the whole model."
-            )
-    method, methods = QuantizationSettings.of(folder, keys).method, readable_methods()
-    if method is not None and not method.startswith(tuple(methods)):
-        raise ValueError(
-            f"{folder} is quantized with {method!s:.40}, which is not read here; give the model in bfloat16, or by "
-            f"{', '.join(methods)}."
-        )
-    outer, text = keys.get("model_type"), keys.get("text_config")
-    if str(outer) not in known and isinstance(text, dict):
-        inner = text.get("model_type")
-        status = "which converts by itself" if str(inner) in known else "which is unknown here too"
-        raise ValueError(
-            f"{folder} is a model of type '{outer!s:.40}' around a text model of type '{inner!s:.40}', {status}; save "
-            "the text model alone with transformers, and give its folder."
         )
 
 

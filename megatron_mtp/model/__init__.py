@@ -7,7 +7,6 @@ trunk.py             a trunk of Megatron's with the block on its last pipeline s
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)
-shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
@@ -17,6 +16,7 @@ head.py              the shared output head and embedding, also between pipeline
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions
-portable.py          causal mask, norm and attention for machines without TE: SP, CP, packed sequences, MLA
+portable.py          causal mask, norm and attention for machines without TE: SP, CP, packed sequences, MLA; passes of a
+                     repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

@@ -32,11 +32,11 @@ from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_laye
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
     PortableAttention,
+    SharingAttention,
     with_modules,
     with_portable_modules,
     with_portable_projections,
 )
-from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.trunk import DRAFTERS, MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 

@@ -39,7 +39,7 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron_mtp.patches.optimizers import ABSENT
+from megatron_mtp.patches.saving import ABSENT
 from megatron_mtp.registry import Imported
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Consequences of kills for Megatron's saves: a helper process that stays, and an iteration that still looks whole.
+"""Saves and loads of checkpoints: what a kill leaves, and the optimizer's state in them.
 
 Every rank starts a helper process at its first save, to hold a queue. Megatron's helper lives on when its rank is
 killed, with half a gigabyte of memory. Here it ends with its rank. A process that has not used CUDA
@@ -6,11 +6,12 @@ forks it, since spawning imports everything a second time, which takes longer th
 
 A run that was killed between its save and the tracker's update is started again, and saves that iteration over
 itself. `metadata.json`, which marks an iteration as whole, is removed first; Megatron leaves it in place all the time.
+
+The optimizer's faults are slices behind padding, torch's Adam, stages without anything to train, and new parameters.
 """
 
 import ctypes
 import functools
-import inspect
 import logging
 import multiprocessing
 import os
@@ -19,11 +20,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from inspect import signature, unwrap
+from itertools import accumulate
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -108,6 +111,206 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+# --- the optimizer's state -------------------------------------------------------------------------------------------
+
+
+def without_gaps(state_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer.sharded_param_state_fully_reshardable`, with places that leave padding out.
+
+    The gathered tensors leave padding out, while the parameters' places count it. A bucket is padded before others
+    where the embedding's copy on a later pipeline stage has a bucket of its own:
+
+        bucket 0: a a a . .    bucket 1: b b      gathered: a a a b b      place of b: 5 to 7; should be 3 to 5
+    """
+
+    @functools.wraps(state_of)
+    def state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        maps = [buffer.param_index_map for buffer in optimizer.buffers]
+        for buffer in optimizer.buffers:
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            gaps = list(accumulate(padding, initial=0))
+            buffer.param_index_map = {
+                parameter: (start - gaps[bucket], end - gaps[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        try:
+            return state_of(optimizer, *args, **kwargs)
+        finally:
+            for buffer, index_map in zip(optimizer.buffers, maps, strict=True):
+                buffer.param_index_map = index_map
+
+    return state
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+else:
+    DistributedOptimizer = object  # the table of patches is read without importing Megatron
+
+
+class _Resumable(DistributedOptimizer):
+    """Before Megatron's class in the order of methods, for torch's Adam, which Megatron shards but cannot resume.
+
+    torch's Adam keeps `step` as a tensor for every parameter, and its first step makes these tensors; Apex and TE keep
+    a number for every group. Each method is Megatron's, corrected where it assumes a number.
+    """
+
+    def state_dict(self) -> Any:
+        """With the state that the first step would make; a load asks for it before that step."""
+        if not self.optimizer.state and self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer)
+            self._own_steps(torch.tensor(0.0))
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load it, with a `step` for every parameter: they shared one tensor, and each would add 1 to it every step."""
+        super().load_state_dict(state_dict)
+        self._own_steps()
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Any]) -> None:
+        """Set the tensors, but keep `step`, which is loaded before them.
+
+        The loaded tensors have no `step`, or that of a first step. Float32 tensors go into the parameters themselves.
+        """
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
+
+    def _own_steps(self, step: torch.Tensor | None = None) -> None:
+        for state in self.optimizer.state.values():
+            if step is not None or "step" in state:
+                state["step"] = (state["step"] if step is None else step).clone()
+
+
+def resumable(distributed_optimizer: type) -> type:
+    """In the place of the class in `megatron.core.optimizer`, which makes the optimizers."""
+    return type("ResumableDistributedOptimizer", (_Resumable, distributed_optimizer), {})
+
+
+# --- stages without anything to train --------------------------------------------------------------------------------
+
+
+def with_stubs(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_megatron_optimizer`, which makes a stub where no parameter is trained, as under `--mtp-train-only`.
+
+    Megatron gives such a stage an optimizer of empty groups, for which torch's Adam has no step, and which no other
+    stage can read. Stubs are Megatron's optimizers that are left out of checkpoints.
+    """
+
+    @functools.wraps(get_optimizer)
+    def get(config: Any, model_chunks: list[torch.nn.Module], *rest: Any, **settings: Any) -> Any:
+        optimizer = get_optimizer(config, model_chunks, *rest, **settings)
+        if not any(parameter.requires_grad for chunk in model_chunks for parameter in chunk.parameters()):
+            optimizer.is_stub_optimizer = True
+        return optimizer
+
+    return get
+
+
+def with_lent_optimizer(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist_checkpointing.save`; rank 0 saves another rank's `optimizer`, less what is sharded, if it has none."""
+
+    @functools.wraps(save)
+    def saved(state: dict[str, Any], *rest: Any, **settings: Any) -> Any:
+        return save(_with_optimizer(state), *rest, **settings)
+
+    return saved
+
+
+def _with_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    has_one = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(has_one, "optimizer" in state)
+    if has_one[0] or not any(has_one):
+        return state
+    lender, rank = has_one.index(True), torch.distributed.get_rank()
+    lent = [_not_sharded(state["optimizer"]) if rank == lender else None]
+    torch.distributed.broadcast_object_list(lent, src=lender)
+    return {**state, "optimizer": lent[0]} if rank == 0 else state
+
+
+def _not_sharded(optimizer: dict[str, Any]) -> Any:
+    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+
+    _, stored = extract_nonpersistent(optimizer)
+    return extract_sharded_base(stored)[1]
+
+
+# --- parameters that the checkpoint lacks ----------------------------------------------------------------------------
+
+ABSENT = "absent: "
+"""Beginning of the keys of a model's entries that the checkpoint to load lacks; an optimizer's keys end with them."""
+OWN_COPY, LISTS = ("param", "fp32_param"), "fp32_from_fp16_params"
+"""States of an optimizer that are its copy of the parameter, and the key under which one keeps them."""
+
+
+def without_absent(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist_checkpointing.load`, which reads no entry of an `ABSENT` key.
+
+    Such entries of the model are left out, since the model makes them itself. The optimizer's are those of a new
+    parameter: moments of zero, and as its copy the model's parameter, which Megatron loads before the optimizer.
+    """
+
+    @functools.wraps(load)
+    def loaded(state: dict[str, Any], *rest: Any, **settings: Any) -> Any:
+        parameters = _absent_parameters(state)
+        if not parameters:
+            return load(state, *rest, **settings)
+        found = load(_with_new(state, parameters), *rest, **settings)
+        common = found[0] if isinstance(found, tuple) else found
+        for asked, got in zip(_with_lists(state), _with_lists(common), strict=True):
+            got[LISTS] = [[got[LISTS][i][j] for j in range(len(group))] for i, group in enumerate(asked[LISTS])]
+        return found
+
+    return loaded
+
+
+def _absent_parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """Entries of the model under `ABSENT` keys: parameters, and for a state of a kernel None."""
+    models = [part for name, part in state.items() if name.startswith("model") and isinstance(part, dict)]
+    return {entry.key: entry.data for part in models for entry in part.values() if _is_absent(entry)}
+
+
+def _with_new(state: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The state to load, less the model's absent entries, with the optimizer's as for new parameters.
+
+    Megatron takes lists apart and loses places where some of the items are not read: they become dicts by index.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    found: dict[str, Any] = {
+        name: {key: entry for key, entry in part.items() if not _is_absent(entry)} if name.startswith("model") else part
+        for name, part in state.items()
+    }
+    found = dict_list_map_outplace(functools.partial(_new_state, parameters), found)
+    for part in _with_lists(found):
+        part[LISTS] = {index: dict(enumerate(group)) for index, group in enumerate(part[LISTS])}
+    return found
+
+
+def _with_lists(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of optimizers that list their copies of the parameters by group."""
+    optimizer = state.get("optimizer") or {}
+    return [part for part in (optimizer, *optimizer.values()) if isinstance(part, dict) and LISTS in part]
+
+
+def _is_absent(entry: Any) -> bool:
+    return ABSENT in getattr(entry, "key", "")
+
+
+def _new_state(parameters: dict[str, torch.Tensor], entry: Any) -> Any:
+    """Zeros in the parameter's shape for `optimizer.state.exp_avg.absent: mtp.layers.1.eh_proj.weight`."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if not _is_absent(entry):
+        return entry
+    state, _, key = entry.key.partition(ABSENT)
+    parameter = parameters[ABSENT + key].detach()
+    if state.split(".")[-2] in OWN_COPY:
+        return LocalNonpersistentObject(parameter)
+    return LocalNonpersistentObject(torch.zeros_like(parameter, dtype=entry.data.dtype))
+
+
 # --- probes: is the fault there? -------------------------------------------------------------------------------------
 
 
@@ -133,10 +336,64 @@ def keeps_mark(save: Function) -> bool | None:
 
 def seals_nothing(save: Function) -> bool:
     """Return whether a save makes no checksum of the catalogue by default."""
-    settings = inspect.signature(save).parameters
+    settings = signature(save).parameters
     return "verify_integrity" not in settings or settings["verify_integrity"].default is False
 
 
 def leaves_helper(get_queue: Function) -> bool:
     """Return whether the queue's process is a plain Manager, which nothing ends with its parent."""
     return "Manager" in names_in(get_queue)
+
+
+def counts_padding(state_of: Function) -> bool | None:
+    """Bucket 0 has one number and one of padding; bucket 1 has three, and the parameter is the first two.
+
+    Gathered: [0, 1, 2, 3]; the parameter is [1, 2], or with the fault [2, 3].
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    parameter = torch.zeros(2)
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=1),
+        SimpleNamespace(grad_data=torch.zeros(3), numel_unpadded=3),
+    ]
+    buffer = SimpleNamespace(buckets=buckets, param_index_map={parameter: (2, 4, 1)}, numel_unpadded=4)
+    gathered = {0: {"dtype": {"param": torch.arange(4.0)}}}
+    optimizer = SimpleNamespace(
+        get_parameter_state_dp_zero=lambda **_: gathered, gbuf_ranges=[{"dtype": None}], buffers=[buffer]
+    )
+    model = {"weight": ShardedTensor.from_rank_offsets("weight", parameter)}
+    state = state_of(optimizer, model, metadata={})
+    return {(1.0, 2.0): False, (2.0, 3.0): True}.get(tuple(state[0]["param"].data.tolist()))
+
+
+def needs_first_step(optimizer_class: Any) -> bool | None:
+    """Return whether torch's Adam has no state before its first step; False with Apex or Transformer Engine."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return False
+    before_a_step = SimpleNamespace(state={}, state_dict=lambda: {"state": {}, "param_groups": []})
+    try:
+        optimizer_class.state_dict(SimpleNamespace(optimizer=before_a_step, init_state_fn=None, grad_scaler=None))
+    except AssertionError:
+        return True
+    return False
+
+
+def makes_no_stubs(get_optimizer: Function) -> bool:
+    """Return whether stages without anything to train get no stub: the functions that make optimizers mention none."""
+    scope = unwrap(get_optimizer).__globals__
+    parts = ("_get_megatron_optimizer_based_on_param_groups", "_get_param_groups_and_buffers", "_get_param_groups")
+    functions = [get_optimizer, *(scope[part] for part in parts if part in scope)]
+    return not any("is_stub_optimizer" in names_in(function) for function in functions)
+
+
+def lends_nothing(save: Function) -> bool:
+    """Return whether rank 0 writes only its own optimizer: no object is exchanged before the save."""
+    return not {"broadcast_object_list", "gather_object", "all_gather_object"} & names_in(save)
+
+
+def reads_every_entry(load: Function) -> bool:
+    """Return whether a load has no way to leave out entries: no argument names them."""
+    return not any("missing" in name or "partial" in name for name in signature(load).parameters)

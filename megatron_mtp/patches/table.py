@@ -7,7 +7,7 @@ The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everythin
 torch's faults in 2.11 and in 2.15.
 """
 
-from megatron_mtp.patches import catalogue, layers, optimizers, saving
+from megatron_mtp.patches import catalogue, layers, saving
 from megatron_mtp.patches.patch import Patch, Probe, apply, called_by_name, has_no_callbacks, unobserved
 
 CORE = ">=0.19.0,<=0.19.2"
@@ -71,24 +71,24 @@ PATCHES = (
         "The fully reshardable format saves wrong slices of the optimizer's state behind a padded bucket.",
         f"fixed by {PULLS}/5077",
         CORE,
-        optimizers.counts_padding,
-        optimizers.without_gaps,
+        saving.counts_padding,
+        saving.without_gaps,
     ),
     Patch(
         "megatron.core.optimizer:DistributedOptimizer",
         "Without Apex and Transformer Engine, a distributed optimizer cannot resume.",
         NONE,
         CORE,
-        optimizers.needs_first_step,
-        optimizers.resumable,
+        saving.needs_first_step,
+        saving.resumable,
     ),
     Patch(
         "megatron.training.training:get_megatron_optimizer",
         "A pipeline stage without anything to train has an optimizer whose checkpoint cannot be loaded.",
         NONE,
         CORE,
-        optimizers.makes_no_stubs,
-        optimizers.with_stubs,
+        saving.makes_no_stubs,
+        saving.with_stubs,
     ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
@@ -119,8 +119,8 @@ PATCHES = (
         "Rank 0 alone writes the optimizer's common state, which it does not have if its stage trains nothing.",
         NONE,
         CORE,
-        optimizers.lends_nothing,
-        optimizers.with_lent_optimizer,
+        saving.lends_nothing,
+        saving.with_lent_optimizer,
     ),
     Patch(
         "megatron.core.dist_checkpointing:save",
@@ -143,8 +143,8 @@ PATCHES = (
         "An optimizer's state cannot be loaded by a model with layers that the checkpoint lacks.",
         NONE,
         CORE,
-        optimizers.reads_every_entry,
-        optimizers.without_absent,
+        saving.reads_every_entry,
+        saving.without_absent,
     ),
     Patch(
         "torch.distributed.checkpoint.filesystem:_write_item",

@@ -21,7 +21,7 @@ from megatron.training import training
 import megatron_mtp
 from megatron_mtp.cli import main as cli
 from megatron_mtp.errors import InputError
-from megatron_mtp.patches import layers, optimizers, saving
+from megatron_mtp.patches import layers, saving
 from megatron_mtp.patches import patch as engine
 from megatron_mtp.patches.patch import Patch, State, apply, has_no_callbacks, original_of, state_of, while_replaced
 from megatron_mtp.patches.table import CORE, LOOP, PATCHES
@@ -96,12 +96,12 @@ MENDED: dict[Any, Any] = {
     layers.compiles_without_makefile: compile_helpers,
     layers.sum_overwrites_count: get_tokens_per_expert_and_token_count,
     layers.counts_other_routers: report,
-    optimizers.needs_first_step: DistributedOptimizer,
-    optimizers.makes_no_stubs: get_megatron_optimizer,
+    saving.needs_first_step: DistributedOptimizer,
+    saving.makes_no_stubs: get_megatron_optimizer,
     saving.leaves_helper: get_write_results_queue,
     saving.seals_nothing: save_sealed,
-    optimizers.lends_nothing: save_lent,
-    optimizers.reads_every_entry: load_partial,
+    saving.lends_nothing: save_lent,
+    saving.reads_every_entry: load_partial,
     saving.keeps_mark: save_unmarked,
 }
 """By probe. Of the other rows, what the patch makes of the original is a mended function as well."""

@@ -55,7 +55,7 @@ def cudnn(setting: Setting) -> Found:
 def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:
     """One text, bfloat16, medians over rounds in which all sides take turns; the prompt's time is left out."""
     size, runner = model_of(setting)
-    recorded = steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0, "greedy")
+    recorded = steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0)
     bound = bytes_read(runner) / copy_bandwidth(2**20 if setting.quick else 2**30)
     sides = [(count, graphed) for count in counts for graphed in (False, True)]
     runs: dict[tuple[int, bool], list[dict[str, Any]]] = {side: [] for side in sides}

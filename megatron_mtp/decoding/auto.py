@@ -65,11 +65,9 @@ class AutoK:
     _rest: int = 0
     _pause: int = FIRST_REST
     _rests: bool = False
-    _rested: list[float] = field(default_factory=list)
 
     def fall_behind(self, rows: int) -> None:
         """The drafter has so many rows of a sequence to run, before the first draft of it."""
-        self._take_in_rest()
         self._behind = max(self._behind, rows)
 
     @property
@@ -91,13 +89,11 @@ class AutoK:
 
     def learn(self, count: int, step: AcceptanceStats) -> None:
         """Take in what one step with K = `count` took and gave."""
-        if self._rest:
-            self._rested.append(step.target_seconds)
-            return
-        self._take_in_rest()
         drafter, seconds = step.drafter_seconds, step.drafter_seconds + step.target_seconds
         self._elapsed += seconds
-        self._time_step(count, step.target_seconds)
+        self._steps += 1
+        if self._steps > 1:  # the first step of all takes longer
+            self._target[count].append(step.target_seconds)
         if count == 0:
             self._behind += 1
             return
@@ -110,20 +106,6 @@ class AutoK:
         else:
             self._draft.append(drafter / self._passes(count))
         self._behind = 1
-
-    def _take_in_rest(self) -> None:
-        """The plain steps of a rest, which are only noted while it lasts: looking at each would cost more."""
-        self._elapsed += sum(self._rested)
-        self._behind += len(self._rested)
-        for target in self._rested:
-            self._time_step(0, target)
-        self._rested.clear()
-
-    def _time_step(self, count: int, target: float) -> None:
-        """The first step of all does not count: it takes longer."""
-        self._steps += 1
-        if self._steps > 1:
-            self._target[count].append(target)
 
     def rates(self) -> list[float]:
         """Tokens a second that K = 0 .. most promise."""

@@ -41,7 +41,6 @@ from megatron_mtp.decoding.types import (
     Update,
     Verdict,
 )
-from megatron_mtp.decoding.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
@@ -334,14 +333,14 @@ class DecodeBatch:
             self._rows, sequences.live = [], []
             return
         own = seqs[0].method
-        proposer, rule, name = own.proposer, own.verifier, str(own.config.verifier)
+        proposer, rule = own.proposer, own.verifier
         sampling, reads_logits = sampling_of([seq.request.sampling for seq in seqs]), any(s.reads_logits for s in seqs)
         records = (
             isinstance(sampling, Sampling)
             and not self._kept.failed
             and not reads_logits
             and not any(seq.alone for seq in seqs)
-            and can_record(proposer.runner, proposer, own.count, name)
+            and can_record(proposer.runner, proposer, own.count)
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
         if rows != [*range(len(sequences.live))] or ended:
@@ -364,11 +363,10 @@ class DecodeBatch:
             self._graphed = GraphedStep(take, sequences, proposer, recorded)
 
 
-def can_record(runner: Any, proposer: Proposer, count: int, verifier: str) -> bool:
+def can_record(runner: Any, proposer: Proposer, count: int) -> bool:
     """True if the device has graphs, and a step of K = `count` reads nothing back to the host."""
     runners = [runner] if count == 0 or proposer.drafter is None else [runner, proposer.drafter]
-    recordable = VERIFIERS[verifier].recordable and (count == 0 or proposer.recordable)
-    return recordable and all(one.device.type == "cuda" and one.recordable for one in runners)
+    return (count == 0 or proposer.recordable) and all(one.device.type == "cuda" and one.recordable for one in runners)
 
 
 def auto_of(method: Method, seqs: int) -> "AutoK | None":

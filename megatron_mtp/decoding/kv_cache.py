@@ -325,13 +325,8 @@ class KVCache:
 
     def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in all blocks, [N, G, S, C] each, for code that writes them itself."""
-        if self.keys[layer] is None:
-            first_BGRC = like.new_empty(1, heads, 0, channels)
-            self.keys[layer], self.values[layer] = self._new(first_BGRC), self._new(first_BGRC)
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None
-        assert values is not None
-        return keys, values
+        first_BGRC = like.new_empty(1, heads, 0, channels)
+        return self._memory(self.keys, layer, first_BGRC), self._memory(self.values, layer, first_BGRC)
 
     def keep(self, source: Places, target: Places) -> None:
         """Move rows from one place to another, in every layer that has run."""
@@ -346,14 +341,15 @@ class KVCache:
                 cache[blocks] = 0
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
-        cache = caches[layer]
-        if cache is None:
-            cache = caches[layer] = self._new(new_BGRC)
-        write_rows(cache, new_BGRC, rows.memory_places)
-        return rows.window_of(cache)
+        memory_NGSC = self._memory(caches, layer, new_BGRC)
+        write_rows(memory_NGSC, new_BGRC, rows.memory_places)
+        return rows.window_of(memory_NGSC)
 
-    def _new(self, like_BGRC: Tensor) -> Tensor:
-        return like_BGRC.new_zeros(self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3))
+    def _memory(self, caches: list[Tensor | None], layer: int, like_BGRC: Tensor) -> Tensor:
+        if (memory := caches[layer]) is None:
+            sizes = self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3)
+            memory = caches[layer] = like_BGRC.new_zeros(sizes)
+        return memory
 
 
 class Memory:

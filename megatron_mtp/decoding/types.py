@@ -199,12 +199,17 @@ class Proposer:
         """Rows that a draft of K = `count` adds to the trunk's forward."""
         return count
 
+    def caches(self, count: int) -> tuple[int, ...]:
+        """Numbers of the caches in which a draft of `count` runs rows: depths from 0 on, a small model -1."""
+        return ()
+
     def missed(self, sequences: Sequences, count: int) -> int:
         """Tokens of a sequence whose rows the drafter has to run before it drafts `count`; 0 if it runs none."""
-        return 0
+        return max(map(sequences.growth_since, self.caches(count)), default=0)
 
     def mark_seen(self, sequences: Sequences, count: int) -> None:
         """The drafter has run the rows of all tokens so far, in a draft of `count`."""
+        sequences.mark_seen(*self.caches(count))
 
     def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
         """A draft of depth `count`, at least 1."""
@@ -242,7 +247,7 @@ Rule = Callable[[Tensor, Draft, Round], Verdict]
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule with its facts; is called as the rule is.
+    """A rule with its facts; is called as the rule is, and reads nothing back to the host.
 
     Attributes:
         line: the rule in a line, for tables.
@@ -251,7 +256,6 @@ class Verifier:
         needs_samples: whether the candidates of a row must be independent samples of one q.
         greedy_only: whether it is for temperature 0.
         takes_path_probs: whether it reads q as the score of a path, and not as what the path was sampled from.
-        recordable: whether it reads nothing back to the host (`graphs.py`).
         settings_kind: the class of its own settings.
     """
 
@@ -262,7 +266,6 @@ class Verifier:
     needs_samples: bool = False
     greedy_only: bool = False
     takes_path_probs: bool = False
-    recordable: bool = False
     settings_kind: type[Settings] = Settings
 
     def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:

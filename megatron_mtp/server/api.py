@@ -32,8 +32,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Request, check_prompt
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
-from megatron_mtp.server.detokenizer import Codec, OutputText, too_long
-from megatron_mtp.server.outputs import Answer, ChatAnswer, Choice, CompletionAnswer
+from megatron_mtp.server.detokenizer import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    Codec,
+    CompletionAnswer,
+    OutputText,
+    too_long,
+)
 from megatron_mtp.server.protocol import (
     LONGEST_BODY,
     TOO_LONG,

@@ -391,7 +391,7 @@ RECORDED_FIRST = [
 def test_every_step_that_may_be_recorded_is_checked() -> None:
     methods = {name for name, one in PROPOSERS.items() if one.recordable} - {"plain", "parallel_heads"}
     assert {method for method, _, _ in RECORDED} == methods
-    assert {verifier for _, verifier, _ in RECORDED} == {name for name, one in VERIFIERS.items() if one.recordable}
+    assert {verifier for _, verifier, _ in RECORDED} == set(VERIFIERS)
     for column in (0, 1):
         assert {one[column] for one in RECORDED_FIRST} == {one[column] for one in RECORDED}
 

@@ -358,7 +358,7 @@ READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 
 
 @pytest.mark.parametrize(
-    ("method", "reads"), [("plain", 2), ("mtp", 2), ("mtp_eagle", 2), ("ngram", 4), ("draft_model", 4)]
+    ("method", "reads"), [("plain", 2), ("mtp", 2), ("mtp_eagle", 2), ("ngram", 4), ("draft_model", 2)]
 )
 def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and counts, and of a draft that may end early its nodes: after the trunk, and nothing before it."""

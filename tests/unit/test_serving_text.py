@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, longest_token
-from megatron_mtp.server.outputs import finite
+from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, finite, longest_token
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
 

@@ -4,10 +4,11 @@ It has rows 0 .. m in its own cache when it drafts t_{m+1}. A round begins with 
 and the one before, which is missing where all drafts were accepted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, override
 
 import torch
+from torch import Tensor
 
 from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
@@ -77,11 +78,11 @@ class DraftModel(OneCache):
         logits_BV = self.drafter.logits(hidden_SBH[-1:])[:, 0]
         picked = [pick(logits_BV, round, 0)]
         sure_B, bild = torch.ones_like(sequences.live_B), round.config.verifier_settings
-        valid = []
+        valid: list[Tensor] = []
         for position in range(count):
             if isinstance(bild, BildSettings):  # goes on while its best token is likely enough
                 sure_B = sure_B & (logits_BV.softmax(dim=-1).amax(dim=-1) >= bild.fallback)
-            valid.append(sure_B)
+                valid.append(sure_B)
             if position == count - 1:
                 break
             row = sequences.chain(sequences.newest_B + 1 + position, 1, count)
@@ -89,4 +90,4 @@ class DraftModel(OneCache):
             logits_BV = self.drafter.logits(hidden_SBH)[:, 0]
             picked.append(pick(logits_BV, round, position + 1))
         chain = chain_of(picked)
-        return Draft(chain.tokens_BN, chain.probs_BNV, valid_BN=torch.stack(valid, dim=1))
+        return replace(chain, valid_BN=torch.stack(valid, dim=1)) if valid else chain

@@ -31,19 +31,14 @@ class OneCache(Proposer):
     """A drafter whose rows are all in one cache, which may fall behind the sequences.
 
     Attributes:
-        own: the number of its cache, by which `Sequences.progress` knows it; depths have theirs, from 0 on.
+        own: the number of its cache.
     """
 
     own: ClassVar[int] = 0
 
     @override
-    def missed(self, sequences: "Sequences", count: int) -> int:
-        return sequences.growth_since(self.own) if count else 0
-
-    @override
-    def mark_seen(self, sequences: "Sequences", count: int) -> None:
-        if count:
-            sequences.mark_seen(self.own)
+    def caches(self, count: int) -> tuple[int, ...]:
+        return (self.own,) if count else ()
 
 
 class Vanilla(Proposer):
@@ -63,12 +58,8 @@ class Vanilla(Proposer):
         return 1 if self.runner.shares_kv else self.runner.depths
 
     @override
-    def missed(self, sequences: "Sequences", count: int) -> int:
-        return max((sequences.growth_since(depth) for depth in range(count)), default=0)
-
-    @override
-    def mark_seen(self, sequences: "Sequences", count: int) -> None:
-        sequences.mark_seen(*range(count))
+    def caches(self, count: int) -> tuple[int, ...]:
+        return tuple(range(count))
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:

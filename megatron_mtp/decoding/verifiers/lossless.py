@@ -18,7 +18,7 @@ HALVINGS = 40
 """Bisection steps: rho to 1e-11."""
 
 
-@partial(Verifier, line="accept the trunk's argmax", greedy_only=True, recordable=True)
+@partial(Verifier, line="accept the trunk's argmax", greedy_only=True)
 def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
     """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
     best_BR = logits_BRV.argmax(dim=-1)
@@ -43,7 +43,7 @@ def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
     return Verdict(kept_BR.bool(), chosen(best_BR, kept_BR.sum(dim=1) - 1))
 
 
-@partial(Verifier, line="accept with min(1, p/q), else (p - q)+; without q: p(x), else p without x", recordable=True)
+@partial(Verifier, line="accept with min(1, p/q), else (p - q)+; without q: p(x), else p without x")
 def rejection(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Accept x ~ q with min(1, p(x) / q(x)), else go on with (p - q)+ (arXiv:2211.17192, Alg. 1).
 
@@ -82,7 +82,7 @@ def leftover(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     return torch.where(total_B1 > 0, rest_BV / total_B1.clamp(min=1e-38), p_BV)
 
 
-@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False, recordable=True)
+@partial(Verifier, line="judge the whole chain at once (arXiv:2403.10444)", judges_trees=False)
 def block(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """Judge all tokens of a chain together (arXiv:2403.10444, Alg. 2). Raises ValueError for a tree.
 
@@ -129,7 +129,7 @@ def _joint_ratios(p_BRV: Tensor, q_BRV: Tensor, draft: Draft) -> Tensor:
     return torch.stack(pi, dim=1)
 
 
-@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True, recordable=True)
+@partial(Verifier, line="choose among several samples of one q (arXiv:2310.15141)", needs_samples=True)
 def spectr(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """K-sequential selection among k independent samples of one q (arXiv:2310.15141, Alg. 3).
 

@@ -53,7 +53,6 @@ class BildSettings(Settings):
     line="in the thinking phase accept what is among the top_n and within delta of the best; else greedy",
     lossless=False,
     greedy_only=True,
-    recordable=True,
     settings_kind=RelaxedSettings,
 )
 def relaxed(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
@@ -103,7 +102,6 @@ def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
     lossless=False,
     judges_trees=False,
     takes_path_probs=True,
-    recordable=True,
     settings_kind=JointSettings,
 )
 def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
@@ -130,7 +128,6 @@ def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     line="stop drafting where unsure, roll back at the first unlikely token (arXiv:2302.07863)",
     lossless=False,
     judges_trees=False,
-    recordable=True,
     settings_kind=BildSettings,
 )
 def bild(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:

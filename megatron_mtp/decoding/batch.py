@@ -19,11 +19,9 @@ from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
-    RECOVER,
     Penalties,
     Sampling,
     TokenLogprob,
-    draw,
     logprobs_of,
     penalized,
     sampling_of,
@@ -41,6 +39,7 @@ from megatron_mtp.decoding.types import (
     Update,
     Verdict,
 )
+from megatron_mtp.decoding.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
@@ -156,7 +155,6 @@ class PrefillBatch:
         self.runner = seqs[0].method.proposer.runner
         self.seqs, self.counts, self.sequences = seqs, counts, sequences
         self.stats = AcceptanceStats()
-        sequences.prompt_lengths = [len(seq.request.prompt) for seq in seqs]
         sequences.progress = [seq.progress for seq in seqs]
         sequences.packs = not sequences.few_shapes
 
@@ -203,22 +201,12 @@ class PrefillBatch:
             return []
         sequences.live = begins
         sequences.live_B.copy_(self._tensor(begins))
-        logits_BV = penalized_BV = self.runner.logits(sequences.states_at(sequences.length_B - 1, 1))[:, 0]
-        if any(seq.reads_logits for seq in seqs):
-            penalties = [(seq.request.penalties, seq.tokens, len(seq.request.prompt)) for seq in seqs]
-            own = zip(penalties, logits_BV.split(1), strict=True)
-            penalized_BV = torch.cat([penalized(*one, own_1V) for one, own_1V in own])
-        probs_BV = sampling_of([seq.request.sampling for seq in seqs]).probabilities(penalized_BV)
-        drawn_B = draw(probs_BV, sequences.noise.uniform(RECOVER, 1)[:, 0])
-        sequences.append(drawn_B)
-        updates = []
-        for row, token in enumerate(drawn_B.tolist()):
-            if begins[row]:
-                update, top = seqs[row].update([token]), seqs[row].request.logprobs
-                sequences.settle(row, update.tokens, update.finish is not None)
-                if top is not None:
-                    update = replace(update, logprobs=logprobs_of(logits_BV[row : row + 1], update.tokens, top))
-                updates.append(update)
+        rule, draft = with_penalties(VERIFIERS["rejection"], seqs), Draft(sequences.tokens_BT[:, :0])
+        logits_B1V = self.runner.logits(sequences.states_at(sequences.newest_B, 1))
+        sampling, config = sampling_of([seq.request.sampling for seq in seqs]), seqs[0].method.config
+        verdict = rule(logits_B1V, draft, Round(sampling, sequences.noise, config, sequences.token_ids))
+        tokens_BR = sequences.accept(draft, verdict).tokens_BR.tolist()
+        updates = [emit(sequences, row, seq, rule, tokens_BR[row]) for row, seq in enumerate(seqs) if begins[row]]
         sequences.live = [True] * len(seqs)
         sequences.live_B.fill_(True)
         return updates
@@ -301,13 +289,9 @@ class DecodeBatch:
         return updates
 
     def give(self, row: int, gained: list[int], depth: int, draft: Draft) -> Update:
-        """Count and append what a step gave one sequence, from a draft of this depth."""
-        seq, rule = self._rows[row], self.method.verifier
-        update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
+        """Emit and count what a step gave one sequence, from a draft of this depth."""
+        update = emit(self.sequences, row, self._rows[row], self.method.verifier, gained, depth, draft)
         self.method.stats.count(update.offered, update.accepted, len(update.tokens))
-        self.sequences.settle(row, update.tokens, update.finish is not None)
-        if isinstance(rule, PenalizedVerifier) and top is not None:
-            return replace(update, logprobs=rule.logprobs(row, update.tokens, top))
         return update
 
     def _row_of(self) -> dict[int, int]:
@@ -333,13 +317,11 @@ class DecodeBatch:
             self._rows, sequences.live = [], []
             return
         own = seqs[0].method
-        proposer, rule = own.proposer, own.verifier
-        sampling, reads_logits = sampling_of([seq.request.sampling for seq in seqs]), any(s.reads_logits for s in seqs)
+        proposer, sampling = own.proposer, sampling_of([seq.request.sampling for seq in seqs])
         records = (
             isinstance(sampling, Sampling)
             and not self._kept.failed
-            and not reads_logits
-            and not any(seq.alone for seq in seqs)
+            and not any(seq.alone or seq.reads_logits for seq in seqs)
             and can_record(proposer.runner, proposer, own.count)
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
@@ -348,9 +330,7 @@ class DecodeBatch:
         self._rows = seqs + seqs[:1] * ended
         for row in range(len(seqs), len(self._rows)):
             sequences.end(row)
-        if reads_logits:
-            rule = PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], sequences.prompt_lengths)
-        self.method = replace(own, sampling=sampling, verifier=rule)
+        self.method = replace(own, sampling=sampling, verifier=with_penalties(own.verifier, seqs))
         sequences.fixed = False
         if sequences.few_shapes:
             sequences.growth = own.count + 1
@@ -407,6 +387,30 @@ def catch_up(sequences: Sequences, method: Method, count: int) -> None:
     began = time.perf_counter()
     method.proposer.catch_up(sequences, Round(Sampling(), sequences.noise, method.config, sequences.token_ids), count)
     method.stats.drafter_seconds += time.perf_counter() - began
+
+
+def emit(
+    sequences: Sequences,
+    row: int,
+    seq: Sequence,
+    rule: Rule,
+    gained: list[int],
+    depth: int = 0,
+    draft: Draft | None = None,
+) -> Update:
+    """Append what a step gave one sequence, with log-probabilities if it asked for them."""
+    update, top = seq.update(gained, depth, draft, row), seq.request.logprobs
+    sequences.settle(row, update.tokens, update.finish is not None)
+    if isinstance(rule, PenalizedVerifier) and top is not None:
+        return replace(update, logprobs=rule.logprobs(row, update.tokens, top))
+    return update
+
+
+def with_penalties(rule: Rule, seqs: list[Sequence]) -> Rule:
+    """The rule for sequences of which some have penalties, or want log-probabilities."""
+    if not any(seq.reads_logits for seq in seqs):
+        return rule
+    return PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], [len(seq.request.prompt) for seq in seqs])
 
 
 @dataclass

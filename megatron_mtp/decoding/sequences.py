@@ -20,7 +20,7 @@ from megatron_mtp.decoding.kv_cache import BlockTables, Memory, Rows, ancestors_
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
-HOST = ("token_ids", "prompt_lengths", "live", "progress")
+HOST = ("token_ids", "live", "progress")
 DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
 """What `Sequences` has of every sequence, in lists and in the rows of tensors."""
 
@@ -53,8 +53,7 @@ class Sequences:
     Attributes:
         memory, tables: of the engine, and where the sequences' slots are in it.
         capacity: slots of a sequence.
-        token_ids, prompt_lengths, live, progress: on the host, of each: its tokens, how many of these are the prompt's,
-            whether it goes on, and what proposers remember.
+        token_ids, live, progress: on the host, of each: its tokens, whether it goes on, and what proposers remember.
         few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
         growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
             tokens that a step may add, so that shapes do not follow what was accepted.
@@ -70,7 +69,6 @@ class Sequences:
         self.memory, self.tables = memory, tables
         self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.token_ids = [list(prompt) for prompt in prompts]
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
         self.growth, self.reach, self.fixed = 1, 0, False
@@ -79,7 +77,7 @@ class Sequences:
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
         self.tokens_BT = tokens_BT.to(device)
-        self.length_B = torch.tensor(self.prompt_lengths, device=device)
+        self.length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.live_B = torch.ones(batch, dtype=torch.bool, device=device)
         self.seed_B = torch.tensor(seeds, device=device)
 

@@ -429,7 +429,7 @@ def run(
         text.block_table.blocks, text.entry = held[text.number]
     memory, tables = engine.scheduler.memory, engine.scheduler.block_tables_of(texts)
     used = Sequences([text.tokens for text in texts], [*range(len(texts))], memory, tables)
-    used.prompt_lengths, used.progress = [*map(len, prompts)], [text.progress for text in texts]
+    used.progress = [text.progress for text in texts]
     return used, Driven(proposer, engine.stats)
 
 

@@ -19,6 +19,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     dense_layer.py       a dense layer with little between its products
     cached_attention.py  attention over the cache, of latents too, in the place of a trained model's
     recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row in the places of a hybrid's; states that are rolled back
+    experts.py           layers of experts for few rows, without reading back where they go
     graphs.py            steps as CUDA graphs, kept for later sequences
     auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
     engine.py            continuous batching: requests join and leave between steps; the size of the memory

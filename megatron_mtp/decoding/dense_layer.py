@@ -188,8 +188,9 @@ def _is_plain_part(part: Any) -> bool:
 
 
 def _are_experts(mlp: Any) -> bool:
-    """True if it is a layer of experts; with biases it has a sum of its own."""
-    return isinstance(mlp, MoELayer) and not mlp.config.add_bias_linear
+    """True if it is a layer of experts, or stands in the place of one; with biases it has a sum of its own."""
+    own = getattr(mlp, "own", mlp)
+    return isinstance(own, MoELayer) and not own.config.add_bias_linear
 
 
 def _are_plain(*products: Any) -> bool:
@@ -205,9 +206,7 @@ def _is_known(config: TransformerConfig) -> bool:
 
 def unknown_settings(config: TransformerConfig) -> list[str]:
     """Names of settings that are not Megatron's defaults, and that `lean` does not know."""
-    defaults = {
-        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
-    }
+    defaults = default_settings(config)
     return [
         name
         for name, value in vars(config).items()
@@ -215,6 +214,13 @@ def unknown_settings(config: TransformerConfig) -> list[str]:
         and not name.startswith(OTHER_PARTS)
         and (name not in defaults or value != defaults[name])
     ]
+
+
+def default_settings(config: TransformerConfig) -> dict[str, Any]:
+    """Megatron's defaults of what a configuration has."""
+    return {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(config)
+    }
 
 
 @cache
@@ -278,18 +284,23 @@ def _mixed(mixer: Any, product: Product) -> Forward:
 
 def _mlp(mlp: MLP, product: Product) -> Forward:
     widen, narrow = product(mlp.linear_fc1.weight), _summed(mlp.linear_fc2, product)
-    activate, is_gated = mlp.config.activation_func, mlp.config.gated_linear_unit
-
-    def forward(hidden_SBH: Tensor, _: Angles | None) -> Tensor:
-        wide_SBF = widen(hidden_SBH)
-        if not is_gated:
-            return narrow(activate(wide_SBF))
-        gate_SBF, up_SBF = wide_SBF.chunk(2, dim=-1)
-        return narrow(activate(gate_SBF) * up_SBF)
-
-    return forward
+    activate = activation(mlp.config)
+    return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
 
 
 def _experts(experts: Any, _: Product) -> Forward:
-    """Megatron's module."""
+    """Megatron's module, or what stands in its place."""
     return lambda hidden_SBH, _: experts(hidden_SBH)[0]
+
+
+def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
+    activate = config.activation_func
+    if not config.gated_linear_unit:
+        return activate
+
+    def gated(wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return activate(gate) * up
+
+    return gated

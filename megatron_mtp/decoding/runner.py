@@ -13,18 +13,18 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_mtp.acceptance import Alarm
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.cached_attention import attach, cache_latents
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.dense_layer import is_dense
 from megatron_mtp.decoding.kv_cache import BEYOND, BlockTables, KVCache, Memory, Rows, Scope
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.model.head import NOT_DRAFTED
-from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 PLACES = ("rope", "yarn", "none")
 """Position embeddings that can give every row the angles of its own position."""
-
-TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
-"""Module of Megatron's layers with Transformer Engine, which may read back."""
 
 
 class Keeping(NamedTuple):
@@ -106,6 +103,7 @@ class Runner:
         self.alarm = Alarm()
         self._scope = Scope()
         self._place_caches()
+        self._place_experts()
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -117,11 +115,12 @@ class Runner:
 
     @cached_property
     def recordable(self) -> bool:
-        """True if a forward of few rows reads nothing back to the host, as states and Megatron's experts do."""
-        if self.recurrent_trunk or self.recurrent_depths or self.model.config.tensor_model_parallel_size > 1:
-            return False
-        modules = (module for layer in self._layers() for module in layer.modules())
-        return not any(isinstance(one, MoELayer) or type(one).__module__ == TRANSFORMER_ENGINE for one in modules)
+        """True if a forward of few rows reads nothing back to the host."""
+        from megatron_mtp.decoding.experts import reads_nothing_back
+
+        return not (self.recurrent_trunk or self.recurrent_depths) and (
+            all(is_dense(layer) or reads_nothing_back(layer) for layer in self._layers())
+        )
 
     def new_memory(self, tables: BlockTables, drafter: "Runner | None" = None) -> Memory:
         """Memory for sequences whose slots such tables name, and for a small model that drafts."""
@@ -203,6 +202,14 @@ class Runner:
     def _layers(self) -> list[Any]:
         """Those of the trunk and of the depths."""
         return [layer for stack in self._stacks() for layer in stack]
+
+    def _place_experts(self) -> None:
+        """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
+        if self.device.type == "cuda" and isinstance(self.model, MTPGPTModel):
+            from megatron_mtp.decoding.experts import place_static_experts
+
+            for layer in self._layers():
+                place_static_experts(layer)
 
     def _plain_head(self) -> Tensor | None:
         """The head's rows where logits are its product with a state, of the trunk and of the depths; else None."""

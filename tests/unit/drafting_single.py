@@ -21,6 +21,7 @@ from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.experts import place_static_experts
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner
@@ -207,6 +208,16 @@ def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "wants_few_shapes", lambda _: True)
 
 
+def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a runner puts `StaticExperts` in the place of experts."""
+
+    def place_experts(self: Runner) -> None:
+        for layer in self._layers():
+            place_static_experts(layer)
+
+    monkeypatch.setattr(Runner, "_place_experts", place_experts)
+
+
 NO_KERNEL = ("empty", "new_empty", "set_")
 ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
 """On CUDA; on the CPU they are made of others."""
@@ -244,6 +255,7 @@ def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool,
     """Of the trunk's forward of a few rows with the norms of CUDA: what two more layers add, halved."""
     monkeypatch.setattr(backend, "BACKENDS", {"modules": Modules})  # compiled code launches nothing
     monkeypatch.setattr(dense_layer, "short_norm", lambda norm: norm)
+    place_static_experts_everywhere(monkeypatch)
     counts = []
     tables = BlockTables(torch.tensor([[5, 2, 0, 3], [1, 4, 6, 7]]), 8) if paged else runs(2, 127)
     for layers in (2, 4):

@@ -14,19 +14,17 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from drafting_single import (
-    KINDS,
     kind_for,
     model_of,
+    place_static_experts_everywhere,
     prefilled,
     prompts_of,
     runner_of,
     sequences_of,
-    two_steps,
     want_few_shapes,
 )
 from tiers import tiered
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,9 +140,12 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
     assert Counted.replays > 12
 
 
-@pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "mla"])
-def test_repeated_steps_of_other_layers_than_the_short_ones(kind: str, request: pytest.FixtureRequest) -> None:
-    """Megatron's own, and with cached latents; a second request too."""
+@pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
+def test_repeated_steps_of_other_layers_than_the_short_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Megatron's own, with few rows through experts and with cached latents; a second request too."""
+    place_static_experts_everywhere(monkeypatch)
     target, requests = runner_of(kind), [prompts_of(3), prompts_of(3, longest=30, seed=2)]
     answers = [generate(target, prompts, 20).token_ids for prompts in requests]
     request.getfixturevalue("on_tape")
@@ -557,18 +558,3 @@ def test_only_steps_made_for_it_are_recorded() -> None:
     assert not can_record(on_cpu, vanilla, 2)
     on_cuda.recordable = False
     assert not can_record(on_cuda, vanilla, 2)
-
-
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if "moe" not in kind), "mla"])
-@torch.inference_mode()
-def test_a_step_of_every_kind_of_model_without_experts_reads_nothing_back(kind: str) -> None:
-    assert Runner(model_of(kind)).recordable
-    two_steps(kind)
-
-
-@pytest.mark.parametrize("kind", ["moe", "mla-moe"])
-@torch.inference_mode()
-def test_megatrons_experts_read_back(kind: str) -> None:
-    assert not Runner(model_of(kind)).recordable
-    with pytest.raises(DataDependentOutputException):
-        two_steps(kind)

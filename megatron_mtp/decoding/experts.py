@@ -1,0 +1,151 @@
+"""Layers of experts for few rows, without reading back which experts the rows go to.
+
+Megatron's layer sorts rows by expert and reads the counts back to the host, which a CUDA graph cannot do, and runs one
+expert after another. Here few rows gather the weights of their experts, and more rows run all experts at once; the
+probability of an expert that was not chosen is 0. The router's functions and the shared experts are Megatron's.
+
+Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K experts of a row, F hidden of an expert.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_mtp.decoding.cached_attention import StandIn
+from megatron_mtp.decoding.dense_layer import activation, default_settings
+from megatron_mtp.model.portable import PortableLatentAttention
+
+MOST_ROWS = 1024
+"""With more rows, all experts for all rows take longer than sorting the rows, and much memory."""
+
+COPIES = 3
+"""Times that a gathered weight moves through memory: read, written and read again."""
+
+KNOWN = frozenset(
+    # of the router, whose functions are Megatron's
+    "moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
+    "moe_router_topk_limited_devices moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+    # of the shared experts, which are Megatron's module, and sizes
+    "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_ffn_hidden_size moe_layer_freq "
+    # of how rows come to their experts, and of training
+    "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_layer_recompute "
+    "moe_per_layer_logging moe_hybridep_num_sms_preprocessing moe_flex_dispatcher_backend".split()
+)
+"""Settings of experts that may differ from Megatron's defaults; with another one the layer is Megatron's."""
+
+AS_THEY_ARE = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func", "fp8", "fp4")
+"""Further settings of an expert's forward, which must have Megatron's defaults."""
+
+BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+"""Kinds of load balancing whose routers choose the likeliest experts, and read nothing back."""
+
+
+class StaticExperts(StandIn):
+    """In the place of a `MoELayer`, whose experts' weights become parts of one tensor."""
+
+    def __init__(self, own: MoELayer) -> None:
+        super().__init__()
+        self.own = own
+        experts = own.experts.local_experts
+        self.first_EFH = _joined([expert.linear_fc1 for expert in experts], 0)
+        self.second_EFH = _joined([expert.linear_fc2 for expert in experts], 1)
+        self._activated = activation(own.config)
+
+    def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
+        """[S, B, H], and no bias, as the layer returns them."""
+        rows = hidden_SBH.shape[:2].numel()
+        if rows > MOST_ROWS and not torch.cuda.is_current_stream_capturing():
+            return self.own(hidden_SBH)
+        probs_TK, index_TK = self._routed(hidden_SBH)
+        gathers = COPIES * index_TK.numel() < len(self.first_EFH)
+        if gathers:  # one product of each row with its K experts
+            given_XYH, probs_XYK1 = hidden_SBH.view(rows, 1, -1), probs_TK.view(rows, 1, -1, 1)
+            first_XKFH, second_XKFH = self.first_EFH[index_TK], self.second_EFH[index_TK]
+        else:  # one product of all rows with all experts
+            probs_TE = probs_TK.new_zeros(rows, len(self.first_EFH)).scatter_(1, index_TK, probs_TK)
+            given_XYH, probs_XYK1 = hidden_SBH.view(1, rows, -1), probs_TE.view(1, rows, -1, 1)
+            first_XKFH, second_XKFH = self.first_EFH.unsqueeze(0), self.second_EFH.unsqueeze(0)
+        wide_XYKF = torch.bmm(given_XYH, first_XKFH.flatten(1, 2).mT).unflatten(2, (probs_XYK1.size(2), -1))
+        inner_XYKF = (self._activated(wide_XYKF) * probs_XYK1).to(hidden_SBH.dtype)
+        if not gathers:
+            inner_XYKF = inner_XYKF.masked_fill(probs_XYK1 == 0, 0)  # 0 times what overflows were NaN
+        factors = inner_XYKF.flatten(2), second_XKFH.flatten(1, 2)
+        shared_SBH = self.own.shared_experts_compute(hidden_SBH)
+        made = torch.bmm(*factors) if shared_SBH is None else torch.baddbmm(shared_SBH.view_as(given_XYH), *factors)
+        return made.view_as(hidden_SBH), None
+
+    def _routed(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's choice for every row: probabilities and numbers of experts [T, K]."""
+        router, config = self.own.router, self.own.config
+        router._maintain_float32_expert_bias()
+        return topk_routing_with_score_function(
+            router.gating(hidden_SBH).flatten(0, 1),
+            config.moe_router_topk,
+            config.moe_router_pre_softmax,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+            config.moe_router_topk_scaling_factor,
+            config.moe_router_score_function,
+            router.expert_bias,
+            dense_output=True,
+        )
+
+
+def place_static_experts(layer: TransformerLayer) -> None:
+    """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
+    if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
+        layer.mlp = StaticExperts(layer.mlp)
+
+
+def reads_nothing_back(layer: TransformerLayer) -> bool:
+    """True if a forward of a layer with cached attention can be part of a CUDA graph."""
+    return bool(
+        type(layer) is TransformerLayer
+        and type(layer.self_attention) in (SelfAttention, MLASelfAttention, PortableLatentAttention)
+        and type(layer.mlp) in (MLP, StaticExperts)
+        and layer.config.tensor_model_parallel_size == 1
+        and not any(type(module).__module__ == transformer_engine.__name__ for module in layer.modules())
+    )
+
+
+def _is_known(layer: MoELayer) -> bool:
+    config, defaults = layer.config, default_settings(layer.config)
+    balancing = config.moe_router_load_balancing_type
+    return bool(
+        type(layer.router) is TopKRouter
+        and type(layer.experts) is SequentialMLP
+        and len(layer.experts.local_experts) == config.num_moe_experts
+        and all(_is_plain(expert) for expert in layer.experts.local_experts)
+        and BALANCED.issuperset([balancing] if isinstance(balancing, str) else balancing)
+        and all(getattr(config, name) == defaults[name] for name in (*_others(config), *AS_THEY_ARE))
+    )
+
+
+def _is_plain(expert: MLP) -> bool:
+    """True if it is whole on this rank, and has no biases."""
+    products = (expert.linear_fc1, expert.linear_fc2)
+    return all(one.bias is None for one in products) and expert.config.expert_tensor_parallel_size == 1
+
+
+def _others(config: TransformerConfig) -> list[str]:
+    return [name for name in vars(config) if name.startswith("moe_") and name not in KNOWN]
+
+
+def _joined(products: list[Any], width: int) -> Tensor:
+    """The weights as one tensor [E, F, H], of which each is a part from now on; `width` is the dimension of F."""
+    joined_EFH = torch.stack([product.weight.detach().movedim(width, 0) for product in products])
+    for product, part_FH in zip(products, joined_EFH, strict=True):
+        product.weight.data = part_FH.movedim(0, width)
+    return joined_EFH

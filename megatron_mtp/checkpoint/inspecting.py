@@ -10,7 +10,6 @@ from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.drafter_form import stored_form
-from megatron_mtp.checkpoint.convert.drafters import described
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
@@ -36,31 +35,29 @@ def inspect(folder: Path, check: bool = False) -> dict[str, Any]:
     """
     try:
         if drafter_kind(folder) and not check:
-            return described(folder)
+            return _described(folder)
         check_kind(folder)
         if not (folder / CONFIG).is_file():
             return _megatron(folder) | (check_entries(iteration_folder(folder)) if check else {})
         if not check:
             return _hf(folder)
     except ValueError as error:
-        found = None if check else _described(folder, str(error))
-        if found is None:
+        if check:
             raise
-        return found
+        try:
+            return {**_described(folder), "trainable here": False, "why not": str(error)}
+        except ValueError:
+            raise error from None
     raise ValueError(f"--check was given, but {folder} is a Hugging Face folder, whose files have no checksums.")
 
 
-def _described(folder: Path, reason: str) -> dict[str, Any] | None:
-    """Facts about what does not convert; None if neither tensors nor a config can be read."""
-    try:
-        side = open_side(folder)
-    except ValueError:
-        return None
+def _described(folder: Path) -> dict[str, Any]:
+    """Facts about a drafter, or what does not convert; ValueError if neither tensors nor a config can be read."""
+    side = open_side(folder)
     if not side.tensors and not (isinstance(side, HFSide) and side.keys):
-        return None
+        raise ValueError(side.findings[0].says)
     wrong = [found.says for found in (*side.findings, *contents(side)) if found.severity != NOTE]
-    found = {**facts(side), "trainable here": False, "why not": reason}
-    return found | ({"findings": wrong, "ok": False} if wrong else {})
+    return facts(side) | ({"findings": wrong, "ok": False} if wrong else {})
 
 
 def names(folder: Path, rows: bool = False) -> list[Any]:

@@ -81,7 +81,7 @@ def test_depths_of_a_carried_trunk_are_counted(tmp_path: Path) -> None:
         ("qwen3_next", 0, {}, "MTP dropped: Models of this family are published with 1 depth, and no key"),
         ("longcat_flash", 0, {}, "MTP dropped: Models of this family are published with 1 depth, and no key"),
         ("mimo_v2_flash", 2, {"num_nextn_predict_layers": "absent"}, "depth missing: Models of this family"),
-        ("llama", 0, {"num_nextn_predict_layers": 1}, "depth count: The config says 1 depth, the files hold 0: models"),
+        ("llama", 0, {"num_nextn_predict_layers": 1}, "MTP dropped: The config says 1 depth, the files hold 0: all"),
         ("glm4_moe", 1, {"num_nextn_predict_layers": None}, "depth count: No key of the config counts the 1 depth"),
         ("glm4_moe", 1, {"num_nextn_predict_layers": "absent"}, "depth count: No key of the config counts"),
         ("glm4_moe", 1, {"num_nextn_predict_layers": 0}, "depth count: The config says 0 depths, the files hold 1"),
@@ -137,11 +137,11 @@ def test_a_sound_quantized_folder_has_no_finding_and_a_lost_part_of_a_weight_is_
     ("plain", "listed", "says"),
     [
         (DEPTH, ["model.layers.3"], []),
-        (DEPTH, ["lm_head"], ["weights of the MTP layers are not quantized, and the config does not list them so"]),
+        (DEPTH, ["lm_head"], ["weights of the MTP layers are not quantized, but the config promises FP8"]),
         (
             ("none",),
             ["model.layers.3"],
-            ["weights of the MTP layers are quantized, but the config lists them as not quantized"],
+            ["but the config promises no quantization"],
         ),
         (("model.",), ["model.layers.3"], ["but no weight is quantized (they are"]),
     ],

@@ -107,8 +107,8 @@ def head_targets(folder: Path) -> None:
 
 
 SHORT, LONG = (
-    "are not quantized, and the config does not list them so",
-    "are quantized, but the config lists them as not",
+    "are not quantized, but the config promises",
+    "but the config promises no quantization",
 )
 FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
     "list of fp8 too short": (
@@ -121,16 +121,16 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
     ),
     "pattern that matches nothing": (
         "int4", settings(ignore=["lm_head", "model.layers.3"]),
-        "The entry 'model.layers.3' of the list match no module, since whole names are compared",
+        f"25 weights of the MTP layers {SHORT}",
         r"add 're:model\.layers\.3\..*' to 'ignore' in config.json",
     ),
     "list of modelopt too short": (
-        "modelopt nvfp4", settings(exclude_modules=["lm_head", "*mtp*"]), "'*mtp*' of the list match no module",
+        "modelopt nvfp4", settings(exclude_modules=["lm_head", "*mtp*"]), SHORT,
         "add 'model.layers.3*' to 'exclude_modules' in config.json",
     ),
     "list of AWQ too short": ("awq", settings(modules_to_not_convert=None), SHORT, "to 'modules_to_not_convert'"),
     "list of fp8 too long": (
-        whole("fp8"), settings(modules_to_not_convert=["model.layers.3"]), f"25 weights of the MTP layers {LONG}",
+        whole("fp8"), settings(modules_to_not_convert=["model.layers.3"]), LONG,
         "remove 'model.layers.3' from 'modules_to_not_convert' in config.json",
     ),
     "list of compressed-tensors too long": (
@@ -190,7 +190,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
         "awq", settings(quant_method="gptq"), "of the trunk are stored as AWQ, but the config promises GPTQ",
         "'quant_method'",
     ),
-    "head that no group targets": (whole("fp8 rows"), head_targets, "no group of the config targets them", "'targets'"),
+    "head that no group targets": (whole("fp8 rows"), head_targets, LONG, "'targets'"),
     "head in a side file": ("fp8", in_a_side_file, "'mtp.safetensors', which no index lists", "hf-to-mcore"),
     "no quantization_config": (
         "fp8", lambda folder: with_keys(folder, quantization_config="absent"), "has no 'quantization_config'",

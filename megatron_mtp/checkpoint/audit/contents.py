@@ -40,9 +40,7 @@ def contents(side: Side) -> list[Finding]:
             plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
         known = side.layers
     layers = range(max(there, default=-1) + 1 if known is None else known)
-    missing = list(lacking(parts, range(said or 0), layers, plan, held))
-    if isinstance(side, HFSide) and side.family is not None and side.family.depths is None and side.family.flags:
-        missing = [_none_have(side, one) if one.guess == "MTP dropped" else one for one in missing]
+    missing = lacking(parts, range(said or 0), layers, plan, held)
     return [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found]
 
 
@@ -94,12 +92,6 @@ def lacking(
     if rest := [name for name in lost if name not in told]:
         says = lacks.format(counted(len(rest), "tensor"))
         yield Finding("tensor missing", f"{says}: {listed(rest)}.", AGAIN, names=tuple(rest))
-
-
-def _none_have(side: HFSide, found: Finding) -> Finding:
-    assert side.family is not None
-    says = f"{found.says.split(':')[0]}: models of '{side.family.model_types[0]}' have none."
-    return Finding("depth count", says, "remove the count from the config")
 
 
 def _uncounted(side: Side, held: int) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ SCALES = re.compile(r"\.(qzeros|scales|g_idx|SCB|weight_(scale(_2|_inv)?|zero_po
 """Names of the parts of a weight beside its numbers."""
 STATE = re.compile(r"\.weight(_format|\.quant_state\..+)$|\.pre_quant_scale$")
 """Names of further tensors beside a weight."""
+WHOLE, NOTHING = "not quantized", "no quantization"
 QUANTIZED_LATER = "bitsandbytes"
 """The method that quantizes what it loads."""
 
@@ -139,59 +140,46 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
     """Compare every weight of trunk and depths with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded}
-    against, untargeted, plain = list[str](), list[str](), list[str]()
-    others: dict[tuple[str, str], list[str]] = defaultdict(list)
+    against: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in side.tensors.items():
         if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
             continue
         promised = settings.promised(module_of(name))
-        if promised is None:
+        whole = not is_quantized(entry)
+        if promised is None or (whole and not (name.endswith(".weight") and _leaf(name) in leaves)):
             continue
-        if not is_quantized(entry):
-            plain += [name] if promised and name.endswith(".weight") and _leaf(name) in leaves else []
-        elif not promised:
-            (against if settings.listing(module_of(name)) else untargeted).append(name)
-        elif name in side.quantized and not set(side.quantized[name].forms) & set(promised):
-            others[entry.dtype, " or ".join(form.name for form in promised)].append(name)
+        forms = set(side.quantized[name].forms) if name in side.quantized else set()
+        if not (whole and not promised) and not forms & set(promised):
+            promise = " or ".join(form.name for form in promised) or NOTHING
+            against[WHOLE if whole else f"stored as {entry.dtype}", promise].append(name)
+    for (stored, promise), members in against.items():
+        if stored == WHOLE and settings.method == QUANTIZED_LATER:
+            continue
+        says = f"{_weights(side, members)} are {stored}, but the config promises {promise}: engines build other layers "
+        says += f"for them, or take their scales for others: {listed(members)}."
+        yield Finding(GUESS, says, _remedy(side, settings, stored, promise, members), names=tuple(members))
     modules = {name.rpartition(".")[0] for name in side.tensors}
-    unmatched = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
-    idle = [one for one in unmatched if not (side.tied and one == "lm_head")]
-    unscaled = "load them without their scales"
-    if against:
-        entries = dict.fromkeys(one for name in against if (one := settings.listing(module_of(name))))
-        says = (
-            f"{_weights(side, against)} are quantized, but the config lists them as not quantized: {listed(against)}."
-        )
-        key = next(key for key, each in settings.lists.items() if entries.keys() & set(each))
-        advice = f"remove {listed(entries)} from '{key}' in {settings.source}: the list is too long"
-        yield Finding(GUESS, f"{says} Engines {unscaled}.", advice, names=tuple(against))
-    if untargeted:
-        says = f"{_weights(side, untargeted)} are quantized, but no group of the config targets them: "
-        says += f"{listed(untargeted)}. Engines {unscaled}."
-        advice = "add them to the 'targets' of their group in 'config_groups'"
-        yield Finding(GUESS, says, advice, names=tuple(untargeted))
-    if plain and settings.method != QUANTIZED_LATER:
-        says = f"{_weights(side, plain)} are not quantized, and the config does not list them so: {listed(plain)}."
-        says += " Engines build quantized layers for them."
-        if idle:
-            whole = ", since whole names are compared" if settings.keys.get("quant_method") == COMPRESSED else ""
-            says += (
-                f" {'The entry' if len(idle) == 1 else 'Entries'} {listed(idle)} of the list match no module{whole}."
-            )
-        key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
-        advice = f"add {_entries(side, settings, plain)} to '{key}' in {settings.source}: the list is too short"
-        yield Finding(GUESS, says, advice, names=tuple(plain))
-    for (form, promise), members in others.items():
-        says = f"{_weights(side, members)} are stored as {form}, but the config promises {promise}: engines take their "
-        says += f"scales for others, or refuse them: {listed(members)}."
-        advice = f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
-        if settings.groups:
-            entries_of = _entries(side, settings, members)
-            advice = f"give {entries_of} a group in 'config_groups' of {settings.source} that says so"
-        yield Finding(GUESS, says, advice, names=tuple(members))
-    if idle and not (against or plain):
+    idle = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
+    if idle := [one for one in idle if not (side.tied and one == "lm_head")]:
         says = f"In the lists of unquantized modules, {len(idle)} match no module: {listed(idle)}."
         yield Finding(GUESS, says, severity=NOTE, names=tuple(idle))
+
+
+def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: str, members: list[str]) -> str:
+    """The line of the config to change where weights are not as it promises them."""
+    entries = dict.fromkeys(one for name in members if (one := settings.listing(module_of(name))))
+    if entries:
+        key = next(key for key, each in settings.lists.items() if entries.keys() & set(each))
+        return f"remove {listed(entries)} from '{key}' in {settings.source}: the list is too long"
+    if promise == NOTHING:
+        return "add them to the 'targets' of their group in 'config_groups'"
+    modules = _entries(side, settings, members)
+    if stored == WHOLE:
+        key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
+        return f"add {modules} to '{key}' in {settings.source}: the list is too short"
+    if settings.groups:
+        return f"give {modules} a group in 'config_groups' of {settings.source} that says so"
+    return f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
 
 
 def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:

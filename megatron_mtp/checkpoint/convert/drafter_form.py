@@ -190,11 +190,12 @@ class DrafterForm:
 
     @property
     def says(self) -> str:
-        """Kind, layers that are read, and tokens, in a line."""
-        drafted = len(self.order_N)
+        """Kind, layers that are read, tokens and blocks, in a line."""
+        kind, drafted = self.kind, len(self.order_N)
         tokens = "all" if drafted == self.sizes["vocab_size"] else drafted
-        layers = " ".join(map(str, self.kind.layers))
-        return f"{self.kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens"
+        layers = "engines' default" if kind.layers == default_layers(sys.maxsize) else " ".join(map(str, kind.layers))
+        block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
+        return f"{kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens{block}"
 
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""

@@ -1,7 +1,6 @@
 """drafter-to-hf and attach-drafter: the drafter of a checkpoint as a folder, and back."""
 
 import json
-import sys
 from argparse import Namespace
 from math import prod
 from pathlib import Path
@@ -17,7 +16,6 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
     head_key,
     read_drafter,
     stored_form,
-    trunk_of,
 )
 from megatron_mtp.checkpoint.convert.edit import changed
 from megatron_mtp.checkpoint.convert.export_hf import FolderFiles
@@ -29,7 +27,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import EAGLE3
-from megatron_mtp.model.arguments import check_trainable, default_layers
+from megatron_mtp.model.arguments import check_trainable
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
@@ -139,29 +137,3 @@ def _stored(rule: Rule, folder: HFFolder) -> Group:
         return rule.to_mcore([folder.read(one.name).long() for one in rule.hf])[0]
 
     return Group.single(VOCABULARY, piece.shape or (), torch.int64, ids)
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Facts about a drafter's folder, for `inspect`.
-
-    Raises:
-        ValueError: its tensors are not those that its config says, or it is of a form that is not known.
-    """
-    form, stored = read_drafter(path, trunk_of(path)), HFFolder(path).tensors.values()
-    kind, sizes = form.kind, form.sizes
-    says = kind.name != EAGLE3 or kind.layers != default_layers(sys.maxsize)
-    facts = {
-        "form": "Hugging Face",
-        "kind": ARCHITECTURES[kind.name],
-        "reads the trunk after": " ".join(map(str, kind.layers)) + " layers" if says else "engines' default layers",
-        "drafts": f"{len(form.order_N)} of {sizes['vocab_size']} tokens",
-    }
-    if kind.mask_token is not None:
-        bias = "" if kind.rank is None else f", a bias of rank {kind.rank}"
-        facts["blocks"] = f"{kind.steps} drafts, mask token {kind.mask_token}, {kind.depth} layers{bias}"
-    return {
-        **facts,
-        "tensors": len(stored),
-        "bytes": sum(tensor.bytes for tensor in stored),
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored}),
-    }

@@ -16,9 +16,7 @@ from megatron_mtp.cli.terminal import (
     quoted,
     read_prompts,
 )
-from megatron_mtp.decoding.config import Settings, keys
-from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.verifiers import VERIFIERS
+from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.files import written_beside
 from megatron_mtp.runtime import quieten

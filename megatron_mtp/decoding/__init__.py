@@ -3,11 +3,11 @@
 The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
 machine, and the rules in this room (types, sampling, verifiers) do not.
 
-    config.py            SpeculativeConfig: a method, a verifier and their settings, as plain data
+    config.py            PROPOSERS, VERIFIERS and SpeculativeConfig: methods by name with their settings, as plain data
     sampling.py          logits to probabilities to tokens; penalties, log-probabilities, random numbers by seed
     types.py             the parts of a step and what passes between them: Proposer, Draft (a tree), Verifier, Verdict
-    proposers/           PROPOSERS: what drafts
-    verifiers/           VERIFIERS: which drafts are accepted
+    proposers/           what drafts
+    verifiers.py         which drafts are accepted
     method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
     kv_cache.py          rows of a forward: chains, trees, without padding; keys and values in shared blocks
     sequences.py         the tensors of a batch of sequences while they grow

@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.block_manager import BlockTable
-from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
@@ -39,7 +39,6 @@ from megatron_mtp.decoding.types import (
     Update,
     Verdict,
 )
-from megatron_mtp.decoding.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto import AutoK

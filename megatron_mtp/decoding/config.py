@@ -1,4 +1,6 @@
-"""The settings of a drafting method, in the form of vLLM's `--speculative-config`, as plain data without torch.
+"""Drafting methods and verifiers by name, and their settings in the form of vLLM's `--speculative-config`.
+
+Plain data, without torch.
 
 Some keys go with every method; the others are those of the method and of the verifier that were chosen. Each of these
 has a frozen dataclass, whose fields say their kind, default, range and meaning:
@@ -8,13 +10,15 @@ has a frozen dataclass, whose fields say their kind, default, range and meaning:
         tokens: int = setting(1, "how many of the newest tokens are repeated", 1, 8)
 
 Values are checked when an object is made. Help, the pages' tables and error messages read the same fields. `method.py`
-reads them from JSON, and knows the names.
+reads them from JSON.
 """
 
 from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from types import UnionType
 from typing import Any, get_args, get_origin
+
+from megatron_mtp.registry import Imported, Registry
 
 MOST_DRAFTED = 15
 """K + 1 rows of a chain at most 16: what fused decode kernels take."""
@@ -142,3 +146,46 @@ class SpeculativeConfig:
 
 COMMON_KEYS = [field.name for field in fields(SpeculativeConfig) if field.type is not Settings]
 """The keys of every method."""
+
+PROPOSERS: Registry[Any] = Registry(
+    "megatron_mtp.proposers",
+    Imported(
+        {
+            "mtp": "megatron_mtp.decoding.proposers.mtp:Vanilla",
+            "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:Eagle",
+            "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
+            "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
+            "eagle3": "megatron_mtp.decoding.proposers.mtp:Eagle3",
+            "eagle3_tree": "megatron_mtp.decoding.proposers.tree:Eagle3Tree",
+            "dflash": "megatron_mtp.decoding.proposers.block_drafter:DFlash",
+            "dspark": "megatron_mtp.decoding.proposers.block_drafter:DSpark",
+            "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
+            "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
+            "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
+            "lookahead": "megatron_mtp.decoding.proposers.ngram:Lookahead",
+            "plain": "megatron_mtp.decoding.types:Plain",
+        }
+    ),
+)
+"""Methods, each a class of `types.Proposer`: what drafts.
+
+A row is written as an entry point is, and imported when it is looked up, so that a list of names does not wait for
+torch. Other packages add rows under the group `megatron_mtp.proposers`.
+"""
+
+VERIFIERS: Registry[Any] = Registry(
+    "megatron_mtp.verifiers",
+    Imported(
+        {
+            "greedy": "megatron_mtp.decoding.verifiers:greedy",
+            "rejection": "megatron_mtp.decoding.verifiers:rejection",
+            "block": "megatron_mtp.decoding.verifiers:block",
+            "spectr": "megatron_mtp.decoding.verifiers:spectr",
+            "specinfer": "megatron_mtp.decoding.verifiers:specinfer",
+            "relaxed": "megatron_mtp.decoding.verifiers:relaxed",
+            "joint": "megatron_mtp.decoding.verifiers:joint",
+            "bild": "megatron_mtp.decoding.verifiers:bild",
+        }
+    ),
+)
+"""Which drafts are accepted, each a `types.Verifier`; likewise."""

@@ -22,8 +22,7 @@ from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.config import DRAFTERS, stands_beside
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
-from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.config import PROPOSERS, SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world

@@ -6,11 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mtp.config import DRAFTERS
-from megatron_mtp.decoding.config import COMMON_KEYS, MOST_DRAFTED, NO_SETTINGS, Settings, SpeculativeConfig, keys
-from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.config import (
+    COMMON_KEYS,
+    MOST_DRAFTED,
+    NO_SETTINGS,
+    PROPOSERS,
+    VERIFIERS,
+    Settings,
+    SpeculativeConfig,
+    keys,
+)
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Method, Proposer, Verifier
-from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.registry import Registry
 
 MOST_TRIED = 6

@@ -13,7 +13,7 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import kv_cache
-from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")

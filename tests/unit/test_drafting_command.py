@@ -20,10 +20,8 @@ from megatron_mtp.cli.cost import Cost, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
-from megatron_mtp.decoding.config import keys
-from megatron_mtp.decoding.proposers import PROPOSERS
+from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, keys
 from megatron_mtp.decoding.types import Draft, Update
-from megatron_mtp.decoding.verifiers import VERIFIERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_mtp.decoding import api
 from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
-from megatron_mtp.decoding.proposers import PROPOSERS, mtp
+from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.mtp import Vanilla
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.verifiers import VERIFIERS
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.model.head import Vocabulary
 from megatron_mtp.server.protocol import CompletionBody

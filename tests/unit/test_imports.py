@@ -51,7 +51,7 @@ WITHOUT_MEGATRON = [
     "decoding/config.py",
     "decoding/types.py",
     "decoding/sampling.py",
-    "decoding/verifiers/lossless.py",
+    "decoding/verifiers.py",
 ]
 """Plain torch: readable, and usable, without knowing Megatron."""
 

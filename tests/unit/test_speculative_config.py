@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_mtp import registry
-from megatron_mtp.decoding.config import COMMON_KEYS, NO_SETTINGS, SpeculativeConfig, keys
+from megatron_mtp.decoding.config import COMMON_KEYS, NO_SETTINGS, PROPOSERS, VERIFIERS, SpeculativeConfig, keys
 from megatron_mtp.decoding.method import _with_settings, config_from, is_lossless, parse_config
-from megatron_mtp.decoding.proposers import PROPOSERS
 from megatron_mtp.decoding.proposers.ngram import NgramSettings
 from megatron_mtp.decoding.proposers.tree import TreeSettings
-from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.decoding.verifiers.lossy import JointSettings
+from megatron_mtp.decoding.verifiers import JointSettings
 
 
 def test_vllms_form() -> None:

@@ -22,12 +22,11 @@ from tiny_target import (
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from megatron_mtp.decoding.config import VERIFIERS
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
 from megatron_mtp.decoding.types import Draft, Round, Verdict
-from megatron_mtp.decoding.verifiers import VERIFIERS
-from megatron_mtp.decoding.verifiers.lossless import block, chosen, greedy, rejection, solve_rho, walk
-from megatron_mtp.decoding.verifiers.lossy import bild, joint, relaxed
+from megatron_mtp.decoding.verifiers import bild, block, chosen, greedy, joint, rejection, relaxed, solve_rho, walk
 
 CHAIN, TREE = (1, 1), (3, 2)
 LEVEL = 0.001

@@ -5,9 +5,7 @@ python tools/docs/method_tables.py
 
 from pathlib import Path
 
-from megatron_mtp.decoding.config import Settings, keys
-from megatron_mtp.decoding.proposers import PROPOSERS
-from megatron_mtp.decoding.verifiers import VERIFIERS
+from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/decoding.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
 from megatron_mtp.decoding.types import Draft, Round
-from megatron_mtp.decoding.verifiers.lossy import BildSettings
+from megatron_mtp.decoding.verifiers import BildSettings
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.config import MOST_DRAFTED, Settings, setting
+from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
 from megatron_mtp.decoding.proposers.mtp import Eagle, run
 from megatron_mtp.decoding.sampling import DRAFT, draw
 from megatron_mtp.decoding.types import Draft, Round
-from megatron_mtp.decoding.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.sequences import Sequences

@@ -52,7 +52,7 @@ def test_fp8_comes_out_as_bfloat16_without_a_quantization_config(tmp_path: Path)
 
 def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     source = fp8_folder(tmp_path / "source", scaled=False)
-    with pytest.raises(ValueError, match=f"'{NAME}' in .* is FP8 without"):
+    with pytest.raises(ValueError, match=f"'{NAME}' is FP8 without"):
         hf_to_mcore(source, tmp_path / "mcore", QUIET)
     assert not (tmp_path / "mcore").exists()
 

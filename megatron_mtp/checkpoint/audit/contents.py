@@ -176,10 +176,9 @@ def _stale_head(side: MegatronSide) -> Iterator[Finding]:
         yield Finding("stale copy", says, advice, WARNING, (name,))
 
 
-def _thin(side: Side) -> list[str]:
+def _thin(side: Side) -> Iterator[str]:
     """Tensors that depths lack whose layer is a part of the trunk's layers."""
-    depths, layers = (side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK))
-    return [name for names in thin_depths(depths, layers).values() for name in names]
+    return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
 
 
 def _called_for(side: MegatronSide) -> list[str]:

@@ -88,12 +88,10 @@ def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[
             depths[depth].append(name)
         elif match := IN_LAYER.match(name):
             layers[int(match.group(2))].append(name)
-    thin = [name for lacks in thin_depths(depths, layers).values() for name in lacks]
-    whole = [
-        f"model.layers.{index}" for index in range(config.keys.get("num_hidden_layers") or 0) if index not in layers
-    ]
+    count = config.keys.get("num_hidden_layers") or 0
+    whole = [f"model.layers.{index}" for index in range(count) if index not in layers]
     single = lost_of_class(wanted, shapes) if wanted else lost_of_other_layers(layers)
-    if lost := [*whole, *single, *thin]:
+    if lost := [*whole, *single, *thin_depths(depths, layers)]:
         raise ValueError(
             f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; "
             f"{REMEDY}."
@@ -127,8 +125,8 @@ def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]
             yield from sorted(rest.replace("*", str(index), 1) for rest in nearest - names)
 
 
-def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> dict[int, list[str]]:
-    """Tensors that depths lack whose layer has a part of those of another layer, by the index of the depth."""
+def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> Iterator[str]:
+    """Tensors that depths lack whose layer has a part of those of another layer."""
     own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
     inside: dict[int, dict[str, str]] = {}
     for depth, names in depths.items():
@@ -137,14 +135,12 @@ def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Coll
         if any(rest.startswith(INNER) for rest in places):
             inner = {n.removeprefix(INNER): layer + INNER for n, layer in places.items() if n.startswith(INNER)}
         inside[depth] = inner
-    lost: dict[int, list[str]] = {}
     for depth, inner in inside.items():
         others = [*own, *(set(other) for index, other in inside.items() if index != depth)]
         larger = [layer for layer in others if inner.keys() < layer]
         if inner and larger and inner.keys() not in own:
             prefix = next(iter(inner.values()))
-            lost[depth] = sorted(prefix + rest for rest in min(larger, key=len) - inner.keys())
-    return lost
+            yield from sorted(prefix + rest for rest in min(larger, key=len) - inner.keys())
 
 
 AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tokens|final_layernorm)\b")

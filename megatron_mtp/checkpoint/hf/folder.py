@@ -96,11 +96,12 @@ class HFFolder:
         for file, names in _files(folder).items():
             self._add(file, names)
         stored = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
-        weights = quantized_weights(stored, numbers or Numbers(), lambda name: self._read(self.tensors[name], name))
-        for name, says in weights.wrong.items():
-            raise MisfitError(f"'{name}' in {self.tensors[name].file} {says}; or give the model in bfloat16.")
-        self.quantized = weights.found
-        self._parts = {part: self.tensors[part] for one in weights.found.values() for part in one.parts.values()}
+        try:
+            read = lambda name: self._read(self.tensors[name], name)  # noqa: E731
+            self.quantized = quantized_weights(stored, numbers or Numbers(), read)
+        except MisfitError as error:
+            raise MisfitError(f"{folder}: {error}; or give the model in bfloat16.") from None
+        self._parts = {part: self.tensors[part] for one in self.quantized.values() for part in one.parts.values()}
         self._hide_parts()
 
     def _add(self, file: Path, promised: Sequence[str] | None) -> None:

@@ -77,35 +77,31 @@ class Quantized:
         return self.form.decode(tensors, self.numbers)
 
 
-@dataclass
-class Weights:
-    """The quantized weights of a folder.
+def quantized_weights(
+    stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None
+) -> dict[str, Quantized]:
+    """The weights that are stored as several tensors, by name.
 
-    Attributes:
-        found: the weights, by name.
-        wrong: tensors that make no weight, each with a sentence that begins with its name.
+    Args:
+        stored: shape and type of every tensor.
+        numbers: what the config says of quantized numbers.
+        read: reads a tensor by name: the shape of packed integers is stored in one.
+
+    Raises:
+        MisfitError: tensors do not fit each other; the text begins with a name.
     """
-
-    found: dict[str, Quantized] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
-
-
-def quantized_weights(stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None) -> Weights:
-    """Find the weights that are stored as several tensors, and those whose tensors do not fit each other.
-
-    `read` reads a tensor by name: the shape of packed integers is stored in one.
-    """
-    weights = Weights()
-    for name, (_, dtype) in stored.items():
+    weights: dict[str, Quantized] = {}
+    for name, (shape, dtype) in stored.items():
         forms = {form: weight for form in FORMS if dtype in form.types and (weight := form.weight_of(name))}
         # a vector of integers without a scale of any form is no weight
-        lone = dtype not in FP8 and len(stored[name][0]) < 2
+        lone = dtype not in FP8 and len(shape) < 2
         if forms and not (lone and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())):
-            _add(weights, name, forms, stored, numbers, read)
+            weight, found = _fitted(name, forms, stored, numbers, read)
+            weights[weight] = found
         elif scale := _left_over(name, dtype, stored):
-            weights.wrong[name] = (
-                f"is {str(dtype).removeprefix('torch.')}, but '{scale}' beside it is the scale of a quantized weight; "
-                "remove the scale if the weight was replaced, or restore the quantized weight"
+            raise MisfitError(
+                f"'{name}' is {str(dtype).removeprefix('torch.')}, but '{scale}' beside it is the scale of a quantized "
+                "weight; remove the scale if the weight was replaced, or restore the quantized weight"
             )
     return weights
 
@@ -117,15 +113,10 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | No
     return next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
 
 
-def _add(
-    weights: Weights,
-    name: str,
-    forms: Mapping[Form, str],
-    stored: Stored,
-    numbers: Numbers,
-    read: Callable[[str], Tensor] | None,
-) -> None:
-    """Keep the forms that fit a tensor of numbers; without one, say what is wrong with the nearest."""
+def _fitted(
+    name: str, forms: Mapping[Form, str], stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None
+) -> tuple[str, Quantized]:
+    """The weight of a tensor of numbers, in the forms that fit; MisfitError says what is wrong with the nearest."""
     fitting: dict[Form, Shape | None] = {}
     wrong = ""
     for form, weight in forms.items():
@@ -143,17 +134,17 @@ def _add(
         except MisfitError as reason:
             fitting.pop(form, None)
             wrong = wrong or str(reason)
-    if fitting:
-        form = next(iter(fitting))
-        parts = form.find(forms[form], stored)
-        halves = (kind for one in parts.values() if (kind := stored[one][1]) in (torch.float16, torch.bfloat16))
-        made = next(halves, None) or torch.bfloat16
-        weights.found[forms[form]] = Quantized(tuple(fitting), parts, fitting[form], made, numbers)
-        return
-    nearest = max(forms, key=lambda form: len(form.find(forms[form], stored)))
-    weight, parts = forms[nearest], nearest.find(forms[nearest], stored)
-    lacks = " and ".join(_in_words(weight, part) for part in nearest.lacks(parts))
-    weights.wrong[name] = wrong or f"is {nearest.name.split(',')[0]} without {lacks}"
+    if not fitting:
+        nearest = max(forms, key=lambda form: len(form.find(forms[form], stored)))
+        lost = nearest.lacks(nearest.find(forms[nearest], stored))
+        lacks = " and ".join(_in_words(forms[nearest], part) for part in lost)
+        says = wrong or f"is {nearest.name.split(',')[0]} without {lacks}"
+        raise MisfitError(f"'{name}' {says}")
+    form = next(iter(fitting))
+    parts = form.find(forms[form], stored)
+    halves = (kind for one in parts.values() if (kind := stored[one][1]) in (torch.float16, torch.bfloat16))
+    made = next(halves, None) or torch.bfloat16
+    return forms[form], Quantized(tuple(fitting), parts, fitting[form], made, numbers)
 
 
 def _in_words(weight: str, part: str) -> str:

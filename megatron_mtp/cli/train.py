@@ -1,5 +1,6 @@
 """`megatron-mtp train`: pretraining on Megatron's loop, with Megatron's flags and ours."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -34,8 +35,9 @@ EXAMPLES = """examples:
   # the same over two pipeline stages
   torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
 
-  # flags from a file, one of them overridden
+  # flags from a file, one of them overridden; what a job of 64 ranks would hold, without starting it
   megatron-mtp train --config run.yaml --lr 2e-3
+  megatron-mtp train --config run.yaml --dry-run 64
 
   # MTP layers for a model that has none
   megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
@@ -45,6 +47,8 @@ EXAMPLES = """examples:
 def main(arguments: list[str], program: str) -> int:
     """Train; bad input ends with one sentence and exit status 2."""
     given, rest = parse_run(program, arguments)
+    if given.dry_run is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on every machine
     with quiet(given.verbose):
         on_cpu = prepare()
 
@@ -52,10 +56,16 @@ def main(arguments: list[str], program: str) -> int:
             say(full_parser(program).format_help())
             return 0
         argv = with_file(program, given, rest)
+        if given.dry_run is None:
+            from megatron_mtp.training.run import main as train
 
-        from megatron_mtp.training.run import main as train
+            train(argv, on_cpu)
+            return 0
+        from megatron_mtp.training.dry_run import plan
+        from megatron_mtp.training.startup import explained
 
-        train(argv, on_cpu)
+        with explained(program):
+            say(plan(argv, given.dry_run))
     return 0
 
 
@@ -80,6 +90,9 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
     add("--verbose", action="store_true", help=f"{verbose}or --save.")
     file = "YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win."
     add("--config", metavar="FILE", help=file)
+    plan = "Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
+    plan += "Needs no GPU. Default: the fewest ranks that the layout takes."
+    add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS", help=plan)
     add("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
     add("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
     return parser

@@ -3,6 +3,7 @@
 run.py               one run: arguments, model configuration, Megatron's pretrain(), whose loop is observed: steps,
                      evaluations, checkpoints
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
+dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file

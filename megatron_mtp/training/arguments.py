@@ -97,8 +97,11 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
 def parse_run_args(
     extra_args_provider: ArgumentsProvider | None = None,
     args_defaults: dict[str, Any] | None = None,
+    mends: bool = True,
 ) -> Namespace:
     """The same without a look at the corpus and the checkpoint's depths; the first two arguments are Megatron's.
+
+    `mends` puts right the tracker of --load after a save that was cut short.
 
     Raises:
         ValueError: a flag has a value that is not allowed.
@@ -118,7 +121,7 @@ def parse_run_args(
     given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
-    check_load(given)
+    check_load(given, mends)
     stored = checkpoint_arguments(given) | older
     if (drafter := given.drafter or stored.get("drafter")) is not None:
         is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp

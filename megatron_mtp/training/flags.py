@@ -92,7 +92,7 @@ def all_parser(program: str) -> ArgumentParser:
 
 # --- --config --------------------------------------------------------------------------------------------------------
 
-NOT_IN_A_FILE = {"config", "help", "help-megatron", "list-losses", "verbose"}
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
 """Flags that act before the file is read."""
 
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

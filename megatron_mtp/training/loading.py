@@ -56,13 +56,13 @@ OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
 
-def check_load(args: Namespace) -> None:
-    """Check whether what --load and --pretrained-checkpoint name is there and whole; an empty tracker is put right.
+def check_load(args: Namespace, mends: bool = True) -> None:
+    """Check whether what --load and --pretrained-checkpoint name is there and whole; `mends` an empty tracker.
 
     Raises:
         ValueError: it is not.
     """
-    if args.load is not None and (repaired := repair_tracker(Path(args.load))) is not None and args.rank == 0:
+    if mends and args.load is not None and (repaired := repair_tracker(Path(args.load))) is not None and args.rank == 0:
         say(f"> a save to {args.load} was cut short; going on from iteration {repaired}, its newest whole one")
     named = {name: Path(given) for name in FLAGS if (given := getattr(args, name)) is not None and "://" not in given}
     found = next((name for name, folder in named.items() if checkpoint_exists(folder)), None)

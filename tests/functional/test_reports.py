@@ -37,7 +37,7 @@ class Report:
     says: str
 
 
-TRAIN = f"train {' '.join(launch.TINY_RUN)} --train-iters 1 --eval-interval 9 --eval-iters 0"
+TRAIN = f"train --dry-run 1 {' '.join(launch.TINY_RUN)}"
 REPORTS = (
     Report(
         "areal-project/AReaL#1403",
@@ -86,7 +86,14 @@ REPORTS = (
         "the older --use-rotary-position-embeddings is refused with MTP",
         f"{TRAIN.replace('--position-embedding-type rope', '')} --use-rotary-position-embeddings",
         0,
-        "training to step 1",
+        "layout of 1 ranks",
+    ),
+    Report(
+        "ModelZoo's lines for DeepSeek-V3",
+        "a plan on a laptop ends with an import of DeepEP",
+        f"{TRAIN} --num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32 --bf16",
+        0,
+        "planned as for a machine with DeepEP",
     ),
 )
 

@@ -93,6 +93,8 @@ def test_a_file_that_is_not_there(parser: ArgumentParser, tmp_path: Path) -> Non
 
 
 def test_the_flags_of_the_run_are_taken_from_those_of_megatron() -> None:
-    given, rest = parse_run("train", "--lr 1 --verbose --config run.yaml --config-logger-dir x".split())
-    assert (given.verbose, given.config) == (True, "run.yaml")
+    given, rest = parse_run("train", "--lr 1 --verbose --config run.yaml --dry-run 8 --config-logger-dir x".split())
+    assert (given.verbose, given.config, given.dry_run) == (True, "run.yaml", 8)
     assert rest == "--lr 1 --config-logger-dir x".split()
+    assert parse_run("train", ["--dry-run", "--lr", "1"])[0].dry_run == 0
+    assert parse_run("train", [])[0].dry_run is None

@@ -139,12 +139,6 @@ def lean(layer: Any, product: Product) -> Forward | None:
     return forward
 
 
-def is_dense(layer: Any) -> bool:
-    """True if `lean` knows all of the layer, which is whole on this rank and has no experts."""
-    whole = layer.config.tensor_model_parallel_size == 1
-    return whole and _is_plain(layer) and not _are_experts(getattr(layer, "mlp", None)) and _is_known(layer.config)
-
-
 def mixer_of(layer: Any) -> Any:
     """Module in the place of a layer's recurrence (recurrent_layers.py); None for a layer of another kind."""
     mixer = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention

@@ -10,21 +10,17 @@ Letters in names: S rows of a forward, B batch, H hidden, T = S B, E experts, K 
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_mtp.decoding.cached_attention import StandIn
 from megatron_mtp.decoding.dense_layer import activation, default_settings
-from megatron_mtp.model.portable import PortableLatentAttention
 
 MOST_ROWS = 1024
 """With more rows, all experts for all rows take longer than sorting the rows, and much memory."""
@@ -107,17 +103,6 @@ def place_static_experts(layer: TransformerLayer) -> None:
     """Put `StaticExperts` in the place of a layer's experts, where they are of a kind that it knows."""
     if isinstance(layer.mlp, MoELayer) and _is_known(layer.mlp):
         layer.mlp = StaticExperts(layer.mlp)
-
-
-def reads_nothing_back(layer: TransformerLayer) -> bool:
-    """True if a forward of a layer with cached attention can be part of a CUDA graph."""
-    return bool(
-        type(layer) is TransformerLayer
-        and type(layer.self_attention) in (SelfAttention, MLASelfAttention, PortableLatentAttention)
-        and type(layer.mlp) in (MLP, StaticExperts)
-        and layer.config.tensor_model_parallel_size == 1
-        and not any(type(module).__module__ == transformer_engine.__name__ for module in layer.modules())
-    )
 
 
 def _is_known(layer: MoELayer) -> bool:

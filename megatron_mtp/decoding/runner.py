@@ -13,13 +13,13 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_mtp.acceptance import Alarm
 from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.cached_attention import attach, cache_latents
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.dense_layer import is_dense
 from megatron_mtp.decoding.kv_cache import BEYOND, BlockTables, KVCache, Memory, Rows, Scope
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PLACES = ("rope", "yarn", "none")
 """Position embeddings that can give every row the angles of its own position."""
+
+TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+"""Module of Megatron's layers with Transformer Engine, which may read back."""
 
 
 class Keeping(NamedTuple):
@@ -115,12 +118,13 @@ class Runner:
 
     @cached_property
     def recordable(self) -> bool:
-        """True if a forward of few rows reads nothing back to the host."""
-        from megatron_mtp.decoding.experts import reads_nothing_back
-
-        return not (self.recurrent_trunk or self.recurrent_depths) and (
-            all(is_dense(layer) or reads_nothing_back(layer) for layer in self._layers())
-        )
+        """True if a forward of few rows reads nothing back to the host, as states and Megatron's experts do."""
+        if self.recurrent_trunk or self.recurrent_depths or self.model.config.tensor_model_parallel_size > 1:
+            return False
+        layers = self._layers()
+        if any(isinstance(getattr(layer, "mlp", None), MoELayer) for layer in layers):
+            return False
+        return not any(type(one).__module__ == TRANSFORMER_ENGINE for layer in layers for one in layer.modules())
 
     def new_memory(self, tables: BlockTables, drafter: "Runner | None" = None) -> Memory:
         """Memory for sequences whose slots such tables name, and for a small model that drafts."""

@@ -186,8 +186,12 @@ class Sequences:
 
     def accept(self, draft: Draft, verdict: Verdict) -> StepOutput:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""
+        token_B1 = verdict.token_B.unsqueeze(1)
         if draft.nodes == 0:
-            return self.append(verdict.token_B)
+            self.put_tokens(self.length_B, token_B1)
+            one_B = torch.ones_like(verdict.token_B)
+            self._grow(one_B)
+            return StepOutput(draft, token_B1, one_B)
         tokens_BN, accepted_B = draft.tokens_BN, verdict.accepted_B
         if not draft.is_chain:  # the rows of the path move together
             path_BR = verdict.kept_BR.int().argsort(dim=1, descending=True, stable=True)
@@ -197,19 +201,11 @@ class Sequences:
             source, target = (self.tables.places(torch.where(live_B1, one, self.capacity)) for one in slots)
             self.memory.cache.keep(source, target)
             write_rows(self.memory.states_N1SH, read_rows(self.memory.states_N1SH, source), target)
-        token_B1 = verdict.token_B.unsqueeze(1)
         gained_BR = torch.cat([tokens_BN, token_B1], dim=1).scatter_(1, accepted_B.unsqueeze(1), token_B1)
         self.put_tokens(self.length_B, gained_BR)
         count_B = accepted_B + 1
         self._grow(count_B)
         return StepOutput(draft, gained_BR, count_B)
-
-    def append(self, token_B: Tensor) -> StepOutput:
-        """Append one token to every live sequence."""
-        token_B1, one_B = token_B.unsqueeze(1), torch.ones_like(token_B)
-        self.put_tokens(self.length_B, token_B1)
-        self._grow(one_B)
-        return StepOutput(Draft(token_B1[:, :0]), token_B1, one_B)
 
     def settle(self, row: int, gained: list[int], ended: bool) -> None:
         """Append those new tokens of a sequence that stay; the device's length of an ended one is cropped to them."""

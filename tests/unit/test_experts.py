@@ -69,7 +69,6 @@ def test_other_experts_are_left_to_megatron(changes: dict[str, Any]) -> None:
     own = layer.mlp
     place_static_experts(layer)
     assert layer.mlp is own
-    assert not experts.reads_nothing_back(layer)
 
 
 @pytest.fixture

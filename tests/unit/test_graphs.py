@@ -40,7 +40,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Proposer, Request, StepOutput, Update
+from megatron_mtp.decoding.types import Draft, Proposer, Request, StepOutput, Update, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -504,7 +504,8 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
     sequences = sequences_of(runner_of(), [[1, 2]], 60)
     sequences.growth = 4
     proposer = SimpleNamespace(missed=lambda *_: 0, mark_seen=lambda *_: None)
-    output = sequences.append(sequences.seed_B)
+    kept_BR = torch.ones(1, 1, dtype=torch.bool)
+    output = sequences.accept(Draft(sequences.tokens_BT[:, :0]), Verdict(kept_BR, sequences.seed_B))
     taken = GraphedStep(lambda _: output, sequences, cast("Proposer", proposer), {})
     for count in (0, 1, 2):
         for _ in range(3):

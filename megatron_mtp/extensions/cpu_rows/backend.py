@@ -6,7 +6,7 @@ from typing import override
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules, MTPRows, Stack, Unfit
-from megatron_mtp.decoding.dense_layer import Multiply, is_dense
+from megatron_mtp.decoding.dense_layer import Multiply
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
@@ -32,7 +32,7 @@ class CpuRows(Modules):
         self._drafts = None if head_VH is None else greedy_drafts(self.few_rows[1:], head_VH)
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
-        if self.embedding_VH is None or not all(map(is_dense, stack.layers)) or self.model.drafter is not None:
+        if self.embedding_VH is None or not stack.is_short or self.model.drafter is not None:
             return None
         return few_rows(stack.layers, stack.last, self.embedding_VH, self.turns_L211C, stack.mtp)
 

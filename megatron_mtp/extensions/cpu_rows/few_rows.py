@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows
@@ -245,6 +246,8 @@ class FewRows:
                 raise NotImplementedError("another activation")
             made.fc1, made.fc2 = map(self._weight, (mlp.linear_fc1, mlp.linear_fc2))
             made.mlp = self._norm(layer.pre_mlp_layernorm)
+        elif not isinstance(getattr(layer, "mlp", None), IdentityOp | None):
+            raise NotImplementedError("experts")
         return made
 
     def _recurrent(self, mixer: "CachedRecurrence") -> _Recurrent:

@@ -127,8 +127,8 @@ class MTPConfig:
     )
     mtp_metrics_dir: str | None = _flag(
         None,
-        "Folder for metrics.jsonl (losses and acceptance by depth, one JSON object a line) and metrics.png, the plot "
-        "made of it at the end of the run. Default: neither is written.",
+        "Folder for metrics.jsonl (losses and acceptance by depth, one JSON object a line), which megatron-mtp report "
+        "draws, and run.json. Default: neither is written.",
         metavar="DIR",
     )
 

@@ -40,4 +40,4 @@ for step in corpus trunk start sample before train export verify draft; do
         *) $python "${attach[@]}" --only "$step" ;;
     esac
 done
-echo "before: $run/before/metrics.jsonl; after, by depth: $run/metrics.jsonl and $run/metrics.png; Hugging Face folder: $run/exported"
+echo "before: $run/before/metrics.jsonl; after, by depth: $run/metrics.jsonl (megatron-mtp report $run draws it); Hugging Face folder: $run/exported"

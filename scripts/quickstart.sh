@@ -47,4 +47,4 @@ echo "Hugging Face folder: $run/exported"
     --speculative-config '{"method": "mtp"}' --compare 2>"$run/generate.txt" ||
     { tail -n 5 "$run/generate.txt" >&2; exit 1; }
 
-echo "losses and acceptance by depth: $run/metrics.jsonl and $run/metrics.png; Megatron's listing: $run/megatron.log"
+echo "losses and acceptance by depth: $run/metrics.jsonl (megatron-mtp report $run draws it); Megatron's listing: $run/megatron.log"

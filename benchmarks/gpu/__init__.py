@@ -42,7 +42,7 @@ class Part:
         return f"needs {', '.join(absent)}" if absent else None
 
 
-_RUN = ("matplotlib", "tqdm", "psutil", "tensorboard")
+_RUN = ("tqdm", "psutil", "tensorboard")
 _TESTS = (*_RUN, "pytest", "hypothesis")
 _TE = (*_RUN, "transformer_engine")
 

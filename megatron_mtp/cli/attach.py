@@ -104,7 +104,7 @@ def main(arguments: list[str], program: str) -> int:
         if status:
             return status
     before = "" if args.drafter else f"before: {args.run}/before/metrics.jsonl; "
-    print(f"> {before}after: {args.run}/metrics.jsonl and metrics.png")
+    print(f"> {before}after: {args.run}/metrics.jsonl")
     print(
         f"> Megatron checkpoint: {args.run}/checkpoint" if formless else f"> Hugging Face folder: {args.run}/exported"
     )

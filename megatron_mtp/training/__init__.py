@@ -14,8 +14,7 @@ objective.py         from hidden states to one scalar of all losses: masks, lamb
                      normalizer; acceptance, which is what a verifier would accept
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 mtp_loss.py          the depths' loss for training loops that are not Megatron's
-metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step;
-                     metrics.png
+metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
 run_files.py         metrics.jsonl, continued by a resumed run, and run.json: how the run was started
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file
 megatron_lm.py       two lines for a training script that is not ours

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, override
 
-import matplotlib
 import torch
 from megatron.core import mpu
 from megatron.training import get_args
@@ -29,13 +28,9 @@ from megatron_mtp.files import written_beside
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
 from megatron_mtp.training.short_log import say
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 MTP, DRAFTER = "mtp", "drafter"
 """What figures are called by: what drafts, and a drafter beside MTP layers."""
 
-PLOT = "metrics.png"
 Rates = dict[str, AcceptanceStats]
 """Acceptance of what drafts, and of a drafter beside MTP layers: `MTP` and `DRAFTER`, where measured."""
 
@@ -188,13 +183,10 @@ class Metrics:
         self._sets += 1
 
     def close(self) -> None:
-        """Write what is left of an interval, and the plot; Megatron has closed its writers by now."""
+        """Write what is left of an interval; Megatron has closed its writers by now."""
         self._closing = True
         self._end_interval()
         self._keep_record()
-        if self.folder is not None and is_last_rank() and (self.folder / METRICS).exists():
-            with self._going_on_without(self.folder / PLOT):
-                plot_metrics(self.folder / METRICS, self.folder / PLOT)
 
     def _end_interval(self) -> None:
         window, self._training = self._training, Window()
@@ -330,45 +322,3 @@ def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
 def expected_length_of(what: str) -> str:
     """The name of the expected accepted length; what drafts without another beside it needs no name there."""
     return "expected accepted length" if what == MTP else f"{what} expected accepted length"
-
-
-# --- the plot: loss and acceptance by depth over training steps ------------------------------------------------------
-#
-# Test data, on which a run is evaluated once at its end, is left out.
-
-
-def plot_metrics(source: Path, target: Path) -> None:
-    """Draw `source` (metrics.jsonl) into `target` (PNG); an existing plot is replaced when the new one is whole."""
-    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
-    splits = dict.fromkeys(row["split"] for row in rows if row["split"].startswith("validation"))
-    evaluations = {split: [row for row in rows if row["split"] == split] for split in splits}
-    figure, (loss_axes, acceptance_axes) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    names = sorted({name for row in rows for name in row if name.endswith(" loss")})
-    for index, name in enumerate(names):
-        _line(loss_axes, [row for row in rows if row["split"] == "training"], name, f"C{index}", alpha=0.5)
-        for split, of_split in evaluations.items():
-            _line(loss_axes, of_split, name, f"C{index}", marker="o", label=f"{name} ({split})")
-    loss_axes.set(title="loss by depth", xlabel="step", ylabel="nats per token")
-    conditional = sorted({name for row in rows for name in row if name.endswith(" conditional acceptance")})
-    for index, given in enumerate(conditional):
-        for name, style in ((given.replace("conditional ", ""), "-"), (given, ":")):
-            for split, of_split in evaluations.items():
-                known = [row for row in of_split if given in row]
-                look = {"marker": "o", "linestyle": style, "label": f"{name} ({split})"}
-                _line(acceptance_axes, known, name, f"C{index + 1}", **look)
-    acceptance_axes.set(title="acceptance by depth (dotted: conditional)", xlabel="step", ylabel="rate", ylim=(0, 1))
-    for axes in (loss_axes, acceptance_axes):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
-    try:
-        with written_beside(target) as beside:
-            figure.savefig(beside, dpi=120, format="png")
-    finally:
-        plt.close(figure)
-
-
-def _line(axes: Any, rows: list[dict[str, Any]], name: str, color: str, **style: Any) -> None:
-    points = {row["iteration"]: row[name] for row in rows if name in row}  # of rows of one step, the last
-    if points:
-        axes.plot(points.keys(), points.values(), color=color, **style)

@@ -46,7 +46,7 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
     assert "'train'" in printed("trian").stderr
 
 
-HEAVY = "torch megatron transformers matplotlib"
+HEAVY = "torch megatron transformers"
 """What takes seconds to import."""
 
 

@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   megatron-mtp audit runs/quickstart/checkpoint runs/quickstart/exported
 
   # what both compute as well
-  megatron-mtp audit models/mine exported --logits --text held_out/a.txt
+  megatron-mtp audit exported runs/mine/checkpoint --logits --text held_out/a.txt
 
   # in a script: status 0 if both are equal, 1 if not, 2 if one is no model
   megatron-mtp audit models/mine exported --json > audit.json
@@ -52,7 +52,7 @@ def parser(program: str) -> Parser:
         help="a Hugging Face folder of a model or drafter, a name on the Hub, or a Megatron checkpoint",
     )
     add("b", type=named, metavar="B", nargs="?", help="what to compare with A, of either form")
-    add("--logits", action="store_true", help="run both on the same tokens: logits of trunk and depths, acceptance")
+    add("--logits", action="store_true", help="run a folder and a checkpoint on the same tokens, as verify does")
     add("--text", type=named, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object instead of lines")
@@ -95,12 +95,7 @@ def text_of(result: dict[str, Any]) -> str:
         where = f" of {finding['side']}" if finding["side"] and len(result["sides"]) > 1 else ""
         lines.append(f"{finding['severity']:<8} {finding['guess']}{where}: {finding['says']}")
         lines += [f"         To do: {finding['advice']}."] if finding["advice"] else []
-    if found := result.get("logits"):
-        lines += [f"logits   on {found['tokens']} tokens"]
-        lines += [f"         {row['name']}: {row['figure']:.3g}" for row in found.get("differences", ())]
-        for side in found["sides"]:
-            rates = ", ".join(f"depth {number}: {rate:.4f}" for number, rate in enumerate(side["acceptance"], start=1))
-            lines.append(f"         acceptance of {side['side']}: {rates or 'no depths'}")
+    lines += [f"logits   {check['name']}: {check['figure']:.3g}" for check in result.get("logits", ())]
     return "\n".join([*lines, verdict(result)])
 
 

@@ -86,13 +86,14 @@ def test_bad_input_is_one_sentence_with_status_2(
 def test_logits_of_both_sides(glm: Path, saved: Path, tmp_path: Path) -> None:
     same = audit(saved, glm, run=logits)
     assert same["ok"]
-    assert [side["depths"] for side in same["logits"]["sides"]] == [1, 1]
-    assert all(row["ok"] for row in same["logits"]["differences"])
+    assert [row["ok"] for row in same["logits"]] == [True] * 3
     changed = Path(shutil.copytree(glm, tmp_path / "changed"))
     on("model.layers.3.eh_proj.weight", lambda tensor: torch.cat(tensor.chunk(2, 1)[::-1], 1))(changed)
-    other = audit(glm, changed, run=logits)
+    other = audit(saved, changed, run=logits)
     assert guesses(other) == {"halves swapped", "logits"}
-    assert [row["ok"] for row in other["logits"]["differences"]][:2] == [True, False]
+    assert [row["ok"] for row in other["logits"]][:2] == [True, False]
+    with pytest.raises(ValueError, match="compares a Hugging Face folder with a Megatron checkpoint"):
+        audit(glm, changed, run=logits)
 
 
 def test_an_export_that_skipped_a_file_is_described(glm: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """An audit of one side or two: open, count, read, compare; the result is plain data, for text and JSON.
 
 {"sides": [{"side": "A", "path": ..., "form": ..., "depths": ...}], "findings": [{"severity": "error", ...}],
- "compared": {"equal": 120}, "logits": {...}, "ok": false}
+ "compared": {"equal": 120}, "logits": [...], "ok": false}
 """
 
 from argparse import Namespace
@@ -45,7 +45,7 @@ KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""
 TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
 """Settings that do not matter where both sides compute with the same head."""
-Run = Callable[[dict[str, Side]], tuple[list[Finding], dict[str, Any]]]
+Run = Callable[[dict[str, Side]], tuple[list[Finding], list[dict[str, Any]]]]
 
 
 def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool = True) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
 
     Args:
         a, b: Hugging Face folders or Megatron checkpoints; None to audit the first alone.
-        run: computes the sides, by letter, and returns findings and figures (`logits.logits`); None to run nothing.
+        run: computes the sides, by letter, and returns findings and checks (`logits.logits`); None to run nothing.
         quiet: whether to show no progress bar.
 
     Returns:

@@ -67,13 +67,4 @@ def trained_forms() -> dict[str, TrainedForm]:
     return {family.model_types[0]: family.trained for family in all_families() if family.trained is not None}
 
 
-__all__ = [
-    "CARRIED",
-    "FAMILIES",
-    "OWN",
-    "Family",
-    "Layout",
-    "all_families",
-    "family_of",
-    "trained_forms",
-]
+__all__ = ["CARRIED", "FAMILIES", "OWN", "Family", "Layout", "all_families", "family_of", "trained_forms"]

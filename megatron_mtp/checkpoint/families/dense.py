@@ -177,12 +177,7 @@ DENSE: tuple[Family, ...] = (
         trained=_dense_form(", `--qk-layernorm`", "Qwen3ForCausalLM", lambda args: bool(args.qk_layernorm)),
     ),
     family_of_decoder("Mistral", "Mistral 7B, Nemo, Small", ("mistral",), replace(_PLAIN, windows=all_windows)),
-    family_of_decoder(
-        "Ministral",
-        "Ministral 8B",
-        ("ministral",),
-        replace(_PLAIN, windows=_ministral_windows),
-    ),
+    family_of_decoder("Ministral", "Ministral 8B", ("ministral",), replace(_PLAIN, windows=_ministral_windows)),
     family_of_decoder("SmolLM3", "SmolLM3", ("smollm3",), replace(_LLAMA, unplaced=_unplaced)),
     family_of_decoder("Seed-OSS", "Seed-OSS", ("seed_oss",), Decoder(partial(biased, out="attention_out_bias"))),
     family_of_decoder(

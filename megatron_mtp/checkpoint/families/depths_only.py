@@ -13,22 +13,13 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import (
     Place,
-    gqa_rules,
     mla_rules,
     mlp_norm,
     mlp_rules,
-    moe_rules,
     norm_rules,
 )
 from megatron_mtp.checkpoint.families.decoder import Decoder
-from megatron_mtp.checkpoint.families.family import (
-    COPIES,
-    ONE_DEPTH,
-    STORED_HEAD,
-    Depths,
-    Family,
-    Layout,
-)
+from megatron_mtp.checkpoint.families.family import COPIES, ONE_DEPTH, STORED_HEAD, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     ALL_LAYERS,
     CENTRED,
@@ -41,15 +32,7 @@ from megatron_mtp.checkpoint.families.flags import (
     rope_flags,
 )
 from megatron_mtp.checkpoint.families.rules import Rule, rename
-from megatron_mtp.checkpoint.families.trunk import (
-    biased,
-    depth_frames,
-    depth_places,
-    frame,
-    gqa,
-    latent_attention,
-    moe,
-)
+from megatron_mtp.checkpoint.families.trunk import biased, depth_frames, depth_places, frame, gqa, latent_attention, moe
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 AFTER = "norms after attention and MLP"
@@ -111,15 +94,6 @@ def _indexed(title: str, model_type: str) -> Family:
 
 def _ernie_flags(config: HFConfig, layout: Layout) -> list[str]:
     return [*gqa_depths(config, layout, _ERNIE_ATTENTION(config)), *rope_flags(config, interleaved=True)]
-
-
-def _exaone_layer(config: HFConfig, layout: Layout, place: Place, depth: int) -> list[Rule]:
-    experts = layout.has("depth of experts")
-    rules = norm_rules(place, config.integer("hidden_size"), mla=False, moe=experts)
-    rules += gqa_rules(place, gqa(config, norms=True))
-    return rules + (
-        moe_rules(place, moe(config, layout, bias="e_score_correction_bias")) if experts else _mlp(config, place)
-    )
 
 
 def _mlp(config: HFConfig, place: Place) -> list[Rule]:
@@ -189,6 +163,7 @@ def _step_flags(config: HFConfig, layout: Layout) -> list[str]:
 
 _ERNIE_ATTENTION = partial(biased, key="use_bias", out="use_bias")
 _ERNIE = Decoder(_ERNIE_ATTENTION, mlp_bias="use_bias")
+_EXAONE = Decoder(partial(gqa, norms=True), mlp_bias=None, experts=partial(moe, bias="e_score_correction_bias"))
 
 DEPTHS_ONLY: tuple[Family, ...] = (
     _with_depths(
@@ -198,7 +173,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "layers with sliding windows beside layers without positions",
         replace(ONE_DEPTH, flags=_exaone_flags),
         [r"model\.layers\."],
-        _exaone_layer,
+        lambda config, layout, place, depth: _EXAONE.layer(config, layout, place, layout.has("depth of experts")),
         features={**STORED_HEAD, "depth of experts": r"^mtp\.layers\.0\.mlp\.experts\."},
         defaults={"first_k_dense_replace": 1},
     ),

@@ -170,10 +170,7 @@ _HUNYUAN = Decoder(
     depths=Depths(names=_OWN_NORM),
 )
 _QWEN3 = Decoder(
-    qwen3_attention,
-    experts=partial(moe, shared=0, bias=None),
-    sparse=stepped_layers,
-    expert_flags=_qwen_flags,
+    qwen3_attention, experts=partial(moe, shared=0, bias=None), sparse=stepped_layers, expert_flags=_qwen_flags
 )
 _QWEN2 = replace(
     _QWEN3, attention=partial(biased, key="qkv_bias"), experts=_qwen2_experts, expert_flags=softmax_expert_flags

@@ -95,15 +95,24 @@ def verify(
     reader = DistReader(mcore)
     model = HFModel.read(hf).beside(reader)
     check_mcore(model.rules, reader)
+    checks = [round_trip(model.rules, model.folder, reader), *_same_settings(model, reader)]
+    return [*checks, *same_logits(hf, mcore, text, length, seed, trust_remote_code)]
+
+
+@exact_float32()
+def same_logits(
+    hf: Path, mcore: Path, text: Path | None = None, length: int = 16, seed: int = 0, trust_remote_code: bool = False
+) -> list[Check]:
+    """Compare the logits of a folder with those of a checkpoint; arguments and errors as of `verify`."""
+    reader = DistReader(mcore)
+    model = HFModel.read(hf).beside(reader)
     flags, reason = flags_of(model)
     of_depths = depth_flags_of(model) if flags is None else None
-    runs = not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
-    checks = [round_trip(model.rules, model.folder, reader), *_same_settings(model, reader, runs)]
-    if flags is not None and not runs:
+    if flags is not None and not _runs(reader):
         reason = "the checkpoint was converted from a model that Megatron cannot run"
-        return [*checks, Check("logits not compared", 0, False, reason, made=False)]
+        return [Check("logits not compared", 0, False, reason, made=False)]
     if flags is None and of_depths is None:
-        return [*checks, Check("logits not compared", 0, False, f"Megatron cannot run {reason}", made=False)]
+        return [Check("logits not compared", 0, False, f"Megatron cannot run {reason}", made=False)]
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
@@ -112,10 +121,10 @@ def verify(
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
     if flags is None:
         theirs, ours = split_logits(model, of_depths or [], hf, reader, prompt)
-        checks += compare(theirs, ours, "transformers from the checkpoint")
+        checks = compare(theirs, ours, "transformers from the checkpoint")
     else:
         theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
-        checks += compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
+        checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
         checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
@@ -127,11 +136,15 @@ def verify(
     return checks
 
 
-def _same_settings(model: HFModel, reader: DistReader, runs: bool) -> list[Check]:
+def _runs(reader: DistReader) -> bool:
+    return not getattr(reader.common()["args"], "megatron_mtp_untrainable", False)
+
+
+def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
     """Compare the folder's config with the checkpoint's arguments or kept config; no check if it has neither."""
     from megatron_mtp.checkpoint.verify.reference_forms import whole_config
 
-    flags, reason = flags_of(model)
+    (flags, reason), runs = flags_of(model), _runs(reader)
     kept, witness = reader.home / HF_FILES, "the checkpoint's arguments"
     if runs and flags is None:
         wrong = [f"Megatron runs the checkpoint, but the folder has {reason}"]

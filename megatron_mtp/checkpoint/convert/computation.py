@@ -13,7 +13,7 @@ from typing import Any
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, DepthFields, completed, config_of, parsed, without_stages
+from megatron_mtp.model.arguments import DepthFields, completed, config_of, parsed, without_stages
 
 Settings = dict[str, Any]
 
@@ -53,14 +53,6 @@ def settings_of(args: Namespace) -> Settings:
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
 
 
-def settings_by_pattern(args: Namespace) -> Settings:
-    """The arguments of a hybrid that say what is computed: equal for equal computations."""
-    pattern = without_stages(args.hybrid_layer_pattern)
-    unused = ["num_query_groups"] * (not args.group_query_attention) + ["num_experts"] * ("E" not in pattern)
-    found = {name: getattr(args, name, None) for name in MODEL_ARGUMENTS if name != "moe_layer_freq"}
-    return {**found, **dict.fromkeys(unused), "hybrid_layer_pattern": pattern}
-
-
 def _in_one_form(found: Settings) -> Settings:
     """Settings that can be written in several ways, in one of them."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
@@ -75,7 +67,7 @@ def _in_one_form(found: Settings) -> Settings:
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
         # with one depth if there are any: the tensors show how many
-        **({"hybrid_layer_pattern": "/".join(pattern.split("/")[:2])} if pattern else {}),
+        **({"hybrid_layer_pattern": "/".join(without_stages(pattern).split("/")[:2])} if pattern else {}),
     }
 
 

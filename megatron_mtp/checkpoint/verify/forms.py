@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.computation import differences, settings_by_pattern
+from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader, sharding_type, stored_draft_vocabulary
@@ -123,8 +123,8 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
     ]
     wrong = [key for key in sorted({*objects[0], *objects[1]}) if objects[0].get(key) != objects[1].get(key)]
     yield _none_differs("random states and other objects that differ", wrong, "the other checkpoint")
-    as_hybrid = settings_by_pattern(hybrid_arguments(_arguments(gpt), str(gpt.folder)))
-    wrong = differences(as_hybrid, settings_by_pattern(_arguments(hybrid)))
+    as_hybrid = settings_of(hybrid_arguments(_arguments(gpt), str(gpt.folder)))
+    wrong = differences(as_hybrid, settings_of(_arguments(hybrid)))
     yield _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
 
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
+from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in
@@ -395,8 +396,9 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
     assert all(len(text) < 30 for text in made.values())
 
 
-def test_a_reader_follows_a_decode_step_through_few_files() -> None:
+def test_a_reader_follows_a_decode_step_through_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of decoding, from the scheduler to the update; the model's and acceptance.py are beside them."""
+    monkeypatch.setattr(backend, "BACKENDS", {"modules": backend.Modules})
     engine, found = engine_of(), set[str]()
     for prompt in prompts_of(2, 9):
         engine.add(request_of(prompt, 30, "mtp"))

@@ -22,6 +22,7 @@ from trunk_models import SEEING
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.logits import logits
+from megatron_mtp.checkpoint.audit.side import equal_bits
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -405,3 +406,16 @@ def test_a_single_number_that_differs() -> None:
     other[7] = 40
     assert explain(few, other)[0] == "other numbers"
     assert difference(few, other) == 33
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_bits_are_compared_and_not_numbers(size: int) -> None:
+    """Also of a slice that does not begin at a whole word."""
+    zeros = torch.zeros(size + 1, dtype=torch.bfloat16)[1:]
+    nothing = torch.full((size,), float("nan"))
+    assert equal_bits(zeros, zeros.clone())
+    assert not equal_bits(zeros, -zeros)
+    assert equal_bits(nothing, nothing.clone())
+    other = zeros.clone()
+    other[-1] = 1
+    assert not equal_bits(zeros, other)

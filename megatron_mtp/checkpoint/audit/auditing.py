@@ -192,9 +192,13 @@ def _settings(*sides: Side) -> list[dict[str, Any]]:
     """The settings of both sides in one form; raises ValueError where there is none."""
     if any(isinstance(side, DrafterSide) for side in sides):
         return [_of_drafter(side) for side in sides]
-    types = [side.config and side.config.model_type for side in sides if isinstance(side, HFSide)]
+    keys = [side.keys for side in sides if isinstance(side, HFSide)]
+    if len(keys) == 2 and keys[0] == keys[1]:
+        return [{}, {}]
+    if len(keys) == 2 and keys[0].get("model_type") == keys[1].get("model_type"):
+        return [_whole(side) for side in sides]
     arguments = [_arguments(side) for side in sides]
-    if None in arguments or (len(types) == 2 and len(set(types)) == 1):
+    if None in arguments:
         return [_whole(side) for side in sides]
     return [computation.settings_of(args) for args in arguments if args is not None]
 

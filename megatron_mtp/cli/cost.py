@@ -9,8 +9,8 @@ import torch
 
 from megatron_mtp import cpu
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.api import Generated, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.engine import Generated, generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Update

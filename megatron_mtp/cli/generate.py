@@ -115,7 +115,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     import torch
 
     from megatron_mtp.cli.cost import Work, summary, table
-    from megatron_mtp.decoding.api import check_prompts
+    from megatron_mtp.decoding.engine import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
     from megatron_mtp.decoding.sampling import Sampling

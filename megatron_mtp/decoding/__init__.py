@@ -8,7 +8,7 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     types.py             the parts of a step and what passes between them: Proposer, Draft (a tree), Verifier, Verdict
     proposers/           what drafts
     verifiers.py         which drafts are accepted
-    method.py            a config from JSON; proposer, verifier and K, checked against each other and the model
+    method.py            a config from JSON: proposer, verifier, K; automatic K, and K = 0 where drafting does not pay
     kv_cache.py          rows of a forward: chains, trees, without padding; keys and values in shared blocks
     sequences.py         the tensors of a batch of sequences while they grow
     block_manager.py     which blocks are free, and which hold a beginning that sequences share
@@ -21,17 +21,16 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     recurrent_layers.py  Mamba-2 and Gated DeltaNet row by row in the places of a hybrid's; states that are rolled back
     experts.py           layers of experts for few rows, without reading back where they go
     graphs.py            steps as CUDA graphs, kept for later sequences
-    auto.py              K by measured cost and acceptance; K = 0 where drafting does not pay
-    engine.py            continuous batching: requests join and leave between steps; the size of the memory
+    engine.py            continuous batching: requests join and leave between steps; the size of the memory;
+                         generate(): prompts in, sequences and statistics out, by an engine of their own
     load.py              a checkpoint folder to a runner
-    api.py               generate(): prompts in, sequences and statistics out, by an engine of their own
     update_weights.py    new weights for a running engine
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.api import Generated, generate
+    from megatron_mtp.decoding.engine import Generated, generate
     from megatron_mtp.decoding.load import load_runner
 
 __all__ = ["Generated", "generate", "load_runner"]
@@ -40,6 +39,6 @@ __all__ = ["Generated", "generate", "load_runner"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_mtp.decoding import api, load
+    from megatron_mtp.decoding import engine, load
 
-    return getattr(load if name == "load_runner" else api, name)
+    return getattr(load if name == "load_runner" else engine, name)

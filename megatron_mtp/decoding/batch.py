@@ -41,8 +41,8 @@ from megatron_mtp.decoding.types import (
 )
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.auto import AutoK
     from megatron_mtp.decoding.graphs import GraphedStep
+    from megatron_mtp.decoding.method import AutoK
 
 Kind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
@@ -352,7 +352,7 @@ def auto_of(method: Method, seqs: int) -> "AutoK | None":
     """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
-    from megatron_mtp.decoding.auto import AutoK
+    from megatron_mtp.decoding.method import AutoK
 
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
     return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count, method.proposer.at_once))

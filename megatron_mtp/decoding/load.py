@@ -16,8 +16,8 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp import cpu
 from megatron_mtp.acceptance import read_record
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker, run_tokenizer
-from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
 from megatron_mtp.config import DRAFTERS, stands_beside

@@ -27,7 +27,7 @@ from megatron_mtp.model.head import NOT_DRAFTED
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.auto import AutoK
+    from megatron_mtp.decoding.method import AutoK
     from megatron_mtp.decoding.recurrent_layers import Sizes
 
 PLACES = ("rope", "yarn", "none")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_mtp.decoding.api import generate
+    from megatron_mtp.decoding.engine import generate
     from megatron_mtp.decoding.runner import Runner
     from megatron_mtp.decoding.types import Update
 

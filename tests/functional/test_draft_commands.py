@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.cli.convert import main as convert
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.runtime import prepare
 

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.decoding import api, backend, batch, dense_layer, sequences
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding import backend, batch, dense_layer, sequences
+from megatron_mtp.decoding import engine as engines
 from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
-from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.experts import place_static_experts
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
@@ -204,7 +204,7 @@ def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    for module in (sequences, api):
+    for module in (sequences, engines):
         monkeypatch.setattr(module, "wants_few_shapes", lambda _: True)
 
 
@@ -394,7 +394,7 @@ def engine_with(
         Request(prompt, new_tokens, sampling or Sampling(), number, stop_ids=stop_ids, speculative=config)
         for number, prompt in enumerate(prompts)
     ]
-    engine = api._engine_for(runner, requests, drafter)
+    engine = engines._engine_for(runner, requests, drafter)
     if answers is not None:
         engine._method_of(requests[0])
         method = engine._methods[config, requests[0].sampling.greedy]

@@ -1,4 +1,4 @@
-"""drafting/auto.py on a clock of its own: what K is picked, and what a drafter that errs costs."""
+"""AutoK (decoding/method.py) on a clock of its own: what K is picked, and what a drafter that errs costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import pytest
 from drafting_single import model_of
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.auto import FIRST_REST, SHARE, AutoK
+from megatron_mtp.decoding.engine import generate
+from megatron_mtp.decoding.method import FIRST_REST, SHARE, AutoK
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")

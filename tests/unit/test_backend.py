@@ -8,8 +8,8 @@ from drafting_single import model_of, prompts_of
 from torch import Tensor
 
 from megatron_mtp.decoding import backend
-from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.backend import BACKENDS, Modules, MTPRows, Unfit
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")

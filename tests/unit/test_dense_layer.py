@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_mtp.cli.generate import main
 from megatron_mtp.decoding import dense_layer
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.trunk import MTPGPTModel
 

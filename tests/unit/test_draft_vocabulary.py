@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomize
 
 from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file

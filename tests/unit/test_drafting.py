@@ -34,10 +34,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import backend
-from megatron_mtp.decoding.api import check_prompts, generate
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig
-from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.engine import Engine, check_prompts, generate
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation

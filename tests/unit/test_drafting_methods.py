@@ -9,9 +9,9 @@ import torch
 from drafting_single import Driven, first_rows, model_of, prompts_of, run, run_every_step_in_python, runner_of
 from torch import Tensor
 
-from megatron_mtp.decoding import api
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding import engine
 from megatron_mtp.decoding.config import PROPOSERS
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.mtp import Vanilla
@@ -214,7 +214,7 @@ def test_prompts_longer_than_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch)
     case, prompts = CASES[name], prompts_of(3, longest=40)
     target = case.target()
     whole = case.run(target, prompts, 16)[0].token_ids
-    monkeypatch.setattr(api, "CHUNK", 8)
+    monkeypatch.setattr(engine, "CHUNK", 8)
     monkeypatch.setattr(mtp, "CHUNK", 8)
     assert case.run(target, prompts, 16)[0].token_ids == whole == plain(target, prompts, 16)
 

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 
 from megatron_mtp.decoding import backend
-from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
-from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in
+from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, generate
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Penalties, Sampling, penalized

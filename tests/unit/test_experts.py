@@ -8,7 +8,7 @@ from drafting_single import KINDS, launches_of_a_layer, model_of, place_static_e
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.decoding import experts
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.experts import StaticExperts, place_static_experts
 from megatron_mtp.decoding.runner import Runner
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_mtp.cli.generate import parser
-from megatron_mtp.decoding.api import generate
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.model.head import Vocabulary

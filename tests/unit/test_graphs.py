@@ -29,13 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.decoding import batch, graphs, kv_cache, sequences
-from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.auto import AutoK
 from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.config import PROPOSERS
-from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
-from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.method import AutoK, config_from
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings

@@ -22,12 +22,11 @@ from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.decoding import api, recurrent_layers
-from megatron_mtp.decoding.api import generate
-from megatron_mtp.decoding.auto import AutoK
+from megatron_mtp.decoding import engine, recurrent_layers
 from megatron_mtp.decoding.batch import step
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
-from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.method import AutoK, config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
@@ -328,7 +327,7 @@ def test_the_size_of_chunks_and_pieces_changes_nothing(pattern: str, monkeypatch
     prompts = [random_text(length, length) for length in (150, 2, 31)]
     wanted = plain(target, prompts, 60)
     for chunk, piece, kept in ((8, 64, 128), (512, 5, 40), (64, 40, 72)):
-        monkeypatch.setattr(api, "CHUNK", chunk)
+        monkeypatch.setattr(engine, "CHUNK", chunk)
         monkeypatch.setattr(mtp, "CHUNK", chunk)
         monkeypatch.setattr(recurrent_layers, "PIECE", piece)
         monkeypatch.setattr(recurrent_layers, "KEPT", kept)

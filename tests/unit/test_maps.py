@@ -16,7 +16,7 @@ QUESTIONS = {
         "pad|vocabulary|export",
         "checkpoint/convert/export_hf.py",
     ),
-    "Where does auto choose K = 0?": ("K = 0", "decoding/auto.py"),
+    "Where does auto choose K = 0?": ("K = 0", "decoding/method.py"),
     "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/batch.py"),
     "Where do shifts stop at the end of a document?": ("shift|end|document", "data/batch.py"),
     "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/forms.py"),

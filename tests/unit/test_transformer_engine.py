@@ -17,7 +17,7 @@ from te_cases import KINDS, OF_MEGATRON, WEIGHTS
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli.main import main
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.training.loading import check_stored

@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, logits_of, verify
 from megatron_mtp.cli.convert import main
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.model.rope import place
 

@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_r
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_kind
-from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
 from megatron_mtp.model.arguments import as_mtp_layers, can_read, default_layers

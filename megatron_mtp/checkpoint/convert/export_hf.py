@@ -45,8 +45,8 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_wor
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, has_tokenizer, run_tokenizer
-from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import without_weights

@@ -33,7 +33,7 @@ from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
-from megatron_mtp.checkpoint.mcore.keys import EMBEDDING
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import EAGLE3
 from megatron_mtp.model.arguments import FEATURES, check_layers, check_trainable, default_layers

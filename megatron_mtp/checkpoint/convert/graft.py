@@ -36,8 +36,8 @@ from megatron_mtp.checkpoint.families.family import COPIES
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.forms import by
+from megatron_mtp.checkpoint.mcore import other_key
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, has_tokenizer, is_checkpoint, run_tokenizer
-from megatron_mtp.checkpoint.mcore.keys import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import SHARDED_STACK, trunk_and_depths

@@ -1,8 +1,32 @@
 """Distributed checkpoints of Megatron.
 
 iterations.py  a folder's newest whole iteration, the tracker, and the tokenizer that is kept beside them
-keys.py        the embedding's key, and norms that have two
 reader.py      tensors, piece by piece without a model; whole files; the MTP layers, counted
 writer.py      the same, written
 model.py       its model, built from its arguments: for proofs
+
+Below are keys of tensors. A norm has two: Megatron's own modules and Transformer Engine's put some norms into other
+modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense GQA layer has the
+fused norm under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer under Transformer
+Engine's alone.
 """
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+_PAIRS = (
+    (OWN_NORM, FUSED_NORM),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+"""A norm as a module of its own, and as a part of the projection that reads it."""
+
+
+def other_key(key: str) -> str | None:
+    """Return the key that the same norm has in a checkpoint of the other kind of modules; None for other tensors."""
+    for own, fused in _PAIRS:
+        for name, other in ((own, fused), (fused, own)):
+            start, found, kind = key.rpartition(name)
+            if found and "." not in kind:
+                return f"{start}{other}{kind}"
+    return None

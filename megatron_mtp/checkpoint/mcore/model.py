@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.keys import other_key
+from megatron_mtp.checkpoint.mcore import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world

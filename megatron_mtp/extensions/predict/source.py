@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import end_tokens, entries, read_tokenizer
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import Loaded, load_checkpoint
 from megatron_mtp.extensions.predict.acceptance import Sample
 

@@ -13,7 +13,7 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import batch
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.types import Draft

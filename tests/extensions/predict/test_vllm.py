@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli.convert import main as convert
-from megatron_mtp.decoding.api import generate
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES

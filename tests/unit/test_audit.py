@@ -22,13 +22,12 @@ from trunk_models import SEEING
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
 from megatron_mtp.checkpoint.audit.logits import logits
-from megatron_mtp.checkpoint.audit.side import equal_bits
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
 from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -31,13 +31,13 @@ from megatron_mtp.checkpoint.audit.side import (
     TRUNK,
     HFSide,
     StoredTensor,
-    equal_bits,
     is_finite,
 )
 from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM
+from megatron_mtp.checkpoint.mcore.reader import equal_bits
 from megatron_mtp.files import default_workers
 
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")

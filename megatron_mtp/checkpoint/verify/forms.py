@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader, sharding_type, stored_draft_vocabulary
+from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits, sharding_type, stored_draft_vocabulary
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import check_trainable
@@ -106,9 +106,8 @@ def _same_bits(one: DistReader, key: str, other: DistReader, counterpart: str) -
     if not other.holds(counterpart) or one.shape(key) != other.shape(counterpart):
         return False
     return one.dtype(key) == other.dtype(counterpart) and all(
-        torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in pair))
+        equal_bits(one.read(key, offset, shape), other.read(counterpart, offset, shape))
         for offset, shape in one.slabs(key)
-        for pair in [(one.read(key, offset, shape), other.read(counterpart, offset, shape))]
     )
 
 

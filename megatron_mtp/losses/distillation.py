@@ -46,10 +46,9 @@ in place of a smaller p, p (log p - log q) - p + q is the same to float64's last
 
 
 @dataclass(frozen=True)
-class Divergence(TokenLoss):
-    """KL(p || q) of distributions at a temperature."""
+class TaughtLoss(TokenLoss):
+    """Common part of the losses that compare with the trunk's distribution, at a temperature of both."""
 
-    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
     needs_teacher = True
     temperature: float = 1.0
 
@@ -57,6 +56,13 @@ class Divergence(TokenLoss):
     @override
     def of(cls, settings: MTPConfig) -> Self:
         return cls(settings.mtp_temperature)
+
+
+@dataclass(frozen=True)
+class Divergence(TaughtLoss):
+    """KL(p || q) of distributions at a temperature."""
+
+    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
 
     @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -90,23 +96,16 @@ class OfOverlap:
 
 
 @dataclass(frozen=True)
-class OverlapLoss(TokenLoss):
-    """Common part of the losses of the overlap: the trunk's distribution over all tokens, and a temperature of both.
+class OverlapLoss(TaughtLoss):
+    """Common part of the losses of the overlap, which read the trunk's distribution over all tokens.
 
     Attributes:
         reads_divergence: it is a function of kd, too.
     """
 
-    needs_teacher = True
     needs_whole_teacher = True
     knows_overlap = True
     reads_divergence: ClassVar[bool] = False
-    temperature: float = 1.0
-
-    @classmethod
-    @override
-    def of(cls, settings: MTPConfig) -> Self:
-        return cls(settings.mtp_temperature)
 
     @abstractmethod
     def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:

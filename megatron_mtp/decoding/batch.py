@@ -17,6 +17,7 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, ancestors_of, rounded
+from megatron_mtp.decoding.method import AutoK
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
     Penalties,
@@ -42,7 +43,6 @@ from megatron_mtp.decoding.types import (
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.graphs import GraphedStep
-    from megatron_mtp.decoding.method import AutoK
 
 Kind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
@@ -348,12 +348,10 @@ def can_record(runner: Any, proposer: Proposer, count: int) -> bool:
     return (count == 0 or proposer.recordable) and all(one.device.type == "cuda" and one.recordable for one in runners)
 
 
-def auto_of(method: Method, seqs: int) -> "AutoK | None":
+def auto_of(method: Method, seqs: int) -> AutoK | None:
     """Automatic K of about so many sequences, the next power of two, as any engine of the model has measured it."""
     if not method.auto:
         return None
-    from megatron_mtp.decoding.method import AutoK
-
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
     return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count, method.proposer.at_once))
 

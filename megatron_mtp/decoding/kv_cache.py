@@ -357,11 +357,15 @@ class Memory:
 
     Attributes:
         states_N1SH: the trunk's states, from which depths draft.
+        count_T: 0, 1, 2, ...: more than a sequence has tokens.
         free_entries: of recurrent layers, which no sequence has.
     """
 
-    def __init__(self, cache: KVCache, depths: list[KVCache], drafter: KVCache | None, states_N1SH: Tensor) -> None:
-        self.cache, self.depths, self.drafter, self.states_N1SH = cache, depths, drafter, states_N1SH
+    def __init__(
+        self, cache: KVCache, depths: list[KVCache], drafter: KVCache | None, states_N1SH: Tensor, count_T: Tensor
+    ) -> None:
+        self.cache, self.depths, self.drafter = cache, depths, drafter
+        self.states_N1SH, self.count_T = states_N1SH, count_T
         self.free_entries = list(range(cache.kept_entries))
 
     def take_entry(self) -> int:

@@ -134,6 +134,7 @@ class Runner:
             [KVCache(self.depth_layers, tables) for _ in self.depths_keep],
             None if drafter is None else KVCache(drafter.trunk_layers, tables),
             torch.zeros(sizes, dtype=self.dtype, device=self.device),
+            torch.arange(2 * tables.capacity + 2, device=self.device),
         )
 
     def trunk(self, tokens_BR: Tensor, rows: Rows, cache: KVCache) -> Tensor:

@@ -67,7 +67,6 @@ class Sequences:
         device, batch = tables.table_BL.device, len(prompts)
         self.few_shapes, self.capacity = wants_few_shapes(device), tables.capacity
         self.memory, self.tables = memory, tables
-        self._count_T = torch.arange(2 * self.capacity + 2, device=device)
         self.token_ids = [list(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
@@ -227,7 +226,7 @@ class Sequences:
     def _places(self, first_B: Tensor, count: int) -> Tensor:
         """`count` consecutive places from `first_B` on, [B, count]."""
         first_B1 = first_B.unsqueeze(1)
-        return first_B1 if count == 1 else first_B1 + self._count_T[:count]
+        return first_B1 if count == 1 else first_B1 + self.memory.count_T[:count]
 
     def _grow(self, gained_B: Tensor) -> None:
         self.length_B += gained_B if self._all_live else gained_B * self.live_B

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_mtp.checkpoint.audit.logits import logits
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
@@ -241,6 +243,48 @@ def test_a_norm_that_is_stored_twice_is_compared_twice(tmp_path: Path, monkeypat
     result = audit(folder, tmp_path / "mcore")
     assert [one["names"] for one in result["findings"] if one["severity"] == "error"] == [(key,)]
     assert guesses(result) == {"other numbers"}
+
+
+def test_every_tensor_of_both_sides_is_read_once(
+    glm: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits, NaN and copies take the same read: the folder's depth repeats embedding and head."""
+    reads: Counter[tuple[Path, Any]] = Counter()
+    of_checkpoint, of_folder = DistReader.read, HFFolder._read
+
+    def checkpoint(reader: DistReader, *place: Any) -> Tensor:
+        reads[reader.folder, place] += 1
+        return of_checkpoint(reader, *place)
+
+    def folder(opened: HFFolder, stored: Any, name: str) -> Tensor:
+        reads[opened.folder, name] += 1
+        return of_folder(opened, stored, name)
+
+    monkeypatch.setattr(DistReader, "read", checkpoint)
+    monkeypatch.setattr(HFFolder, "_read", folder)
+    copy = Path(shutil.copytree(glm, tmp_path / "copy"))
+    for sides in ([glm, saved], [saved, glm], [glm, copy], [glm], [saved]):
+        reads.clear()
+        result = audit(*sides)
+        assert result["ok"]
+        assert len(reads) >= sum(side["tensors"] for side in result["sides"])  # of packed experts slab by slab
+        assert set(reads.values()) == {1}
+
+
+def test_large_tensors_are_read_in_pieces(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number in the last row is seen, and so are NaN and a copy that is stale there."""
+    monkeypatch.setattr("megatron_mtp.checkpoint.hf.folder.PIECE", 1000)
+    name = "model.layers.3.embed_tokens.weight"
+    folder = HFFolder(glm)
+    assert len(list(folder.pieces(name))) > 10
+    for each in folder.tensors:
+        assert torch.equal(torch.cat(list(folder.pieces(each))), folder.read(each))
+    copy = Path(shutil.copytree(glm, tmp_path / "copy"))
+    assert audit(glm, copy)["ok"]
+    on(name, lambda tensor: torch.cat([tensor[:-1], tensor[-1:] + 1]))(copy)
+    assert guesses(audit(glm, copy)) == {"other numbers", "stale copy"}
+    on(name, lambda tensor: torch.cat([tensor[:-1], tensor[-1:] / 0]))(copy)
+    assert guesses(audit(copy)) == {"not finite", "stale copy"}
 
 
 def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_path: Path) -> None:

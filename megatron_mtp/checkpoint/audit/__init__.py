@@ -9,7 +9,7 @@ folder.py        opens a Hugging Face folder: config, tensors, JSON files, a dra
 saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, ms-swift or this package
 quantization.py  quantized weights, and whether the config lists them as they are stored
 contents.py      does a side hold what its config says, by the plan of its conversion
-comparing.py     pairs the tensors of two sides by the same plan, and says how they differ
+comparing.py     pairs the tensors of two sides by the same plan, reads each once, and says how they differ
 auditing.py      the whole audit, settings included, as plain data
 logits.py        what both sides compute
 """

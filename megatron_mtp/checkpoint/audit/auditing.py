@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, ordered
 from megatron_mtp.checkpoint.audit.comparing import (
-    check_copies,
+    Pairing,
+    check_differences,
+    check_lacking,
     check_numbers,
-    compare,
-    copies_of,
     pairing,
+    read_all,
 )
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
@@ -66,21 +67,21 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     _check_pair(*sides.values(), computes=run is not None)
     findings: list[Finding] = []
     result: dict[str, Any] = {"sides": [facts(side, letter) for letter, side in sides.items()]}
-    size = sum(entry.bytes for side in sides.values() for entry in side.tensors.values())
-    with tqdm(total=size, unit="B", unit_scale=True, disable=quiet, desc="audit") as bar:
-        if len(sides) == 2:
-            one, other = sides.values()
-            paired = pairing(one, other)
-            equal, findings = compare(one, other, paired, bar.update)
-            result["compared"] = {"equal": equal}
-            shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
-            shares = shares and not any(found.guess == "tied copy" for found in findings)
-            findings += settings(one, other, shares)
-        alone = []
-        for side in sides.values():
-            numbers = [*check_numbers(side, bar.update), *check_copies(side)]
-            scales = check_scales(side) if isinstance(side, HFSide) else ()
-            alone.append([*side.findings, *contents(side), *numbers, *scales])
+    paired = pairing(*sides.values()) if len(sides) == 2 else Pairing()
+    total = sum(len(side.tensors) for side in sides.values())
+    with tqdm(total=total, unit="tensor", disable=quiet, desc="audit") as bar:
+        compared = read_all(list(sides.values()), paired, bar.update)
+    if len(sides) == 2:
+        one, other = sides.values()
+        findings += [*check_differences(compared), *check_lacking(one, other, paired)]
+        result["compared"] = {"equal": sum(not (found.kind or found.error or found.copy) for found in compared)}
+        shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
+        shares = shares and not any(found.guess == "tied copy" for found in findings)
+        findings += settings(one, other, shares)
+    alone = []
+    for side in sides.values():
+        scales = check_scales(side) if isinstance(side, HFSide) else ()
+        alone.append([*side.findings, *contents(side), *check_numbers(side), *scales])
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
         for found in own:  # what both sides have is no difference
@@ -154,7 +155,7 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         "depths": {"config": side.said_depths, "files": len(depths)},
         "tensors of each depth": [len(names) for names in depths.values()],
         "tied": bool(side.tied),
-        "copies": len(copies_of(side)),
+        "copies": len(side.copies),
         "tensors": len(side.tensors),
         "bytes": sum(entry.bytes for entry in side.tensors.values()),
         "bytes by part": {kind: sizes[kind] for kind in KINDS if sizes[kind]},

@@ -1,20 +1,22 @@
-"""The tensors of two sides: which is which by the plan of conversion, and how those differ that are not equal.
+"""The tensors of two sides: which is which, and how those differ that are not equal; each is read once.
 
     two folders              by name; what is left by the Megatron tensors that each family's rules give to it
     two checkpoints          by key, with Transformer Engine's other names
-    folder and checkpoint    the rules read the checkpoint back under the folder's names
+    folder and checkpoint    a step along the plan of conversion for each rule
 
-A tensor that one side leaves out since it repeats another one is paired with the repeated one. Each worker has two
-tensors in memory at a time. Differences of the same kind are one finding.
+A worker holds the tensors of one pair, of large ones some rows, or those of one rule. Copies are compared by digests of
+their bits. A pair of stored tensors that differ is read again, whole, to be explained. Differences of the same kind are
+one finding.
 """
 
 import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -23,27 +25,16 @@ from torch import Tensor
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.contents import lacking, unread
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
-from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import (
-    DEPTH,
-    EMBEDDING,
-    HEAD,
-    TRUNK,
-    HFSide,
-    StoredTensor,
-    is_finite,
-)
-from megatron_mtp.checkpoint.convert.plan import unnumbered
-from megatron_mtp.checkpoint.families.rules import Computed, Copies, Piece, Rule
+from megatron_mtp.checkpoint.audit.saved import OUTPUT, MegatronSide, Side
+from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, StoredTensor, is_finite
+from megatron_mtp.checkpoint.convert.plan import Step, unnumbered
+from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM
+from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OWN_NORM
 from megatron_mtp.checkpoint.mcore.reader import equal_bits
 from megatron_mtp.files import default_workers
 
-OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
-OWN = ("longcat", "step3")
-"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
-PADDED = WORDS, OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
+PADDED = (EMBEDDING, OUTPUT)
 """Megatron's tensors that have rows of padding, by the layout of the run."""
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CLOSE = 0.1
@@ -60,125 +51,154 @@ ADVICE: dict[str, str] = {
 }
 """What to do; REMAKE for what is not here."""
 REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
+EXPLAINING = threading.Lock()
+"""Differences are explained one at a time, since that takes copies."""
 Kind = tuple[str, str]
 """A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
-UNREADABLE = (ValueError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A tensor of both sides.
+class Compared:
+    """A compared pair of tensors.
 
     Attributes:
-        name: its name on side A, or on the side that has it.
-        a, b: the tensor on both sides.
-        copy: the tensor that one side repeats, and the other leaves out; empty for two stored tensors.
-        other: its name on side B, if that is another one.
+        name: on side A, or on the side that has it.
+        kind: the difference; None for equal ones.
+        figure: the largest difference of numbers; None if none was computed.
+        copy: the tensor that one side repeats under this name, and the other leaves out; empty for two stored tensors.
+        error: why they were not compared.
     """
 
     name: str
-    a: StoredTensor
-    b: StoredTensor
+    kind: Kind | None = None
+    figure: float | None = None
     copy: str = ""
-    other: str = ""
+    error: str = ""
+
+
+Place = tuple[Side, str]
+"""A tensor: its side, and its name there."""
+Group = tuple[str, Callable[[], Iterable[Compared]]]
+"""A name, and what reads and compares some tensors."""
 
 
 @dataclass
 class Pairing:
-    """All tensors of both sides: pairs, what one side has alone by name, and what could not be paired."""
+    """The tensors of two sides.
 
-    pairs: list[Pair] = field(default_factory=list)
-    only_a: dict[str, StoredTensor] = field(default_factory=dict)
-    only_b: dict[str, StoredTensor] = field(default_factory=dict)
+    Attributes:
+        groups: reads and compares tensors that belong together.
+        copies: the tensors of A and B of which one is a copy that the other side leaves out; the repeated one's name.
+        shared: names of what both sides have.
+        only_a, only_b: names of what one side has alone, in order.
+        unread: names of what both have, in a form that is not read.
+        findings: what could not be paired.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    copies: list[tuple[Place, Place, str]] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    only_a: dict[str, None] = field(default_factory=dict)
+    only_b: dict[str, None] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+
+    def pair(self, a: Place, b: Place) -> None:
+        """Pair two stored tensors."""
+        name = a[1]
+        self.shared.append(name)
+        if any(side.tensors[own].read is None for side, own in (a, b)):
+            self.unread.append(name)
+        else:
+            self.groups.append((name, partial(by_name, a, b)))
 
 
 def pairing(a: Side, b: Side) -> Pairing:
     """Pair the tensors of both sides."""
     if isinstance(a, HFSide) and isinstance(b, MegatronSide):
-        return _across(a, b)
+        return _across(a, b, "A")
     if isinstance(a, MegatronSide) and isinstance(b, HFSide):
-        found = _across(b, a)
-        turned = [replace(pair, a=pair.b, b=pair.a) for pair in found.pairs]
-        return Pairing(turned, found.only_b, found.only_a, found.findings)
-    pairs = [Pair(name, entry, b.tensors[name]) for name, entry in a.tensors.items() if name in b.tensors]
-    only_a, only_b = (
-        {name: entry for name, entry in one.tensors.items() if name not in other.tensors}
-        for one, other in ((a, b), (b, a))
+        found = _across(b, a, "B")
+        found.only_a, found.only_b = found.only_b, found.only_a
+        return found
+    found = Pairing()
+    for name in a.tensors:
+        if name in b.tensors:
+            found.pair((a, name), (b, name))
+    found.only_a, found.only_b = (
+        dict.fromkeys(name for name in one.tensors if name not in other.tensors) for one, other in ((a, b), (b, a))
     )
-    found = Pairing(pairs, only_a, only_b)
     if isinstance(a, MegatronSide):
         _pair_by_usual_keys(a, b, found)
-    elif isinstance(b, HFSide) and only_a and only_b:
+    elif isinstance(b, HFSide):
         _pair_by_rules(a, b, found)
-    for only, own, other in ((only_a, a, b), (only_b, b, a)):
+    for only, own, other in ((found.only_a, a, b), (found.only_b, b, a)):
         for name in list(only):  # copies, paired with the tensor that they repeat, of the other side if it has that
-            base = base_of(other, name) or base_of(own, name)
-            held = next((side.tensors for side in (other, own) if base in side.tensors), None)
+            base = other.base_of(name) or own.base_of(name)
+            held = next((side for side in (other, own) if base in side.tensors), None)
             if base is not None and held is not None:
-                pair = only.pop(name), held[base]
-                found.pairs.append(Pair(name, *(pair if own is a else pair[::-1]), copy=base))
+                del only[name]
+                copy, repeated = (own, name), (held, base)
+                found.copies.append((copy, repeated, base) if own is a else (repeated, copy, base))
     return found
-
-
-def base_of(side: Side, name: str) -> str | None:
-    """The tensor that a name repeats on this side, embedding or head; None if it is no copy."""
-    if not isinstance(side, HFSide):
-        return WORDS if name == OUTPUT and side.tied and WORDS in side.tensors else None
-    kind = side.parts.of(name).kind
-    own = side.config is not None and side.config.model_type.startswith(OWN)
-    if kind == HEAD and side.tied:
-        wanted = EMBEDDING
-    elif kind != DEPTH or own or not name.endswith(OF_EMBEDDING + OF_HEAD):
-        return None
-    else:
-        wanted = EMBEDDING if name.endswith(OF_EMBEDDING) or side.tied else HEAD
-    return next((name for name in side.tensors if side.parts.of(name).kind == wanted), None)
 
 
 def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
     """Pair what the folders name differently, by Megatron's tensors: other prefixes, packed experts."""
-    others = _units(b, set(found.only_b))
-    for unit, (names, label, one) in _units(a, set(found.only_a)).items():
-        if unit in others and others[unit][2].shape == one.shape:
-            other_names, other_label, other = others[unit]
-            found.pairs.append(Pair(label, one, other, other=other_label))
-            for name in names:
-                found.only_a.pop(name, None)
-            for name in other_names:
-                found.only_b.pop(name, None)
+    groups: dict[str, list[tuple[Unit, Unit]]] = defaultdict(list)
+    others = _units(b, found.only_b)
+    for (key, index), one in _units(a, found.only_a).items():
+        other = others.get((key, index))
+        if other is not None and other.shape == one.shape:
+            groups[key].append((one, other))
+    for key, pairs in groups.items():
+        found.groups.append((key, partial(_by_units, pairs)))
+        found.shared += [one.label for one, _ in pairs]
+        for name in (name for pair in pairs for unit in pair for name in unit.names):
+            found.only_a.pop(name, None)
+            found.only_b.pop(name, None)
 
 
-def _units(side: HFSide, names: set[str]) -> dict[tuple[str, int | None], tuple[list[str], str, StoredTensor]]:
-    """Megatron's tensors that come from these tensors alone: names, a label, numbers; packed experts are taken apart.
+@dataclass(frozen=True)
+class Unit:
+    """A tensor of Megatron that comes from a folder's own tensors `names` alone, or one of the experts in it."""
 
-    The key is Megatron's, and the index of an expert in it.
-    """
-    units: dict[tuple[str, int | None], tuple[list[str], str, StoredTensor]] = {}
-    for rule in side.plan:
+    names: list[str]
+    label: str
+    shape: Shape | None
+    read: Callable[[], Tensor]
+
+
+def _units(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, int | None], Unit]:
+    """Megatron's tensors that come from these tensors alone, by key and index of an expert; packed ones are cut up."""
+    units: dict[tuple[str, int | None], Unit] = {}
+    for rule in side.plan if names else ():
         own = [tensor.name for tensor in rule.hf]
-        if len(rule.mcore) != 1 or not set(own) <= names:
+        if len(rule.mcore) != 1 or not names.keys() >= set(own):
             continue
-        piece, entries = rule.mcore[0], [side.tensors[name] for name in own]
-        shape, read = piece.shape or entries[0].shape, partial(_converted, rule, entries)
+        piece = rule.mcore[0]
+        shape, read = piece.shape or side.tensors[own[0]].shape, partial(_converted, rule, side)
         if piece.whole is None and ".experts." in piece.key and shape is not None and len(shape) == 3:
             shared = lru_cache(maxsize=1)(read)
             for index in range(shape[0]):
-                one = StoredTensor((1, *shape[1:]), entries[0].dtype, 0, partial(_expert, shared, index))
                 label = own[0] if len(own) > 1 or re.search(r"experts\.\d+\.", own[0]) else f"{own[0]}[{index}]"
-                units[piece.key, index] = own, label, one
+                units[piece.key, index] = Unit(own, label, (1, *shape[1:]), partial(_expert, shared, index))
         else:
-            index_in = None if piece.offset is None else piece.offset[0]
-            units[piece.key, index_in] = own, own[0], StoredTensor(shape, entries[0].dtype, 0, read)
+            units[piece.key, None if piece.offset is None else piece.offset[0]] = Unit(own, own[0], shape, read)
     return units
 
 
-def _converted(rule: Rule, entries: list[StoredTensor]) -> Tensor:
-    return rule.to_mcore([entry.tensor() for entry in entries])[0]
+def _converted(rule: Rule, side: HFSide) -> Tensor:
+    return rule.to_mcore([side.read(tensor.name) for tensor in rule.hf])[0]
 
 
 def _expert(packed: Callable[[], Tensor], index: int) -> Tensor:
     return packed()[index : index + 1]
+
+
+def _by_units(pairs: list[tuple[Unit, Unit]]) -> Iterator[Compared]:
+    for one, other in pairs:
+        yield judged(one.label, one.read(), other.read())
 
 
 def _pair_by_usual_keys(a: Side, b: Side, found: Pairing) -> None:
@@ -186,11 +206,13 @@ def _pair_by_usual_keys(a: Side, b: Side, found: Pairing) -> None:
     usual_a, usual_b = ({_usual(key): key for key in side.tensors} for side in (a, b))
     for key in list(found.only_a):
         if match := usual_b.get(_usual(key)):
-            found.pairs.append(Pair(key, found.only_a.pop(key), b.tensors[match], other=match))
+            found.pair((a, key), (b, match))
+            found.only_a.pop(key)
             found.only_b.pop(match, None)
     for key in list(found.only_b):
         if match := usual_a.get(_usual(key)):
-            found.pairs.append(Pair(match, a.tensors[match], found.only_b.pop(key), other=key))
+            found.pair((a, match), (b, key))
+            found.only_b.pop(key)
 
 
 def _usual(key: str) -> str:
@@ -202,8 +224,14 @@ def _usual(key: str) -> str:
     return re.sub(r"self_attention\.linear_(kv|q)_up_proj\.layer_norm_", r"self_attention.\1_layernorm.", key)
 
 
-def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
-    """Pair a folder with a checkpoint, by the rules of the folder's family in the checkpoint's forms."""
+# --- a folder and a checkpoint ----------------------------------------------------------------------------------------
+
+
+def _across(folder: HFSide, saved: MegatronSide, letter: str) -> Pairing:
+    """Pair a folder, side `letter`, with a checkpoint; what the folder has alone is in `only_a`.
+
+    The rules are those of the folder's family in the checkpoint's forms.
+    """
     rules = None if saved.reader is None else folder.rules_beside(saved.reader, saved.held_depths)
     if rules is None:
         config = folder.config
@@ -213,53 +241,31 @@ def _across(folder: HFSide, saved: MegatronSide) -> Pairing:
         return Pairing(findings=[Finding("not compared", says, advice)])
     covered = {tensor.name for rule in rules for tensor in rule.hf}
     found = Pairing(
-        only_a={name: entry for name, entry in folder.tensors.items() if name not in covered},
-        only_b={key: entry for key, entry in saved.tensors.items() if folder.is_counterpart(key)},
+        only_a=dict.fromkeys(name for name in folder.tensors if name not in covered),
+        only_b=dict.fromkeys(key for key in saved.tensors if folder.is_counterpart(key)),
     )
     for rule in rules:
-        _pair_rule(rule, folder, saved, found)
+        _pair_rule(rule, folder, saved, letter, found)
     return found
 
 
-def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, found: Pairing) -> None:
+def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, found: Pairing) -> None:
     """Pair the tensors of one rule, which makes the folder's of the checkpoint's where these are all there."""
-    pieces: list[tuple[str, Piece]] = []
-    for piece in rule.mcore:
-        every = [key for key in (piece.key, *piece.aliases) if key in saved.tensors]
-        pieces += [(key, piece) for key in every[:1]]
-        for key in every:
-            if found.only_b.pop(key, None) is not None and key != every[0]:
-                found.pairs.append(Pair(key, saved.tensors[every[0]], saved.tensors[key], copy=every[0]))
-    held = len(pieces) == len(rule.mcore) and all(_fits(saved.tensors[key], piece) for key, piece in pieces)
-
-    @lru_cache(maxsize=1)
-    def back() -> list[Tensor]:
-        return rule.to_hf([saved.read(key, piece.offset, piece.shape) for key, piece in pieces])
-
-    def nth(index: int, kind: torch.dtype | None) -> Tensor:
-        return back()[index] if kind is None else back()[index].to(kind)
-
-    for index, tensor in enumerate(rule.hf):
-        mine = folder.tensors.get(tensor.name)
-        if held:
-            kind = mine.kind if rule.rounds and mine is not None else None  # of a norm whose original training lost
-            shape = tensor.shape or (mine.shape if mine is not None else ())
-            dtype = saved.tensors[pieces[0][0]].dtype if pieces else "float32"
-            theirs = StoredTensor(shape, dtype, 0, partial(nth, index, kind))
-            if mine is not None:
-                found.pairs.append(Pair(tensor.name, mine, theirs))
-            elif base_of(folder, tensor.name) not in folder.tensors and pieces:
-                found.only_b[tensor.name] = theirs
-        elif mine is not None and (rule.mcore or mine.shape != tensor.shape):
-            found.only_a[tensor.name] = mine
-    if not held:
-        found.only_b |= {key: saved.tensors[key] for key, _ in pieces}
-    elif isinstance(rule.map, Computed) and rule.map.original and rule.hf[0].name in folder.tensors:
-        # stored as Megatron computes with it beside the original, which an export gives back: both must agree
-        mine, (key, piece) = folder.tensors[rule.hf[0].name], next(p for p in pieces if not p[0].startswith(ORIGINAL))
-        wanted = StoredTensor(mine.shape, "float32", 0, lambda: rule.to_mcore([mine.tensor()])[1])
-        stored = StoredTensor(mine.shape, "float32", 0, lambda: saved.read(key, piece.offset, piece.shape).float())
-        found.pairs.append(Pair(key, wanted, stored))
+    every = [[key for key in (piece.key, *piece.aliases) if key in saved.tensors] for piece in rule.mcore]
+    for key in (key for keys in every for key in keys):
+        found.only_b.pop(key, None)
+    names = [tensor.name for tensor in rule.hf if tensor.name in folder.tensors]
+    if not all(keys and _fits(saved.tensors[keys[0]], piece) for keys, piece in zip(every, rule.mcore, strict=True)):
+        found.only_a |= dict.fromkeys(names)
+        found.only_b |= dict.fromkeys(keys[0] for keys in every if keys)
+        return
+    lost = [tensor.name for tensor in rule.hf if tensor.name not in folder.tensors and rule.mcore]
+    found.only_b |= dict.fromkeys(name for name in lost if folder.base_of(name) not in folder.tensors)
+    found.shared += names
+    readable = [name for name in names if folder.tensors[name].read is not None]
+    found.unread += [name for name in names if name not in readable]
+    if readable:
+        found.groups.append((readable[0], partial(_by_rule, rule, readable, every, folder, saved, letter)))
 
 
 def _fits(entry: StoredTensor, piece: Piece) -> bool:
@@ -268,85 +274,126 @@ def _fits(entry: StoredTensor, piece: Piece) -> bool:
     return wanted in (None, shape) or larger
 
 
+def _by_rule(
+    rule: Rule, names: list[str], every: list[list[str]], folder: HFSide, saved: MegatronSide, letter: str
+) -> Iterator[Compared]:
+    """Compare the folder's tensors with those that the checkpoint makes, and other keys with the tensors they repeat.
+
+    A weight that Megatron computes with in another form is stored in both, and an export gives back the first alone:
+    both are compared.
+    """
+    ours = []
+    for keys, piece in zip(every, rule.mcore, strict=True):
+        slab = () if piece.offset is None else (piece.offset, piece.shape)
+        tensor = saved.read(keys[0], *slab)
+        ours.append(tensor[: piece.shape[0]] if piece.padded and piece.shape else tensor)
+        for key in keys[1:]:
+            yield judged(key, tensor, saved.read(key), copy=keys[0])
+    step = Step(rule, {name: folder.read(name) for name in names}, ours)
+    pairs = list(step.back())
+    if isinstance(rule.map, Computed) and rule.map.original:
+        pairs += [(key, made, stored.float()) for key, made, stored in step.there() if not key.startswith(ORIGINAL)]
+    for name, theirs, made in pairs:
+        quantized = name in folder.tensors and is_quantized(folder.tensors[name])
+        both = (theirs, made) if letter == "A" else (made, theirs)
+        yield judged(name, *both, form=(letter, folder.tensors[name].dtype) if quantized else None)
+
+
+# --- what one side lacks ----------------------------------------------------------------------------------------------
+
+
+def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
+    """Find what one side has and the other lacks, and what could not be compared."""
+    yield from found.findings
+    if found.unread:
+        says = f"{counted(len(found.unread), 'weight')} in forms that are not read were not compared: "
+        yield Finding("not compared", f"{says}{listed(found.unread)}.", severity=NOTE, names=tuple(found.unread))
+    parts = (a if isinstance(a, HFSide) else b).parts
+    for only, lacks, letters in ((found.only_a, b, "AB"), (found.only_b, a, "BA")):
+        if lacks.tensors:
+            every = [*found.shared, *only]
+            depths, layers = (parts.numbered(kind, every) for kind in (DEPTH, TRUNK))
+            counts = f"Side {letters[0]} holds {{}}, side {letters[1]} {{}}"
+            held, says = {*found.shared, *unread(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
+            yield from lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A compared pair: whether both are finite; the difference and its figure, or why it cannot be read."""
-
-    pair: Pair
-    finite: tuple[bool, bool] = (True, True)
-    kind: Kind | None = None
-    figure: float | None = None
-    error: str = ""
-
-
-def compare(a: Side, b: Side, paired: Pairing, step: Callable[[int], object]) -> tuple[int, list[Finding]]:
-    """Compare all tensors of two sides; what was read of them is kept there.
+def read_all(sides: Sequence[Side], paired: Pairing, step: Callable[[int], object]) -> list[Compared]:
+    """Compare what is paired, and look at the other tensors of one side or two.
 
     Args:
-        a, b: the sides.
+        sides: the sides, which note what they read.
         paired: their tensors.
-        step: called after every pair with the bytes that were read.
-
-    Returns:
-        The number of tensors that are equal bit by bit, and what differs.
+        step: called now and then with the number of tensors that were read.
     """
-    equal, differing, findings = 0, list[Compared](), list(paired.findings)
-    unknown = {pair.name: pair for pair in paired.pairs if pair.a.read is None or pair.b.read is None}
-    if unknown:
-        says = f"{counted(len(unknown), 'weight')} in forms that are not read were not compared: {listed(unknown)}."
-        findings.append(Finding("not compared", says, severity=NOTE, names=tuple(unknown)))
+
+    def compared(group: Group) -> list[Compared]:
+        name, compare = group
+        try:
+            return list(compare())
+        except UNREADABLE as error:
+            return [Compared(name, error=str(error))]
+
+    def look(place: Place) -> None:
+        side, name = place
+        with suppress(*UNREADABLE):  # which the side has noted
+            for _ in side.pieces(name):
+                pass
+
+    for side in sides:
+        side.repeated |= {name for both in side.copies.items() for name in both}
+    for left, right, _ in paired.copies:
+        for side, name in (left, right):
+            side.repeated.add(name)
+    found, seen = list[Compared](), 0
     with ThreadPoolExecutor(default_workers()) as pool:
-        compared = partial(_compared, threading.Lock())
-        for one in pool.map(compared, [pair for pair in paired.pairs if pair.name not in unknown]):
-            pair = one.pair
-            if one.error:
-                says = f"'{pair.name}' cannot be read: {one.error}"
-                findings.append(Finding("damaged file", says, "fetch the file again", names=(pair.name,)))
-            elif one.kind is not None:
-                differing.append(one)
-            for side, name, finite in zip((a, b), (pair.name, pair.other or pair.name), one.finite, strict=True):
-                if not one.error and name in side.tensors:
-                    side.finite[name] = finite
-            equal += one.kind is None and not one.error and not pair.copy
-            step(pair.a.bytes + pair.b.bytes)
-    findings += _differing(differing)
-    parts = (a if isinstance(a, HFSide) else b).parts
-    shared = [pair.name for pair in paired.pairs if not pair.copy]
-    for only, lacks, letters in ((paired.only_a, b, "AB"), (paired.only_b, a, "BA")):
-        if lacks.tensors:
-            every = [*shared, *only]
-            depths, layers = (parts.numbered(kind, every) for kind in (DEPTH, TRUNK))
-            counts = f"Side {letters[0]} holds {{}}, side {letters[1]} {{}}"
-            held, says = {*shared, *unread(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
-            findings += lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
-    return equal, findings
+        for some in pool.map(compared, paired.groups):
+            found += some
+            step(sum(len(side.seen) for side in sides) - seen)
+            seen = sum(len(side.seen) for side in sides)
+        rest = [(side, name) for side in sides for name in side.tensors if name not in side.seen]
+        for _ in pool.map(look, rest):
+            step(1)
+    for left, right, base in paired.copies:
+        bits = [side.bits.get(name) for side, name in (left, right)]
+        found += by_name(left, right, base) if None not in bits and bits[0] != bits[1] else ()
+    return found
 
 
-def _compared(explaining: threading.Lock, pair: Pair) -> Compared:
-    """Read and compare a pair; differences are explained one at a time, since that takes copies."""
-    try:
-        left, right = pair.a.tensor(), pair.b.tensor()
-    except UNREADABLE as error:
-        return Compared(pair, error=str(error))
+def by_name(a: Place, b: Place, copy: str = "") -> Iterator[Compared]:
+    """Compare two stored tensors, the first one of side A; `copy` is the one of both that the other one repeats."""
+    (one, name), (other, counterpart) = a, b
+    entries = one.tensors[name], other.tensors[counterpart]
+    label = counterpart if copy == name else name
+    alike = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
+    if alike and all(map(equal_bits, one.pieces(name), other.pieces(counterpart))):
+        yield Compared(label, copy=copy)
+        return
+    forms = [(letter, entry.dtype) for letter, entry in zip("AB", entries, strict=True) if is_quantized(entry)]
+    yield judged(label, one.read(name), other.read(counterpart), copy, forms[-1] if forms else None)
+
+
+def judged(name: str, left: Tensor, right: Tensor, copy: str = "", form: tuple[str, str] | None = None) -> Compared:
+    """Compare the numbers of both sides; `form` is the side that is quantized, and its form."""
     if equal_bits(left, right):
-        return Compared(pair, (is_finite(left),) * 2)
-    seen = Compared(pair, (is_finite(left), is_finite(right)))
-    if pair.name in PADDED and left.shape[1:] == right.shape[1:]:
+        return Compared(name, copy=copy)
+    if name in PADDED and left.shape[1:] == right.shape[1:]:
         rows = min(left.size(0), right.size(0))
         if equal_bits(left[:rows], right[:rows]):
-            return seen
-    with explaining:
+            return Compared(name, copy=copy)
+    with EXPLAINING:
         kind = explain(left, right)
-        quantized = [("B", pair.b)] * is_quantized(pair.b) or [("A", pair.a)] * is_quantized(pair.a)
-        for side, entry in quantized if kind[0] == "other numbers" else ():
-            if (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
-                kind = "rounded", f"differs by rounding: side {side} is {entry.dtype} with scales"
-        if pair.copy and kind[0] not in ("rounded", "type"):
-            kind = "tied copy", f"is left out on one side as a copy of '{pair.copy}', whose numbers are others"
-        return replace(seen, kind=kind, figure=difference(left, right))
+        near = (
+            kind[0] == "other numbers" and form and (left.float() - right.float()).norm() <= CLOSE * left.float().norm()
+        )
+        if form and near:
+            kind = "rounded", f"differs by rounding: side {form[0]} is {form[1]} with scales"
+        if copy and kind[0] not in ("rounded", "type"):
+            kind = "tied copy", f"is left out on one side as a copy of '{copy}', whose numbers are others"
+        return Compared(name, kind, difference(left, right), copy)
 
 
 def explain(a: Tensor, b: Tensor) -> Kind:
@@ -383,13 +430,18 @@ def difference(a: Tensor, b: Tensor) -> float | None:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _differing(differing: list[Compared]) -> Iterator[Finding]:
+def check_differences(compared: Iterable[Compared]) -> Iterator[Finding]:
+    """Find what differs, and what cannot be read; a finding for all differences of one kind."""
     groups: dict[Kind, list[Compared]] = defaultdict(list)
-    for one in differing:
-        guess, says = one.kind or ("", "")
-        groups[guess, "" if guess == "shape" else says].append(one)
+    for one in compared:
+        if one.error:
+            says = f"'{one.name}' cannot be read: {one.error}"
+            yield Finding("damaged file", says, "fetch the file again", names=(one.name,))
+        elif one.kind is not None:
+            guess, says = one.kind
+            groups[guess, "" if guess == "shape" else says].append(one)
     for (guess, _), members in groups.items():
-        names = [one.pair.name for one in members]
+        names = [one.name for one in members]
         figure = max((one.figure for one in members if one.figure is not None), default=None)
         by = f" (largest difference {figure:.3g})" if figure is not None else ""
         kinds, (_, differs) = unnumbered(names), members[0].kind or ("", "")
@@ -399,49 +451,23 @@ def _differing(differing: list[Compared]) -> Iterator[Finding]:
         yield Finding(guess, says, ADVICE.get(guess, REMAKE), severity, tuple(names), figure=figure)
 
 
-# --- numbers of one side ----------------------------------------------------------------------------------------------
+# --- numbers of one side, once it was read ----------------------------------------------------------------------------
 
 
-def check_numbers(side: Side, step: Callable[[int], object]) -> Iterator[Finding]:
-    """Read what no comparison has read, and find numbers that are not finite, and tensors that cannot be read."""
-    errors: dict[str, str] = {}
-    for name, entry in side.tensors.items():
-        if name not in side.finite:
-            try:
-                side.finite[name] = entry.read is None or is_finite(entry.tensor())
-            except UNREADABLE as error:
-                errors[name] = str(error)
-            step(entry.bytes)
-    if errors:
-        says = f"{counted(len(errors), 'tensor')} cannot be read: {listed(errors)}. {next(iter(errors.values()))}"
-        yield Finding("damaged file", says, "fetch the file again", names=tuple(errors))
+def check_numbers(side: Side) -> Iterator[Finding]:
+    """Find numbers that are not finite, tensors that cannot be read, and copies, which loaders may take instead."""
+    if side.errors:
+        says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
+        says += next(iter(side.errors.values()))
+        yield Finding("damaged file", says, "fetch the file again", names=tuple(side.errors))
     scales = side.scales if isinstance(side, HFSide) else {}
-    if wild := tuple(name for name, finite in side.finite.items() if not finite and name not in scales):
+    if wild := tuple(name for name in side.tensors if name in side.wild and name not in scales):
         yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
-
-
-def copies_of(side: Side) -> dict[str, str]:
-    """The tensors of a side that repeat another one, each with the repeated tensor."""
-    named = {name: base for name in side.tensors if (base := base_of(side, name)) is not None}
-    for rule in side.plan if isinstance(side, HFSide) else ():
-        if isinstance(rule.map, Copies):
-            first, *others = (tensor.name for tensor in rule.hf)
-            named |= dict.fromkeys(others, first)
-    held = side.tensors
-    return {name: base for name, base in named.items() if name in held and base in held and name != base}
-
-
-def check_copies(side: Side) -> Iterator[Finding]:
-    """Compare every copy with the tensor that it repeats; loaders take one or the other."""
-    same: list[str] = []
-    stale: list[str] = []
-    for name, base in copies_of(side).items():
-        one, other = side.tensors[name], side.tensors[base]
-        if one.read is not None and other.read is not None:
-            (same if equal_bits(one.tensor(), other.tensor()) else stale).append(name)
+    known = {name: base for name, base in side.copies.items() if name in side.bits and base in side.bits}
+    same = tuple(name for name, base in known.items() if side.bits[name] == side.bits[base])
     if same:
         says = f"{counted(len(same), 'tensor')} repeat embedding or head, with the same bits: {listed(same)}."
-        yield Finding("tied copy", says, severity=NOTE, names=tuple(same))
-    if stale:
+        yield Finding("tied copy", says, severity=NOTE, names=same)
+    if stale := tuple(name for name in known if name not in same):
         says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
-        yield Finding("stale copy", says, "store the one that was trained in both places", names=tuple(stale))
+        yield Finding("stale copy", says, "store the one that was trained in both places", names=stale)

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import check_parts, check_quantization, scale_fault, settings_of
-from megatron_mtp.checkpoint.audit.side import DEPTH, DEPTH_KEYS, UNFIT, DrafterSide, HFSide, StoredTensor
+from megatron_mtp.checkpoint.audit.side import (
+    DEPTH,
+    DEPTH_KEYS,
+    UNFIT,
+    UNREADABLE,
+    DrafterSide,
+    HFSide,
+    StoredTensor,
+)
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
 from megatron_mtp.checkpoint.hf.folder import INDEX, HFFolder, check_form, drafter_kind
@@ -79,16 +87,17 @@ def _read_tensors(side: HFSide) -> None:
 def _entry(side: HFSide, folder: HFFolder, name: str) -> StoredTensor:
     if (weight := folder.quantized.get(name)) is None:
         dtype = str(folder.dtype(name)).removeprefix("torch.")
-        return StoredTensor(folder.shape(name), dtype, folder.bytes_of(name), partial(folder.read, name))
+        read, pieces = partial(folder.read, name), partial(folder.pieces, name)
+        return StoredTensor(folder.shape(name), dtype, folder.bytes_of(name), read, pieces)
 
-    def read() -> Tensor:
+    def decoded() -> Tensor:
         parts = folder.parts_of(name)
         if fault := scale_fault(weight, parts):
             side.scales[name] = fault
         return weight.decode(parts)
 
     known = weight.form.decode is not None
-    return StoredTensor(weight.shape, weight.form.name, folder.bytes_of(name), read if known else None)
+    return StoredTensor(weight.shape, weight.form.name, folder.bytes_of(name), decoded if known else None)
 
 
 def _read_drafter(side: DrafterSide) -> None:
@@ -105,8 +114,8 @@ def _read_drafter(side: DrafterSide) -> None:
     if len(lists) < len(form.lists):
         return  # which is found by names and shapes
     try:
-        side.drafter = in_order(form, {name: side.tensors[name].tensor() for name in lists})
-    except (ValueError, OSError, RuntimeError) as error:
+        side.drafter = in_order(form, {name: side.read(name) for name in lists})
+    except UNREADABLE as error:
         side.add("draft vocabulary", f"The drafted tokens are not known: {error}.", REFETCH, names=lists)
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
-from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.config import BESIDE_MTP
@@ -26,6 +25,7 @@ from megatron_mtp.patches.catalogue import read_catalogue
 
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
+OUTPUT = "output_layer.weight"
 RUN_CONFIG = "run_config.yaml"
 FROM_CHECKPOINT = "the checkpoint"
 
@@ -48,11 +48,6 @@ class MegatronSide(Opened):
     kept: Mapping[str, Any] = field(default_factory=dict)
     iteration: int | None = None
     form = "Megatron distributed checkpoint"
-
-    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
-        """Read a tensor, or the slab of `shape` at `offset`; raises ValueError where a file is missing or damaged."""
-        assert self.reader is not None
-        return self.reader.read(NESTED + key if self.reader.holds(NESTED + key) else key, offset, shape)
 
     def argument(self, *names: str) -> Any:
         """The first of these arguments that is there and not None."""
@@ -86,6 +81,10 @@ class MegatronSide(Opened):
         shares = self.argument("share_embeddings_and_output_weights")  # as Megatron-Bridge calls it
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
+
+    def base_of(self, name: str) -> str | None:
+        """The embedding, of a head that is tied to it; None of other tensors."""
+        return EMBEDDING if name == OUTPUT and self.tied and EMBEDDING in self.tensors else None
 
     @property
     def runs(self) -> bool:

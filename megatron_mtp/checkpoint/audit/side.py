@@ -9,10 +9,12 @@ drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.audit import ERROR, Finding
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
-from megatron_mtp.checkpoint.families.rules import Rule, Shape
+from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder
@@ -39,9 +41,14 @@ BLOCKS = "mtp_layers_block_type"
 """Nemotron-H's other key of a depth's layers, which are attention and experts without one."""
 UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError)
 """What the rules of a family raise for a config that they do not fit."""
+UNREADABLE = (ValueError, OSError, RuntimeError)
+"""What reading a damaged file raises, and converting what it holds."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers are looked at."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE = KINDS = ("trunk", "depth", "embedding", "head", "beside")
+OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
+OWN = ("longcat", "step3")
+"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -57,25 +64,22 @@ class StoredTensor:
         shape: its shape; None if the form of a quantized weight does not tell it.
         dtype: name of its type, as stored: "bfloat16"; of a quantized weight, the name of the form.
         bytes: its size in the file.
-        read: reads it whole, or raises ValueError; None for a quantized weight whose form is not read.
+        read: reads it whole, or a checkpoint's slab of an offset and a shape; ValueError where a file is damaged; None
+            for a quantized weight whose form is not read.
+        pieces: reads it some rows at a time; None for a tensor that is only read whole.
     """
 
     shape: Shape | None
     dtype: str
     bytes: int
-    read: Callable[[], Tensor] | None
+    read: Callable[..., Tensor] | None
+    pieces: Callable[[], Iterable[Tensor]] | None = None
 
     @property
     def kind(self) -> torch.dtype | None:
         """The type, if torch has it."""
         found = getattr(torch, self.dtype, None)
         return found if isinstance(found, torch.dtype) else None
-
-    def tensor(self) -> Tensor:
-        """The numbers; raises ValueError where the form is not read here, or a file is damaged."""
-        if self.read is None:
-            raise ValueError(f"weights in the form '{self.dtype}' are not read")
-        return self.read()
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -133,19 +137,82 @@ class Parts:
 
 @dataclass
 class Opened:
-    """The interface of both kinds of sides.
+    """The interface of both kinds of sides. Whoever reads a tensor notes what an audit has to know of its numbers.
 
     Attributes:
         path: the folder.
         tensors: what loaders see, by name; the tensors of a quantized weight are one, the optimizer's are left out.
         findings: what was found when it was opened.
-        finite: whether the numbers of every tensor that was read are finite.
+        repeated: names of tensors whose bits are to be noted.
+        seen: names of the tensors that were read.
+        wild: names of those that have numbers which are NaN or infinite.
+        bits: of those in `repeated`, the type, the shape, and a digest of the bits.
+        errors: why a tensor cannot be read, by its name.
     """
 
     path: Path
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    finite: dict[str, bool] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+    wild: set[str] = field(default_factory=set)
+    bits: dict[str, tuple[torch.dtype, Shape | None, bytes]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Read a tensor, some rows at a time if it is large.
+
+        Raises:
+            ValueError, OSError, RuntimeError: the form is not read here, or a file is damaged.
+        """
+        in_rows = self.tensors[name].pieces
+        if in_rows is None:
+            yield self.read(name)
+        else:
+            yield from self._noted(name, in_rows())
+
+    def read(self, name: str, *slab: Shape | None) -> Tensor:
+        """Read a tensor whole, or the slab of an offset and a shape; errors as of `pieces`."""
+        entry = self.tensors[name]
+        if entry.read is None:
+            raise ValueError(f"weights in the form '{entry.dtype}' are not read")
+        (tensor,) = self._noted(name, starmap(entry.read, [slab]))
+        return tensor
+
+    def _noted(self, name: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        self.seen.add(name)
+        digest = sha256()
+        try:
+            for piece in pieces:
+                if not is_finite(piece):
+                    self.wild.add(name)
+                if name in self.repeated:
+                    digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
+                    self.bits[name] = piece.dtype, self.tensors[name].shape, digest.digest()
+                yield piece
+        except UNREADABLE as error:
+            self.errors[name] = str(error)
+            raise
+
+    def base_of(self, name: str) -> str | None:
+        """The tensor that a name repeats, embedding or head; None if it is no copy."""
+        raise NotImplementedError
+
+    @cached_property
+    def plan(self) -> list[Rule]:
+        """The rules of all tensors that the config calls for, as far as they are known."""
+        return []
+
+    @cached_property
+    def copies(self) -> dict[str, str]:
+        """The tensors that repeat another one, each with the repeated tensor."""
+        named = {name: base for name in self.tensors if (base := self.base_of(name)) is not None}
+        for rule in self.plan:
+            if isinstance(rule.map, Copies):
+                first, *others = (tensor.name for tensor in rule.hf)
+                named |= dict.fromkeys(others, first)
+        held = self.tensors
+        return {name: base for name, base in named.items() if name in held and base in held and name != base}
 
     def add(self, guess: str, says: str, advice: str = "", severity: str = ERROR, names: Iterable[str] = ()) -> None:
         """Add a finding."""
@@ -222,6 +289,18 @@ class HFSide(Opened):
             return Parts(self.layers)
         pattern = next((self.config.keys[name] for name in (key, BLOCKS) if self.config.has(name)), "*E")
         return Parts(self.layers, len(pattern) if isinstance(pattern, str | list) and pattern else 1)
+
+    def base_of(self, name: str) -> str | None:
+        """The tensor that a name repeats, embedding or head; None if it is no copy."""
+        kind = self.parts.of(name).kind
+        own = self.config is not None and self.config.model_type.startswith(OWN)
+        if kind == HEAD and self.tied:
+            wanted = EMBEDDING
+        elif kind != DEPTH or own or not name.endswith(OF_EMBEDDING + OF_HEAD):
+            return None
+        else:
+            wanted = EMBEDDING if name.endswith(OF_EMBEDDING) or self.tied else HEAD
+        return next((name for name in self.tensors if self.parts.of(name).kind == wanted), None)
 
     def layout(self, depths: int) -> Layout | None:
         """The layout that the tensors' names decide, with so many depths; None without a family whose rules fit."""

@@ -6,10 +6,12 @@ shows them: rows for JSON, one per rule, or lines for people, in which numbers o
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.family import class_tensors
@@ -257,6 +259,51 @@ class HFModel:
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
+
+
+Pair = tuple[str, Tensor, Tensor]
+"""A name, the folder's tensor, and the checkpoint's: one of both as it is stored, the other one converted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step along the plan: the tensors of a rule on both sides, each read once, and what each side makes.
+
+        folder    q_proj  k_proj  v_proj    to_mcore ->    linear_qkv   there: equal to the stored one?
+                  back: equal to these?        <- to_hf    linear_qkv   checkpoint
+
+    A proof asks whether all pairs are equal bit by bit (verify/verify.py), an audit what explains those that differ
+    (audit/comparing.py).
+
+    Attributes:
+        rule: the rule.
+        theirs: the folder's tensors by name; an audit may lack some.
+        ours: the checkpoint's pieces, in the order of the rule.
+    """
+
+    rule: Rule
+    theirs: Mapping[str, Tensor]
+    ours: Sequence[Tensor]
+
+    def back(self) -> Iterator[Pair]:
+        """The folder's tensors beside those that the checkpoint makes, by the folder's names.
+
+        Zeros, and norms whose original training has lost, are made in float32, and rounded to the folder's type.
+        """
+        for tensor, made in zip(self.rule.hf, self.rule.to_hf(self.ours), strict=True):
+            if (held := self.theirs.get(tensor.name)) is not None:
+                has_no_type = self.rule.rounds or not self.rule.mcore
+                yield tensor.name, held, made.to(held.dtype) if has_no_type else made
+
+    def there(self) -> Iterator[Pair]:
+        """What the folder's tensors make beside those that the checkpoint stores, by the checkpoint's keys.
+
+        Raises:
+            ValueError: copies in the folder differ, or zeros are none.
+        """
+        made = self.rule.to_mcore([self.theirs[tensor.name] for tensor in self.rule.hf])
+        for piece, one, stored in zip(self.rule.mcore, made, self.ours, strict=True):
+            yield piece.key, one, stored
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -6,7 +6,7 @@ other quantizations, wrappers, broken links) are refused with a sentence that na
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -47,6 +47,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Types by their names in safetensors headers."""
+PIECE = 2**24
+"""Bytes of a piece: small enough for the processor's caches."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 DRAFTER_KINDS = {"LlamaForCausalLMEagle3": EAGLE3, "DFlashDraftModel": DFLASH, "Qwen3DSparkModel": DSPARK}
 """Architectures of drafters, which are no models by themselves."""
@@ -161,6 +163,20 @@ class HFFolder:
         if name not in self.quantized:
             return self._read(self.tensors[name], name)
         return self.quantized[name].decode(self.parts_of(name))
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Read a tensor that is not quantized, in order, at most `PIECE` bytes or one row at a time.
+
+        The file is mapped anew for every piece: mapped pages that were read count as memory until then.
+        """
+        stored = self.tensors[name]
+        if stored.bytes <= PIECE:
+            yield self._read(stored, name)
+            return
+        rows = max(1, PIECE * stored.shape[0] // stored.bytes)
+        for start in range(0, stored.shape[0], rows):
+            with safe_open(stored.file, framework="pt") as stream:
+                yield stream.get_slice(name)[start : start + rows]
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
         """Raises ValueError where a weight, which any tensor named `.weight` is, has no floating-point type."""

@@ -24,13 +24,13 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, flags_of
-from megatron_mtp.checkpoint.convert.plan import HFModel, check_mcore, sides, stored_key
+from megatron_mtp.checkpoint.convert.plan import HFModel, Step, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
@@ -219,14 +219,19 @@ def round_trip(rules: list[Rule], folder: HFFolder, reader: DistReader) -> Check
 
 
 def _same_both_ways(rule: Rule, folder: HFFolder, reader: DistReader) -> bool:
-    theirs = [folder.read(tensor.name) for tensor in rule.hf]
+    theirs = {tensor.name: folder.read(tensor.name) for tensor in rule.hf}
     ours = [reader.read(stored_key(piece, reader), piece.offset, piece.shape) for piece in rule.mcore]
-    if rule.rounds:
-        return all(torch.equal(a.to(b.dtype), b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
-    cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
-    theirs = [tensor.to(cast.cast(hf.name, tensor.dtype)) for hf, tensor in zip(rule.hf, theirs, strict=True)]
-    there = all(torch.equal(a, b) for a, b in zip(rule.to_mcore(theirs), ours, strict=True))
-    return there and all(torch.equal(a, b) for a, b in zip(rule.to_hf(ours), theirs, strict=True))
+    if not rule.rounds:  # what was converted in another type is compared in that
+        cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
+        theirs = {name: tensor.to(cast.cast(name, tensor.dtype)) for name, tensor in theirs.items()}
+    step = Step(rule, theirs, ours)
+    ways = (step.back,) if rule.rounds else (step.back, step.there)
+    return all(_same_numbers(one, other) for way in ways for _, one, other in way())
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return equal_bits(one.to(wide), other.to(wide))
 
 
 def text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:

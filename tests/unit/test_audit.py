@@ -285,6 +285,8 @@ def test_large_tensors_are_read_in_pieces(glm: Path, tmp_path: Path, monkeypatch
     assert guesses(audit(glm, copy)) == {"other numbers", "stale copy"}
     on(name, lambda tensor: torch.cat([tensor[:-1], tensor[-1:] / 0]))(copy)
     assert guesses(audit(copy)) == {"not finite", "stale copy"}
+    twice = [one["side"] for one in audit(copy, copy)["findings"] if one["guess"] == "not finite"]
+    assert twice == ["A", "B"]
 
 
 def test_inspect_describes_what_does_not_convert(glm: Path, saved: Path, tmp_path: Path) -> None:

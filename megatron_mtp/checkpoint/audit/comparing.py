@@ -369,7 +369,9 @@ def by_name(a: Place, b: Place, copy: str = "") -> Iterator[Compared]:
     entries = one.tensors[name], other.tensors[counterpart]
     label = counterpart if copy == name else name
     alike = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
-    if alike and all(map(equal_bits, one.pieces(name), other.pieces(counterpart))):
+    if alike and all(map(equal_bits, one.pieces(name), other.pieces(counterpart, looks=False))):
+        if name in one.wild:
+            other.wild.add(counterpart)
         yield Compared(label, copy=copy)
         return
     forms = [(letter, entry.dtype) for letter, entry in zip("AB", entries, strict=True) if is_quantized(entry)]

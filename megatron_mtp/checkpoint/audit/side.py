@@ -159,8 +159,8 @@ class Opened:
     bits: dict[str, tuple[torch.dtype, Shape | None, bytes]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Read a tensor, some rows at a time if it is large.
+    def pieces(self, name: str, looks: bool = True) -> Iterator[Tensor]:
+        """Read a tensor, some rows at a time if it is large; without `looks`, NaN and infinities are not noted.
 
         Raises:
             ValueError, OSError, RuntimeError: the form is not read here, or a file is damaged.
@@ -169,7 +169,7 @@ class Opened:
         if in_rows is None:
             yield self.read(name)
         else:
-            yield from self._noted(name, in_rows())
+            yield from self._noted(name, in_rows(), looks)
 
     def read(self, name: str, *slab: Shape | None) -> Tensor:
         """Read a tensor whole, or the slab of an offset and a shape; errors as of `pieces`."""
@@ -179,12 +179,12 @@ class Opened:
         (tensor,) = self._noted(name, starmap(entry.read, [slab]))
         return tensor
 
-    def _noted(self, name: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _noted(self, name: str, pieces: Iterable[Tensor], looks: bool = True) -> Iterator[Tensor]:
         self.seen.add(name)
         digest = sha256()
         try:
             for piece in pieces:
-                if not is_finite(piece):
+                if looks and not is_finite(piece):
                     self.wild.add(name)
                 if name in self.repeated:
                     digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy())

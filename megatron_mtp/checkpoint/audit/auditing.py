@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.audit.comparing import (
 )
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
-from megatron_mtp.checkpoint.audit.quantization import check_scales, settings_of
+from megatron_mtp.checkpoint.audit.quantization import check_scales
 from megatron_mtp.checkpoint.audit.saved import FROM_CHECKPOINT, MegatronSide, Side, open_saved
 from megatron_mtp.checkpoint.audit.side import (
     DEPTH,
@@ -80,8 +80,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         findings += settings(one, other, shares)
     alone = []
     for side in sides.values():
-        scales = check_scales(side) if isinstance(side, HFSide) else ()
-        alone.append([*side.findings, *contents(side), *check_numbers(side), *scales])
+        alone.append([*side.findings, *contents(side), *check_numbers(side), *check_scales(side)])
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
         for found in own:  # what both sides have is no difference
@@ -137,7 +136,7 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         named = {"drafter": side.argument("drafter"), "hybrid layer pattern": side.pattern}
         own |= {name: value for name, value in named.items() if value} | {"arguments from": side.args_from or None}
     else:
-        own = {"architectures": side.keys.get("architectures"), "quant_method": settings_of(side).method}
+        own = {"architectures": side.keys.get("architectures"), "quant_method": side.quantization.method}
         own["model_type"] = None if side.config is None else side.config.model_type
         own["family"] = None if side.family is None else side.family.title
         if isinstance(side, DrafterSide):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.contents import lacking, unread
+from megatron_mtp.checkpoint.audit.contents import lacking
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import OUTPUT, MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, StoredTensor, is_finite
@@ -232,8 +232,8 @@ def _across(folder: HFSide, saved: MegatronSide, letter: str) -> Pairing:
 
     The rules are those of the folder's family in the checkpoint's forms.
     """
-    rules = None if saved.reader is None else folder.rules_beside(saved.reader, saved.held_depths)
-    if rules is None:
+    rules = [] if saved.reader is None else folder.rules(saved.held_depths, saved.reader)
+    if not rules:
         config = folder.config
         known = "its config is damaged" if config is None else f"no family has its model_type '{config.model_type}'"
         says = f"The folder's names cannot be turned into Megatron's keys: {known}."
@@ -314,7 +314,7 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
             every = [*found.shared, *only]
             depths, layers = (parts.numbered(kind, every) for kind in (DEPTH, TRUNK))
             counts = f"Side {letters[0]} holds {{}}, side {letters[1]} {{}}"
-            held, says = {*found.shared, *unread(lacks)}, f"Side {letters[1]} lacks {{}} of the other side"
+            held, says = {*found.shared, *lacks.unread}, f"Side {letters[1]} lacks {{}} of the other side"
             yield from lacking(parts, depths, layers, every, held, f" on side {letters[1]}", counts, says)
 
 
@@ -462,8 +462,7 @@ def check_numbers(side: Side) -> Iterator[Finding]:
         says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
         says += next(iter(side.errors.values()))
         yield Finding("damaged file", says, "fetch the file again", names=tuple(side.errors))
-    scales = side.scales if isinstance(side, HFSide) else {}
-    if wild := tuple(name for name in side.tensors if name in side.wild and name not in scales):
+    if wild := tuple(name for name in side.tensors if name in side.wild and name not in side.scales):
         yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
     known = {name: base for name, base in side.copies.items() if name in side.bits and base in side.bits}
     same = tuple(name for name, base in known.items() if side.bits[name] == side.bits[base])

@@ -28,7 +28,7 @@ def contents(side: Side) -> list[Finding]:
     """Findings on what a side lacks or has too many of, by its own config."""
     if not side.tensors:
         return []
-    parts, held, said = side.parts, {*side.tensors, *unread(side)}, side.said_depths
+    parts, held, said = side.parts, {*side.tensors, *side.unread}, side.said_depths
     there = parts.numbered(TRUNK, held)
     if isinstance(side, MegatronSide):
         plan, found = _called_for(side), list(_stale_head(side))
@@ -42,11 +42,6 @@ def contents(side: Side) -> list[Finding]:
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = lacking(parts, range(said or 0), layers, plan, held)
     return [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found]
-
-
-def unread(side: Side) -> set[str]:
-    """Names that are not there, as another finding says."""
-    return side.unread if isinstance(side, HFSide) else set()
 
 
 def lacking(

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, counted, listed
-from megatron_mtp.checkpoint.audit.quantization import check_parts, check_quantization, scale_fault, settings_of
+from megatron_mtp.checkpoint.audit.quantization import check_parts, check_quantization, scale_fault
 from megatron_mtp.checkpoint.audit.side import (
     DEPTH,
     DEPTH_KEYS,
@@ -68,7 +68,7 @@ def _read_tensors(side: HFSide) -> None:
     """List the tensors, unless the folder's reader refuses it, and look at what loaders do not open."""
     try:
         check_form(side.path)
-        side.folder = folder = HFFolder(side.path, settings_of(side).numbers, side.tied)
+        side.folder = folder = HFFolder(side.path, side.quantization.numbers, side.tied)
     except ValueError as error:
         side.add("quantization" if isinstance(error, MisfitError) else "damaged file", str(error), REFETCH)
         return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, Finding, counted, listed
-from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, HFSide, StoredTensor
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, HFSide, Opened, StoredTensor
 from megatron_mtp.checkpoint.hf.forms import FP8
 from megatron_mtp.checkpoint.hf.quantized import (
     COMPRESSED,
@@ -35,14 +35,6 @@ QUANTIZED_LATER = "bitsandbytes"
 """The method that quantizes what it loads."""
 
 
-def settings_of(side: HFSide) -> QuantizationSettings:
-    """The quantization that config and side files state; nothing where they are damaged, see another audit."""
-    try:
-        return QuantizationSettings.of(side.path, side.keys)
-    except ValueError:
-        return QuantizationSettings()
-
-
 def is_quantized(entry: StoredTensor) -> bool:
     """True if a weight is stored in a quantized form."""
     return entry.kind in FP8 or entry.kind is None
@@ -50,7 +42,7 @@ def is_quantized(entry: StoredTensor) -> bool:
 
 def check_parts(side: HFSide) -> None:
     """Leave out scales of activations, and further parts beside a weight; name scales without numbers."""
-    if not (side.quantized or settings_of(side).keys):
+    if not (side.quantized or side.quantization.keys):
         return
     for name in activation_scales(side.tensors):
         del side.tensors[name]
@@ -90,7 +82,7 @@ def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
     return ""
 
 
-def check_scales(side: HFSide) -> Iterator[Finding]:
+def check_scales(side: Opened) -> Iterator[Finding]:
     """Findings about scales whose numbers are wrong, once all weights were read."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, fault in side.scales.items():
@@ -105,7 +97,7 @@ def check_scales(side: HFSide) -> Iterator[Finding]:
 
 def check_quantization(side: HFSide) -> Iterator[Finding]:
     """Compare the forms of weights with what config and lists say of them."""
-    settings = settings_of(side)
+    settings = side.quantization
     coded = [name for name, entry in side.tensors.items() if is_quantized(entry) and name.endswith(("weight", "_proj"))]
     if coded and settings.keys:
         yield _described(side, settings, coded)

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.quantized import Quantized
+from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, Quantized
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 
@@ -148,6 +148,8 @@ class Opened:
         wild: names of those that have numbers which are NaN or infinite.
         bits: of those in `repeated`, the type, the shape, and a digest of the bits.
         errors: why a tensor cannot be read, by its name.
+        scales: of quantized weights that were read, what is wrong with their scales.
+        unread: names of weights of which there are the scales alone, as a finding says.
     """
 
     path: Path
@@ -158,6 +160,8 @@ class Opened:
     wild: set[str] = field(default_factory=set)
     bits: dict[str, tuple[torch.dtype, Shape | None, bytes]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
 
     def pieces(self, name: str, looks: bool = True) -> Iterator[Tensor]:
         """Read a tensor, some rows at a time if it is large; without `looks`, NaN and infinities are not noted.
@@ -243,17 +247,20 @@ class HFSide(Opened):
         config: the config, with the defaults of its family; None if it has no `model_type`.
         family: the family of its `model_type`; None if there is none.
         folder: its tensors; None if the reader of folders refuses it.
-        unread: names of weights of which the folder has the scales alone, as a finding says.
-        scales: of weights that were read, what is wrong with their scales.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     config: HFConfig | None = None
     family: Family | None = None
     folder: HFFolder | None = None
-    unread: set[str] = field(default_factory=set)
-    scales: dict[str, str] = field(default_factory=dict)
     form = "Hugging Face"
+
+    @cached_property
+    def quantization(self) -> QuantizationSettings:
+        """The quantization that config and side files state; nothing where they are damaged, see another audit."""
+        with suppress(ValueError):
+            return QuantizationSettings.of(self.path, self.keys)
+        return QuantizationSettings()
 
     @property
     def quantized(self) -> dict[str, Quantized]:
@@ -313,29 +320,31 @@ class HFSide(Opened):
             return replace(found, depths=depths)
         return None
 
-    def rules(self, layout: Layout | None) -> list[Rule] | None:
-        """The family's rules for a layout; None without a family whose rules fit."""
-        if self.family is not None and self.config is not None and layout is not None:
-            with suppress(*UNFIT):
-                return self.family.all_rules(self.config, layout)
-        return None
+    def rules(self, depths: int = 0, reader: DistReader | None = None) -> list[Rule]:
+        """The rules of all tensors that the config calls for; none without a family whose rules fit.
 
-    def rules_beside(self, reader: DistReader, depths: int) -> list[Rule] | None:
-        """The rules in the forms of a checkpoint, of so many depths; None without a family whose rules fit."""
+        Args:
+            depths: the least number of depths.
+            reader: a checkpoint in whose forms the rules are to be; None for those of the folder.
+        """
         layout = self.layout(max(self.held_depths, depths, self.said_depths or 0))
-        if layout is not None:
+        if self.family is None or self.config is None or layout is None:
+            return []
+        if reader is not None:
             features = (layout.features | set(zero_features(reader))) - lost_features(reader)
             layout = replace(layout, features=frozenset(features))
-        return self.rules(layout)
+        with suppress(*UNFIT):
+            return self.family.all_rules(self.config, layout)
+        return []
+
+    @cached_property
+    def plan(self) -> list[Rule]:
+        """The rules of all tensors that the config calls for, as far as they are known."""
+        return self.rules()
 
     def is_counterpart(self, key: str) -> bool:
         """True if a checkpoint's tensor is of the model, and no list or drafter beside it."""
         return not key.startswith((DRAFT_VOCABULARY, DRAFTER))
-
-    @cached_property
-    def plan(self) -> list[Rule]:
-        """The rules of all tensors that the config calls for; none without a family whose rules fit."""
-        return self.rules(self.layout(max(self.said_depths or 0, self.held_depths))) or []
 
 
 @dataclass
@@ -359,20 +368,17 @@ class DrafterSide(HFSide):
         """Patterns of its names."""
         return Parts(None, drafter=True)
 
-    def rules_beside(self, reader: DistReader, depths: int) -> list[Rule] | None:
-        """The rules for a checkpoint, whose drafter may have the trunk's head."""
+    def rules(self, depths: int = 0, reader: DistReader | None = None) -> list[Rule]:
+        """The rules, also for a checkpoint whose drafter has the trunk's head; none if the config cannot be used."""
         from megatron_mtp.checkpoint.convert.drafter_form import head_key
 
-        return None if self.drafter is None else self.drafter.rules(head_key(reader))
+        if self.drafter is None:
+            return []
+        return self.drafter.rules() if reader is None else self.drafter.rules(head_key(reader))
 
     def is_counterpart(self, key: str) -> bool:
         """True if a checkpoint's tensor is a drafter's."""
         return key.startswith(DRAFTER)
-
-    @cached_property
-    def plan(self) -> list[Rule]:
-        """The rules of all tensors that the config calls for; none if it cannot be used."""
-        return [] if self.drafter is None else self.drafter.rules()
 
 
 def is_count(value: Any) -> bool:

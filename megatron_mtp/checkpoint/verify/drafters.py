@@ -33,7 +33,7 @@ from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
-from megatron_mtp.checkpoint.verify.verify import TOLERANCE, Check, logits_of, round_trip
+from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
 from megatron_mtp.model.head import DRAFTER
 
 Drafts = dict[str, Tensor]
@@ -60,18 +60,13 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0) -> list[Check]:
         raise ValueError(f"{mcore} has no drafter to compare with {folder}; give a checkpoint that has one.")
     form, ours = read_drafter(folder, trunk_of(folder)), stored_form(reader.common()["args"], reader)
     wrong = differences(ours.settings, form.settings)
-    told = "; ".join(["the checkpoint's arguments", *wrong[:1]])
-    settings = Check("settings that differ", len(wrong), not wrong, told)
-    tensors = _same_tensors(form, folder, reader)
+    settings = Check.none_differs("settings that differ", wrong, "the checkpoint's arguments")
+    checks = [_same_tensors(form, folder, reader), settings]
     if wrong:
-        return [tensors, settings, Check("drafts not compared", 0, False, "settings differ", made=False)]
-    checks = [tensors, settings]
+        return [*checks, Check.not_made("drafts", "settings differ")]
     drafted, theirs = drafts_of_both(folder, mcore, prompt_of(reader, seed, LENGTH + form.kind.steps))
-    for name, value in theirs.items():
-        difference = (drafted[name] - value).abs().max().item()
-        ok = difference <= TOLERANCE * max(1.0, value.abs().max().item())
-        checks.append(Check(f"{name}, largest difference", difference, ok, "plain torch; ours by Megatron"))
-    return checks
+    witness = "plain torch; ours by Megatron"
+    return [*checks, *(Check.close(name, drafted[name], value, witness) for name, value in theirs.items())]
 
 
 def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:

@@ -58,7 +58,7 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
         try:
             fill(model, reader)
         except DamagedError as error:
-            return [*checks, Check("logits not compared", 0, False, str(error), made=False)]
+            return [*checks, Check.not_made("logits", str(error))]
         models.append(model)
     if sharding_type(gpt.common()) == BY_BUCKET:
         checks.append(_same_order(*models))
@@ -115,16 +115,16 @@ def _same_beside(gpt: DistReader, hybrid: DistReader) -> Iterator[Check]:
     """Compare a run's progress, the objects that are not of a kernel, and the arguments, a GPT's as its hybrid's."""
     theirs, ours = ({name: reader.common().get(name) for name in NUMBERS} for reader in (gpt, hybrid))
     wrong = [name for name in NUMBERS if not _equal(theirs[name], ours[name])]
-    yield _none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
+    yield Check.none_differs("step, optimizer's settings and learning rate that differ", wrong, "the other checkpoint")
     objects = [
         {key: reader.stored_bytes(stored) for key, stored in reader.objects.items() if "_extra_state/" not in key}
         for reader in (gpt, hybrid)
     ]
     wrong = [key for key in sorted({*objects[0], *objects[1]}) if objects[0].get(key) != objects[1].get(key)]
-    yield _none_differs("random states and other objects that differ", wrong, "the other checkpoint")
+    yield Check.none_differs("random states and other objects that differ", wrong, "the other checkpoint")
     as_hybrid = settings_of(hybrid_arguments(_arguments(gpt), str(gpt.folder)))
     wrong = differences(as_hybrid, settings_of(_arguments(hybrid)))
-    yield _none_differs("settings that differ", wrong, "the other checkpoint's arguments")
+    yield Check.none_differs("settings that differ", wrong, "the other checkpoint's arguments")
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -136,10 +136,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
-
-
-def _none_differs(name: str, wrong: list[str], witness: str) -> Check:
-    return Check(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
 
 
 def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
@@ -160,16 +156,14 @@ def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
         for model in (gpt, hybrid)
     ]
     wrong = [one for one, other in zip(*names, strict=False) if one != other]
-    return _none_differs("parameters in another order", wrong, "both models, built by Megatron")
+    return Check.none_differs("parameters in another order", wrong, "both models, built by Megatron")
 
 
 def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
     with torch.no_grad():
         theirs, ours = logits_of(gpt, prompt), logits_of(hybrid, prompt)
     for name, logits_SV in theirs.items():
-        difference = (ours[name] - logits_SV).abs().max().item()
-        ok = difference <= TOLERANCE * max(1.0, logits_SV.abs().max().item())
-        yield Check(f"{name} logits, largest difference", difference, ok, BOTH)
+        yield Check.close(f"{name} logits", ours[name], logits_SV, BOTH, TOLERANCE)
 
 
 def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:

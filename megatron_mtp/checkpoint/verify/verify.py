@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,23 @@ class Check:
     witness: str
     made: bool = True
 
+    @classmethod
+    def close(cls, name: str, ours: Tensor, theirs: Tensor, witness: str, tolerance: float = TOLERANCE) -> "Check":
+        """The largest difference, which must be within the tolerance, relative to the largest number or to 1."""
+        difference = (ours - theirs).abs().max().item()
+        ok = difference <= tolerance * max(1.0, theirs.abs().max().item())
+        return cls(f"{name}, largest difference", difference, ok, witness)
+
+    @classmethod
+    def none_differs(cls, name: str, wrong: Sequence[str], witness: str) -> "Check":
+        """The number of things that differ; the first one is named."""
+        return cls(name, len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))
+
+    @classmethod
+    def not_made(cls, what: str, reason: str) -> "Check":
+        """A check that could not be made."""
+        return cls(f"{what} not compared", 0, False, reason, made=False)
+
 
 @exact_float32()
 def verify(
@@ -110,9 +127,9 @@ def same_logits(
     of_depths = depth_flags_of(model) if flags is None else None
     if flags is not None and not _runs(reader):
         reason = "the checkpoint was converted from a model that Megatron cannot run"
-        return [Check("logits not compared", 0, False, reason, made=False)]
+        return [Check.not_made("logits", reason)]
     if flags is None and of_depths is None:
-        return [Check("logits not compared", 0, False, f"Megatron cannot run {reason}", made=False)]
+        return [Check.not_made("logits", f"Megatron cannot run {reason}")]
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
@@ -127,7 +144,7 @@ def same_logits(
         checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
-        checks.append(Check("logits of the depths not compared", 0, False, reason, made=False))
+        checks.append(Check.not_made("logits of the depths", reason))
     if text is not None:  # without the random tokens after it
         length, vocabulary = near_BS.size(1), theirs["trunk"].size(1)
         their, our = (_perplexity(one["trunk"][:length, :vocabulary], near_BS[0]) for one in (theirs, ours))
@@ -156,7 +173,7 @@ def _same_settings(model: HFModel, reader: DistReader) -> list[Check]:
         witness = f"the {CONFIG} that the conversion kept"
     else:
         return []
-    return [Check("settings that differ", len(wrong), not wrong, "; ".join([witness, *wrong[:1]]))]
+    return [Check.none_differs("settings that differ", wrong, witness)]
 
 
 def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, float]:
@@ -185,14 +202,12 @@ def compare(
     moved = None if rounding is None else cache(rounding)
     checks = []
     for name in names:
-        logits_SV = theirs[name]
-        difference = (ours[name] - logits_SV).abs().max().item()
-        scale = max(1.0, logits_SV.abs().max().item())
         witness = f"transformers; ours by {trunk if name == 'trunk' else 'Megatron'}"
-        ok = difference <= TOLERANCE * scale
-        if not ok and moved is not None:
-            ok = difference <= min(ROUNDINGS * moved()[name], MOST_ROUNDING * scale)
-        checks.append(Check(f"{name} logits, largest difference", difference, ok, witness))
+        check = Check.close(f"{name} logits", ours[name], theirs[name], witness)
+        if not check.ok and moved is not None:
+            most = MOST_ROUNDING * max(1.0, theirs[name].abs().max().item())
+            check = replace(check, ok=check.figure <= min(ROUNDINGS * moved()[name], most))
+        checks.append(check)
     if len(names) > 1:
         length = theirs["depth 1"].size(0)
         their_rate, our_rate = acceptance(theirs), acceptance(ours)

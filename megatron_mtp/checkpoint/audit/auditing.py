@@ -70,11 +70,11 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     paired = pairing(*sides.values()) if len(sides) == 2 else Pairing()
     total = sum(len(side.tensors) for side in sides.values())
     with tqdm(total=total, unit="tensor", disable=quiet, desc="audit") as bar:
-        compared = read_all(list(sides.values()), paired, bar.update)
+        compared = read_all(list(sides.values()), paired, bar)
     if len(sides) == 2:
         one, other = sides.values()
         findings += [*check_differences(compared), *check_lacking(one, other, paired)]
-        result["compared"] = {"equal": sum(not (found.kind or found.error or found.copy) for found in compared)}
+        result["compared"] = {"equal": sum(not (found.kind or found.copy) for found in compared)}
         shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
         shares = shares and not any(found.guess == "tied copy" for found in findings)
         findings += settings(one, other, shares)

@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.contents import lacking
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import OUTPUT, MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, StoredTensor, is_finite
+from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, is_finite
 from megatron_mtp.checkpoint.convert.plan import Step, unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
@@ -65,21 +66,13 @@ class Compared:
         name: on side A, or on the side that has it.
         kind: the difference; None for equal ones.
         figure: the largest difference of numbers; None if none was computed.
-        copy: the tensor that one side repeats under this name, and the other leaves out; empty for two stored tensors.
-        error: why they were not compared.
+        copy: the tensor that a checkpoint repeats under this name; empty for two stored tensors.
     """
 
     name: str
     kind: Kind | None = None
     figure: float | None = None
     copy: str = ""
-    error: str = ""
-
-
-Place = tuple[Side, str]
-"""A tensor: its side, and its name there."""
-Group = tuple[str, Callable[[], Iterable[Compared]]]
-"""A name, and what reads and compares some tensors."""
 
 
 @dataclass
@@ -87,30 +80,21 @@ class Pairing:
     """The tensors of two sides.
 
     Attributes:
-        groups: reads and compares tensors that belong together.
-        copies: the tensors of A and B of which one is a copy that the other side leaves out; the repeated one's name.
+        groups: what reads and compares tensors that belong together, with the name of one of them.
         shared: names of what both sides have.
         only_a, only_b: names of what one side has alone, in order.
+        copies: what one side leaves out as a copy of another tensor: the side that has it, its name, the other's name.
         unread: names of what both have, in a form that is not read.
-        findings: what could not be paired.
+        findings: what could not be paired or compared.
     """
 
-    groups: list[Group] = field(default_factory=list)
-    copies: list[tuple[Place, Place, str]] = field(default_factory=list)
+    groups: list[tuple[str, Callable[[], Iterable[Compared]]]] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     only_a: dict[str, None] = field(default_factory=dict)
     only_b: dict[str, None] = field(default_factory=dict)
+    copies: list[tuple[Side, str, str]] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-
-    def pair(self, a: Place, b: Place) -> None:
-        """Pair two stored tensors."""
-        name = a[1]
-        self.shared.append(name)
-        if any(side.tensors[own].read is None for side, own in (a, b)):
-            self.unread.append(name)
-        else:
-            self.groups.append((name, partial(by_name, a, b)))
 
 
 def pairing(a: Side, b: Side) -> Pairing:
@@ -122,97 +106,66 @@ def pairing(a: Side, b: Side) -> Pairing:
         found.only_a, found.only_b = found.only_b, found.only_a
         return found
     found = Pairing()
-    for name in a.tensors:
-        if name in b.tensors:
-            found.pair((a, name), (b, name))
-    found.only_a, found.only_b = (
-        dict.fromkeys(name for name in one.tensors if name not in other.tensors) for one, other in ((a, b), (b, a))
-    )
-    if isinstance(a, MegatronSide):
-        _pair_by_usual_keys(a, b, found)
-    elif isinstance(b, HFSide):
+    usual_a, usual_b = ({_usual(name): name for name in side.tensors} for side in (a, b))
+    pairs = {name: name if name in b.tensors else usual_b.get(_usual(name)) for name in a.tensors}
+    both = [(name, match) for name, match in pairs.items() if match is not None]
+    rest = [name for name in b.tensors if name not in pairs.values()]
+    both += [(usual_a[_usual(name)], name) for name in rest if _usual(name) in usual_a]
+    for name, match in both:
+        found.shared.append(name)
+        if None in (a.tensors[name].read, b.tensors[match].read):
+            found.unread.append(name)
+        else:
+            found.groups.append((name, partial(_by_name, a, name, b, match)))
+    found.only_a = dict.fromkeys(name for name, match in pairs.items() if match is None)
+    found.only_b = dict.fromkeys(name for name in rest if _usual(name) not in usual_a)
+    if isinstance(a, HFSide) and isinstance(b, HFSide):
         _pair_by_rules(a, b, found)
     for only, own, other in ((found.only_a, a, b), (found.only_b, b, a)):
-        for name in list(only):  # copies, paired with the tensor that they repeat, of the other side if it has that
+        for name in list(only):
             base = other.base_of(name) or own.base_of(name)
-            held = next((side for side in (other, own) if base in side.tensors), None)
-            if base is not None and held is not None:
+            if base is not None and base in own.tensors:
                 del only[name]
-                copy, repeated = (own, name), (held, base)
-                found.copies.append((copy, repeated, base) if own is a else (repeated, copy, base))
+                found.copies.append((own, name, base))
     return found
 
 
 def _pair_by_rules(a: HFSide, b: HFSide, found: Pairing) -> None:
     """Pair what the folders name differently, by Megatron's tensors: other prefixes, packed experts."""
-    groups: dict[str, list[tuple[Unit, Unit]]] = defaultdict(list)
-    others = _units(b, found.only_b)
-    for (key, index), one in _units(a, found.only_a).items():
-        other = others.get((key, index))
-        if other is not None and other.shape == one.shape:
-            groups[key].append((one, other))
-    for key, pairs in groups.items():
-        found.groups.append((key, partial(_by_units, pairs)))
-        found.shared += [one.label for one, _ in pairs]
-        for name in (name for pair in pairs for unit in pair for name in unit.names):
-            found.only_a.pop(name, None)
-            found.only_b.pop(name, None)
+    ours, theirs = _made_of(a, found.only_a), _made_of(b, found.only_b)
+    for made in (made for made in ours if made in theirs):
+        both = ours[made], theirs[made]
+        found.groups.append((made[0], partial(_by_key, a, b, *both)))
+        found.shared += [tensor.name for rule in ours[made] for tensor in rule.hf]
+        for only, rules in zip((found.only_a, found.only_b), both, strict=True):
+            for name in [tensor.name for rule in rules for tensor in rule.hf]:
+                del only[name]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A tensor of Megatron that comes from a folder's own tensors `names` alone, or one of the experts in it."""
-
-    names: list[str]
-    label: str
-    shape: Shape | None
-    read: Callable[[], Tensor]
-
-
-def _units(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, int | None], Unit]:
-    """Megatron's tensors that come from these tensors alone, by key and index of an expert; packed ones are cut up."""
-    units: dict[tuple[str, int | None], Unit] = {}
+def _made_of(side: HFSide, names: Mapping[str, None]) -> dict[tuple[str, Shape | None], list[Rule]]:
+    """The rules of Megatron's tensors that come from these tensors alone, by key and shape; one each for experts."""
+    made: dict[tuple[str, Shape | None], list[Rule]] = defaultdict(list)
     for rule in side.plan if names else ():
-        own = [tensor.name for tensor in rule.hf]
-        if len(rule.mcore) != 1 or not names.keys() >= set(own):
-            continue
-        piece = rule.mcore[0]
-        shape, read = piece.shape or side.tensors[own[0]].shape, partial(_converted, rule, side)
-        if piece.whole is None and ".experts." in piece.key and shape is not None and len(shape) == 3:
-            shared = lru_cache(maxsize=1)(read)
-            for index in range(shape[0]):
-                label = own[0] if len(own) > 1 or re.search(r"experts\.\d+\.", own[0]) else f"{own[0]}[{index}]"
-                units[piece.key, index] = Unit(own, label, (1, *shape[1:]), partial(_expert, shared, index))
-        else:
-            units[piece.key, None if piece.offset is None else piece.offset[0]] = Unit(own, own[0], shape, read)
-    return units
+        if len(rule.mcore) == 1 and all(tensor.name in names for tensor in rule.hf):
+            piece = rule.mcore[0]
+            made[piece.key, piece.whole or piece.shape].append(rule)
+    return {
+        (key, shape): rules
+        for (key, shape), rules in made.items()
+        if rules[0].mcore[0].whole is None or (shape and len(rules) == shape[0])
+    }
 
 
-def _converted(rule: Rule, side: HFSide) -> Tensor:
-    return rule.to_mcore([side.read(tensor.name) for tensor in rule.hf])[0]
-
-
-def _expert(packed: Callable[[], Tensor], index: int) -> Tensor:
-    return packed()[index : index + 1]
-
-
-def _by_units(pairs: list[tuple[Unit, Unit]]) -> Iterator[Compared]:
-    for one, other in pairs:
-        yield judged(one.label, one.read(), other.read())
-
-
-def _pair_by_usual_keys(a: Side, b: Side, found: Pairing) -> None:
-    """Pair what two checkpoints call by other keys of the same tensor, with the tensor itself where it is paired."""
-    usual_a, usual_b = ({_usual(key): key for key in side.tensors} for side in (a, b))
-    for key in list(found.only_a):
-        if match := usual_b.get(_usual(key)):
-            found.pair((a, key), (b, match))
-            found.only_a.pop(key)
-            found.only_b.pop(match, None)
-    for key in list(found.only_b):
-        if match := usual_a.get(_usual(key)):
-            found.pair((a, match), (b, key))
-            found.only_b.pop(key)
+def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Iterator[Compared]:
+    """Compare a tensor of Megatron that both folders make, expert by expert where one of them has single ones."""
+    left, right = (
+        [rule.to_mcore([side.read(tensor.name) for tensor in rule.hf])[0] for rule in rules]
+        for side, rules in ((a, ours), (b, theirs))
+    )
+    if len(left) != len(right):
+        left, right = (list(torch.cat(tensors).split(1)) for tensors in (left, right))
+    for rule, one, other in zip(theirs if len(theirs) > len(ours) else ours, left, right, strict=True):
+        yield judged(rule.hf[0].name, one, other)
 
 
 def _usual(key: str) -> str:
@@ -255,7 +208,8 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
     for key in (key for keys in every for key in keys):
         found.only_b.pop(key, None)
     names = [tensor.name for tensor in rule.hf if tensor.name in folder.tensors]
-    if not all(keys and _fits(saved.tensors[keys[0]], piece) for keys, piece in zip(every, rule.mcore, strict=True)):
+    stored = [saved.tensors[keys[0]].shape if keys else None for keys in every]
+    if not all(every) or not all(map(Piece.fits, rule.mcore, stored)):
         found.only_a |= dict.fromkeys(names)
         found.only_b |= dict.fromkeys(keys[0] for keys in every if keys)
         return
@@ -266,12 +220,6 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
     found.unread += [name for name in names if name not in readable]
     if readable:
         found.groups.append((readable[0], partial(_by_rule, rule, readable, every, folder, saved, letter)))
-
-
-def _fits(entry: StoredTensor, piece: Piece) -> bool:
-    wanted, shape = piece.whole or piece.shape, entry.shape or ()
-    larger = wanted is not None and piece.padded and shape[0] >= wanted[0] and shape[1:] == wanted[1:]
-    return wanted in (None, shape) or larger
 
 
 def _by_rule(
@@ -321,61 +269,54 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def read_all(sides: Sequence[Side], paired: Pairing, step: Callable[[int], object]) -> list[Compared]:
-    """Compare what is paired, and look at the other tensors of one side or two.
+def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared]:
+    """Compare what is paired, and look at the other tensors of one side or two, which note what they read."""
 
-    Args:
-        sides: the sides, which note what they read.
-        paired: their tensors.
-        step: called now and then with the number of tensors that were read.
-    """
-
-    def compared(group: Group) -> list[Compared]:
+    def compared(group: tuple[str, Callable[[], Iterable[Compared]]]) -> list[Compared]:
         name, compare = group
         try:
             return list(compare())
         except UNREADABLE as error:
-            return [Compared(name, error=str(error))]
+            says = f"'{name}' cannot be compared: {error}"
+            paired.findings.append(Finding("damaged file", says, "fetch the file again", names=(name,)))
+            return []
 
-    def look(place: Place) -> None:
-        side, name = place
+    def look(side: Side, name: str) -> list[Compared]:
         with suppress(*UNREADABLE):  # which the side has noted
             for _ in side.pieces(name):
                 pass
+        return []
 
     for side in sides:
         side.repeated |= {name for both in side.copies.items() for name in both}
-    for left, right, _ in paired.copies:
-        for side, name in (left, right):
-            side.repeated.add(name)
-    found, seen = list[Compared](), 0
+    for side, name, base in paired.copies:
+        side.repeated |= {name, base}
     with ThreadPoolExecutor(default_workers()) as pool:
+        found = list[Compared]()
         for some in pool.map(compared, paired.groups):
             found += some
-            step(sum(len(side.seen) for side in sides) - seen)
-            seen = sum(len(side.seen) for side in sides)
-        rest = [(side, name) for side in sides for name in side.tensors if name not in side.seen]
-        for _ in pool.map(look, rest):
-            step(1)
-    for left, right, base in paired.copies:
-        bits = [side.bits.get(name) for side, name in (left, right)]
-        found += by_name(left, right, base) if None not in bits and bits[0] != bits[1] else ()
+            bar.update(sum(len(side.seen) for side in sides) - bar.n)
+        for side in sides:
+            rest = [name for name in side.tensors if name not in side.seen]
+            for _ in pool.map(partial(look, side), rest):
+                bar.update()
+    for side, name, base in paired.copies:
+        if side.bits.get(name) != side.bits.get(base):
+            says = f"is left out on one side as a copy of '{base}', whose numbers are others"
+            found.append(Compared(name, ("tied copy", says), copy=base))
     return found
 
 
-def by_name(a: Place, b: Place, copy: str = "") -> Iterator[Compared]:
-    """Compare two stored tensors, the first one of side A; `copy` is the one of both that the other one repeats."""
-    (one, name), (other, counterpart) = a, b
-    entries = one.tensors[name], other.tensors[counterpart]
-    label = counterpart if copy == name else name
-    alike = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
-    if alike and all(map(equal_bits, one.pieces(name), other.pieces(counterpart, looks=False))):
-        if name in one.wild:
-            other.wild.add(counterpart)
-        yield Compared(label, copy=copy)
+def _by_name(a: Side, name: str, b: Side, match: str) -> Iterator[Compared]:
+    one, other = a.tensors[name], b.tensors[match]
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    if alike and all(map(equal_bits, a.pieces(name), b.pieces(match, looks=False))):
+        if name in a.wild:
+            b.wild.add(match)
+        yield Compared(name)
         return
-    forms = [(letter, entry.dtype) for letter, entry in zip("AB", entries, strict=True) if is_quantized(entry)]
-    yield judged(label, one.read(name), other.read(counterpart), copy, forms[-1] if forms else None)
+    forms = [(letter, entry.dtype) for letter, entry in (("B", other), ("A", one)) if is_quantized(entry)]
+    yield judged(name, a.read(name), b.read(match), form=forms[0] if forms else None)
 
 
 def judged(name: str, left: Tensor, right: Tensor, copy: str = "", form: tuple[str, str] | None = None) -> Compared:
@@ -433,13 +374,10 @@ def difference(a: Tensor, b: Tensor) -> float | None:
 
 
 def check_differences(compared: Iterable[Compared]) -> Iterator[Finding]:
-    """Find what differs, and what cannot be read; a finding for all differences of one kind."""
+    """Find what differs; a finding for all differences of one kind."""
     groups: dict[Kind, list[Compared]] = defaultdict(list)
     for one in compared:
-        if one.error:
-            says = f"'{one.name}' cannot be read: {one.error}"
-            yield Finding("damaged file", says, "fetch the file again", names=(one.name,))
-        elif one.kind is not None:
+        if one.kind is not None:
             guess, says = one.kind
             groups[guess, "" if guess == "shape" else says].append(one)
     for (guess, _), members in groups.items():

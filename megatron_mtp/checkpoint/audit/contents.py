@@ -31,7 +31,7 @@ def contents(side: Side) -> list[Finding]:
     parts, held, said = side.parts, {*side.tensors, *side.unread}, side.said_depths
     there = parts.numbered(TRUNK, held)
     if isinstance(side, MegatronSide):
-        plan, found = _called_for(side), list(_stale_head(side))
+        plan, found = _called_for(side), []
         known = side.layers if there else None
     else:
         plan = [tensor.name for rule in side.plan for tensor in rule.hf]
@@ -161,14 +161,6 @@ def _types(side: HFSide) -> Iterator[Finding]:
         says = f"The config says '{said}', most tensors are '{most}': loaders that follow the config round them."
         advice = f"put '{most}' into the config, or store the tensors as '{said}'"
         yield Finding("type", says, advice, WARNING, ("dtype",))
-
-
-def _stale_head(side: MegatronSide) -> Iterator[Finding]:
-    name = "output_layer.weight"
-    if side.tied and name in side.tensors:
-        says = f"The arguments tie the head to the embedding, but there is an '{name}', which is not loaded."
-        advice = "set --untie-embeddings-and-output-weights if the model was trained so"
-        yield Finding("stale copy", says, advice, WARNING, (name,))
 
 
 def _thin(side: Side) -> Iterator[str]:

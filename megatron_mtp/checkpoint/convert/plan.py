@@ -170,8 +170,7 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
                 f"'{key}' in {reader.folder} is of type {str(dtype).removeprefix('torch.')}, but weights are "
                 "floating-point numbers; the checkpoint is damaged."
             )
-        larger = wanted is not None and piece.padded and shape[:1] > wanted[:1] and shape[1:] == wanted[1:]
-        if wanted is not None and shape != wanted and not larger:
+        if wanted is not None and not piece.fits(shape):
             wrong = f"is {by(shape)}, but the config makes it {by(wanted)}"
             raise ValueError(f"'{key}' in {reader.folder} {wrong}; one of the two is wrong.")
     if left:

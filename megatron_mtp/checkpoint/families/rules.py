@@ -49,6 +49,13 @@ class Piece:
     padded: bool = False
     wide: bool = False
 
+    def fits(self, stored: Shape | None) -> bool:
+        """True if the tensor that has this piece may be stored in this shape."""
+        wanted = self.whole or self.shape
+        if wanted is None or stored == wanted or not self.padded:
+            return wanted in (None, stored)
+        return stored is not None and stored[:1] > wanted[:1] and stored[1:] == wanted[1:]
+
 
 class Map(Protocol):
     """A map of numbers: `forward` from HF to Megatron, `backward` the inverse.

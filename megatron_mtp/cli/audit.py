@@ -75,9 +75,9 @@ def run(args: Namespace) -> int:
 
     computed = None
     if args.logits:
-        from megatron_mtp.checkpoint.audit.logits import logits
+        from megatron_mtp.checkpoint.verify.verify import same_logits
 
-        computed = partial(logits, text=args.text, trust_remote_code=args.trust_remote_code)
+        computed = partial(same_logits, text=args.text, trust_remote_code=args.trust_remote_code)
     result = audit(
         local_folder(args.a),
         None if args.b is None else local_folder(args.b),

@@ -22,7 +22,6 @@ from trunk_models import SEEING
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.audit.comparing import difference, explain
-from megatron_mtp.checkpoint.audit.logits import logits
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -30,6 +29,7 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
+from megatron_mtp.checkpoint.verify.verify import same_logits
 from megatron_mtp.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -86,16 +86,16 @@ def test_bad_input_is_one_sentence_with_status_2(
 
 @pytest.mark.matrix
 def test_logits_of_both_sides(glm: Path, saved: Path, tmp_path: Path) -> None:
-    same = audit(saved, glm, run=logits)
+    same = audit(saved, glm, run=same_logits)
     assert same["ok"]
     assert [row["ok"] for row in same["logits"]] == [True] * 3
     changed = Path(shutil.copytree(glm, tmp_path / "changed"))
     on("model.layers.3.eh_proj.weight", lambda tensor: torch.cat(tensor.chunk(2, 1)[::-1], 1))(changed)
-    other = audit(saved, changed, run=logits)
+    other = audit(saved, changed, run=same_logits)
     assert guesses(other) == {"halves swapped", "logits"}
     assert [row["ok"] for row in other["logits"]][:2] == [True, False]
     with pytest.raises(ValueError, match="compares a Hugging Face folder with a Megatron checkpoint"):
-        audit(glm, changed, run=logits)
+        audit(glm, changed, run=same_logits)
 
 
 def test_an_export_that_skipped_a_file_is_described(glm: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, m
 quantization.py  quantized weights, and whether the config lists them as they are stored
 contents.py      does a side hold what its config says, by the plan of its conversion
 comparing.py     pairs the tensors of two sides by the same plan, reads each once, and says how they differ
-auditing.py      the whole audit, settings included, as plain data
-logits.py        what both sides compute
+auditing.py      the whole audit, with settings and logits of both sides, as plain data
 """
 
 from collections.abc import Iterable

@@ -46,7 +46,8 @@ KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""
 TIE = ("tie_word_embeddings", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights")
 """Settings that do not matter where both sides compute with the same head."""
-Run = Callable[[dict[str, Side]], tuple[list[Finding], list[dict[str, Any]]]]
+Run = Callable[[Path, Path], list[Any]]
+"""`verify.same_logits`: computes a folder and a checkpoint, and returns its checks."""
 
 
 def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool = True) -> dict[str, Any]:
@@ -54,14 +55,15 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
 
     Args:
         a, b: Hugging Face folders or Megatron checkpoints; None to audit the first alone.
-        run: computes the sides, by letter, and returns findings and checks (`logits.logits`); None to run nothing.
+        run: computes both sides, a folder and a checkpoint; None to run nothing.
         quiet: whether to show no progress bar.
 
     Returns:
         The result in plain data, as above.
 
     Raises:
-        ValueError: a path is no model at all, the sides are a GPT and a hybrid, or a drafter and another model.
+        ValueError: a path is no model at all, the sides are a GPT and a hybrid, or a drafter and another model, or they
+            cannot be run together.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
     _check_pair(*sides.values(), computes=run is not None)
@@ -74,13 +76,11 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     if len(sides) == 2:
         one, other = sides.values()
         findings += [*check_differences(compared), *check_lacking(one, other, paired)]
-        result["compared"] = {"equal": sum(not (found.kind or found.copy) for found in compared)}
+        result["compared"] = {"equal": sum(found.kind is None for found in compared)}
         shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
         shares = shares and not any(found.guess == "tied copy" for found in findings)
         findings += settings(one, other, shares)
-    alone = []
-    for side in sides.values():
-        alone.append([*side.findings, *contents(side), *check_numbers(side), *check_scales(side)])
+    alone = [[*side.findings, *contents(side), *check_numbers(side), *check_scales(side)] for side in sides.values()]
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
         for found in own:  # what both sides have is no difference
@@ -88,7 +88,8 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
             noted = replace(found, severity=NOTE, says=f"On both sides: {found.says}")
             findings.append(noted if both else replace(found, side=letter))
     if run is not None:
-        wrong, result["logits"] = run(sides)
+        folder, saved = sorted(sides.values(), key=lambda side: isinstance(side, MegatronSide))
+        wrong, result["logits"] = _logits(run, folder.path, saved.path)
         findings += wrong
     listed = ordered(findings)
     return {**result, "findings": [asdict(one) for one in listed], "ok": all(one.severity == NOTE for one in listed)}
@@ -102,6 +103,8 @@ def _check_pair(*sides: Side, computes: bool) -> None:
             f"--logits computes models, and {drafter.path} is a drafter; leave it out, or compare what it drafts with "
             "its checkpoint: megatron-mtp convert verify."
         )
+    if computes and len({isinstance(side, HFSide) for side in sides}) < 2:
+        raise ValueError("--logits compares a Hugging Face folder with a Megatron checkpoint; give one of each.")
     if drafter is not None and not all(side.has_drafter for side in sides):
         raise ValueError(
             f"{drafter.path} is a drafter, and the other side has none; whether it fits a trunk's checkpoint is told "
@@ -110,6 +113,19 @@ def _check_pair(*sides: Side, computes: bool) -> None:
     if len({side.pattern is None for side in sides if isinstance(side, MegatronSide)}) == 2:
         one, other = (side.path for side in sides)
         raise ValueError(f"{one} and {other} are a GPT and a hybrid; compare them by: megatron-mtp convert verify")
+
+
+def _logits(run: Run, folder: Path, saved: Path) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Findings on what both sides compute, and every check in plain data."""
+    try:
+        checks = run(folder, saved)
+    except (ValueError, RuntimeError) as error:
+        says = f"No logits were computed: {str(error).splitlines()[0][:300]}"
+        return [Finding("logits", says, "see what the other findings say", WARNING)], []
+    wrong = "; ".join(f"{check.name} {check.figure:.3g}" for check in checks if check.made and not check.ok)
+    says = f"Both sides compute differently: {wrong}."
+    found = [Finding("logits", says, "see the tensors that differ")] if wrong else []
+    return found, [asdict(check) for check in checks]
 
 
 def open_side(path: Path) -> Side:
@@ -204,11 +220,7 @@ def _settings(*sides: Side) -> list[dict[str, Any]]:
 
 
 def _of_drafter(side: Side) -> dict[str, Any]:
-    from megatron_mtp.checkpoint.convert.drafter_form import stored_form
-
-    if isinstance(side, MegatronSide) and side.reader is not None and (args := _arguments(side)) is not None:
-        return stored_form(args, side.reader).settings
-    if not isinstance(side, DrafterSide) or side.drafter is None:
+    if not isinstance(side, DrafterSide | MegatronSide) or side.drafter is None:
         raise ValueError("the config of a drafter cannot be used")
     return side.drafter.settings
 

@@ -66,13 +66,11 @@ class Compared:
         name: on side A, or on the side that has it.
         kind: the difference; None for equal ones.
         figure: the largest difference of numbers; None if none was computed.
-        copy: the tensor that a checkpoint repeats under this name; empty for two stored tensors.
     """
 
     name: str
     kind: Kind | None = None
     figure: float | None = None
-    copy: str = ""
 
 
 @dataclass
@@ -83,7 +81,7 @@ class Pairing:
         groups: what reads and compares tensors that belong together, with the name of one of them.
         shared: names of what both sides have.
         only_a, only_b: names of what one side has alone, in order.
-        copies: what one side leaves out as a copy of another tensor: the side that has it, its name, the other's name.
+        copies: a side, the name of a tensor that it stores and others leave out, and of the tensor that this repeats.
         unread: names of what both have, in a form that is not read.
         findings: what could not be paired or compared.
     """
@@ -215,6 +213,7 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
         return
     lost = [tensor.name for tensor in rule.hf if tensor.name not in folder.tensors and rule.mcore]
     found.only_b |= dict.fromkeys(name for name in lost if folder.base_of(name) not in folder.tensors)
+    found.copies += [(saved, key, keys[0]) for keys in every for key in keys[1:]]
     found.shared += names
     readable = [name for name in names if folder.tensors[name].read is not None]
     found.unread += [name for name in names if name not in readable]
@@ -225,7 +224,7 @@ def _pair_rule(rule: Rule, folder: HFSide, saved: MegatronSide, letter: str, fou
 def _by_rule(
     rule: Rule, names: list[str], every: list[list[str]], folder: HFSide, saved: MegatronSide, letter: str
 ) -> Iterator[Compared]:
-    """Compare the folder's tensors with those that the checkpoint makes, and other keys with the tensors they repeat.
+    """Compare the folder's tensors with those that the checkpoint makes.
 
     A weight that Megatron computes with in another form is stored in both, and an export gives back the first alone:
     both are compared.
@@ -235,16 +234,14 @@ def _by_rule(
         slab = () if piece.offset is None else (piece.offset, piece.shape)
         tensor = saved.read(keys[0], *slab)
         ours.append(tensor[: piece.shape[0]] if piece.padded and piece.shape else tensor)
-        for key in keys[1:]:
-            yield judged(key, tensor, saved.read(key), copy=keys[0])
     step = Step(rule, {name: folder.read(name) for name in names}, ours)
     pairs = list(step.back())
     if isinstance(rule.map, Computed) and rule.map.original:
         pairs += [(key, made, stored.float()) for key, made, stored in step.there() if not key.startswith(ORIGINAL)]
     for name, theirs, made in pairs:
         quantized = name in folder.tensors and is_quantized(folder.tensors[name])
-        both = (theirs, made) if letter == "A" else (made, theirs)
-        yield judged(name, *both, form=(letter, folder.tensors[name].dtype) if quantized else None)
+        left, right = (theirs, made) if letter == "A" else (made, theirs)
+        yield judged(name, left, right, f"{letter} is {folder.tensors[name].dtype}" if quantized else "")
 
 
 # --- what one side lacks ----------------------------------------------------------------------------------------------
@@ -303,7 +300,7 @@ def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared
     for side, name, base in paired.copies:
         if side.bits.get(name) != side.bits.get(base):
             says = f"is left out on one side as a copy of '{base}', whose numbers are others"
-            found.append(Compared(name, ("tied copy", says), copy=base))
+            found.append(Compared(name, ("tied copy", says)))
     return found
 
 
@@ -315,28 +312,23 @@ def _by_name(a: Side, name: str, b: Side, match: str) -> Iterator[Compared]:
             b.wild.add(match)
         yield Compared(name)
         return
-    forms = [(letter, entry.dtype) for letter, entry in (("B", other), ("A", one)) if is_quantized(entry)]
-    yield judged(name, a.read(name), b.read(match), form=forms[0] if forms else None)
+    form = f"B is {other.dtype}" if is_quantized(other) else f"A is {one.dtype}" if is_quantized(one) else ""
+    yield judged(name, a.read(name), b.read(match), form)
 
 
-def judged(name: str, left: Tensor, right: Tensor, copy: str = "", form: tuple[str, str] | None = None) -> Compared:
-    """Compare the numbers of both sides; `form` is the side that is quantized, and its form."""
+def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
+    """Compare the numbers of both sides; `form` names the side that is quantized, and its form."""
     if equal_bits(left, right):
-        return Compared(name, copy=copy)
+        return Compared(name)
     if name in PADDED and left.shape[1:] == right.shape[1:]:
         rows = min(left.size(0), right.size(0))
         if equal_bits(left[:rows], right[:rows]):
-            return Compared(name, copy=copy)
+            return Compared(name)
     with EXPLAINING:
         kind = explain(left, right)
-        near = (
-            kind[0] == "other numbers" and form and (left.float() - right.float()).norm() <= CLOSE * left.float().norm()
-        )
-        if form and near:
-            kind = "rounded", f"differs by rounding: side {form[0]} is {form[1]} with scales"
-        if copy and kind[0] not in ("rounded", "type"):
-            kind = "tied copy", f"is left out on one side as a copy of '{copy}', whose numbers are others"
-        return Compared(name, kind, difference(left, right), copy)
+        if form and kind[0] == "other numbers" and (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
+            kind = "rounded", f"differs by rounding: side {form} with scales"
+        return Compared(name, kind, difference(left, right))
 
 
 def explain(a: Tensor, b: Tensor) -> Kind:

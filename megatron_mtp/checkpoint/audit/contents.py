@@ -30,15 +30,14 @@ def contents(side: Side) -> list[Finding]:
         return []
     parts, held, said = side.parts, {*side.tensors, *side.unread}, side.said_depths
     there = parts.numbered(TRUNK, held)
+    found, known = list[Finding](), side.layers
     if isinstance(side, MegatronSide):
-        plan, found = _called_for(side), []
-        known = side.layers if there else None
+        plan, known = _called_for(side), known if there else None
     else:
         plan = [tensor.name for rule in side.plan for tensor in rule.hf]
-        found = [*_left_over(side, plan), *_shapes(side), *_types(side)]
+        found += [*_left_over(side, plan), *_shapes(side), *_types(side)]
         if side.family is not None and side.family.untrainable:
             plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
-        known = side.layers
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = lacking(parts, range(said or 0), layers, plan, held)
     return [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found]
@@ -189,10 +188,8 @@ def _called_for(side: MegatronSide) -> list[str]:
 
 def _of_drafter(side: MegatronSide) -> Iterator[str]:
     """Keys of the drafter that the arguments name."""
-    if side.reader is None or side.args is None or not side.runs or not side.argument("drafter"):
-        return
-    from megatron_mtp.checkpoint.convert.drafter_form import head_key, stored_form
+    from megatron_mtp.checkpoint.convert.drafter_form import head_key
 
-    for rule in stored_form(side.args, side.reader).rules(head_key(side.reader)):
-        for piece in rule.mcore:
+    if side.reader is not None and (form := side.drafter) is not None:
+        for piece in (piece for rule in form.rules(head_key(side.reader)) for piece in rule.mcore):
             yield next((key for key in (piece.key, *piece.aliases) if key in side.tensors), piece.key)

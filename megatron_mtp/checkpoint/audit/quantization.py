@@ -37,7 +37,8 @@ QUANTIZED_LATER = "bitsandbytes"
 
 def is_quantized(entry: StoredTensor) -> bool:
     """True if a weight is stored in a quantized form."""
-    return entry.kind in FP8 or entry.kind is None
+    kind = getattr(torch, entry.dtype, None)
+    return kind in FP8 or not isinstance(kind, torch.dtype)
 
 
 def check_parts(side: HFSide) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -22,6 +22,9 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.patches.catalogue import read_catalogue
+
+if TYPE_CHECKING:
+    from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
@@ -90,6 +93,15 @@ class MegatronSide(Opened):
     def runs(self) -> bool:
         """True if Megatron can run the model, so that its modules say which tensors there must be."""
         return self.args is not None and not getattr(self.args, "megatron_mtp_untrainable", None)
+
+    @property
+    def drafter(self) -> "DrafterForm | None":
+        """The form of the drafter that the arguments name; None without one."""
+        from megatron_mtp.checkpoint.convert.drafter_form import stored_form
+
+        if self.reader is None or self.args is None or not self.runs or not self.argument("drafter"):
+            return None
+        return stored_form(self.args, self.reader)
 
     @property
     def parts(self) -> Parts:

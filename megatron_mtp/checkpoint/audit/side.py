@@ -43,8 +43,6 @@ UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, Ove
 """What the rules of a family raise for a config that they do not fit."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
 """What reading a damaged file raises, and converting what it holds."""
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types whose numbers are looked at."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE = KINDS = ("trunk", "depth", "embedding", "head", "beside")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 OWN = ("longcat", "step3")
@@ -75,16 +73,10 @@ class StoredTensor:
     read: Callable[..., Tensor] | None
     pieces: Callable[[], Iterable[Tensor]] | None = None
 
-    @property
-    def kind(self) -> torch.dtype | None:
-        """The type, if torch has it."""
-        found = getattr(torch, self.dtype, None)
-        return found if isinstance(found, torch.dtype) else None
-
 
 def is_finite(tensor: Tensor) -> bool:
-    """True without NaN and infinities; nothing of the tensor's size is allocated."""
-    if tensor.dtype not in FLOATS or not tensor.numel():
+    """True without NaN and infinities, and of integers and FP8; nothing of the tensor's size is allocated."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
         return True
     return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor.detach()))
 

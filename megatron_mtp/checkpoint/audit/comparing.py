@@ -107,7 +107,8 @@ def pairing(a: Side, b: Side) -> Pairing:
     usual_a, usual_b = ({_usual(name): name for name in side.tensors} for side in (a, b))
     pairs = {name: name if name in b.tensors else usual_b.get(_usual(name)) for name in a.tensors}
     both = [(name, match) for name, match in pairs.items() if match is not None]
-    rest = [name for name in b.tensors if name not in pairs.values()]
+    matched = set(pairs.values())
+    rest = [name for name in b.tensors if name not in matched]
     both += [(usual_a[_usual(name)], name) for name in rest if _usual(name) in usual_a]
     for name, match in both:
         found.shared.append(name)
@@ -298,7 +299,7 @@ def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared
             for _ in pool.map(partial(look, side), rest):
                 bar.update()
     for side, name, base in paired.copies:
-        if side.bits.get(name) != side.bits.get(base):
+        if name in side.bits and base in side.bits and side.bits[name] != side.bits[base]:
             says = f"is left out on one side as a copy of '{base}', whose numbers are others"
             found.append(Compared(name, ("tied copy", says)))
     return found

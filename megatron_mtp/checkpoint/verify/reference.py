@@ -201,17 +201,10 @@ def _class_of(config: Any) -> Any:
 
 
 def _load(kind: Any, config: Any, tensors: Tensors, what: str, rest_is_zero: bool = False) -> Any:
-    """A model of these tensors.
-
-    Args:
-        kind: its class.
-        config: its config.
-        tensors: its tensors, by name.
-        what: name of the model in messages.
-        rest_is_zero: whether absent tensors are zero.
+    """A model of these tensors by name; `what` names it in messages.
 
     Raises:
-        ValueError: the model has more tensors, or of other shapes.
+        ValueError: the model has other shapes, or tensors that are absent here, unless these are zero.
     """
     try:
         model, report = kind.from_pretrained(

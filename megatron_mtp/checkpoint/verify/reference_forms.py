@@ -145,45 +145,27 @@ def _under(prefix: str, **parts: str) -> dict[str, str]:
     return {part: f"{prefix}{name}.weight" for part, name in parts.items()}
 
 
-def _has_experts(tensors: Tensors) -> bool:
-    return any(".mlp.experts." in name for name in tensors)
+def _with(**changes: Any) -> Callable[[Any, int, Tensors], Changes]:
+    """Config changes that are the same for every depth."""
+    return lambda config, depth, tensors: changes
 
 
-def _experts(config: Any, depth: int, tensors: Tensors) -> Changes:
-    """Depths have experts, even if the first layers of the trunk have none."""
-    return {"first_k_dense_replace": 0}
-
-
-def _sparse(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"mlp_layer_types": ["sparse"]}
-
-
-def _full_attention(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
+_experts = _with(first_k_dense_replace=0)
+"""Depths have experts, even if the first layers of the trunk have none."""
+_sparse = _with(mlp_layer_types=["sparse"])
+_full_attention = _with(layer_types=["full_attention"], mlp_only_layers=[], decoder_sparse_step=1)
 
 
 def _exaone(config: Any, depth: int, tensors: Tensors) -> Changes:
     """Full attention, with positions only if no layer of the trunk has a window."""
     kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
-    mlp = "sparse" if _has_experts(tensors) else "dense"
+    mlp = "sparse" if any(".mlp.experts." in name for name in tensors) else "dense"
     return {"layer_types": [kinds[depth]], "mlp_layer_types": [mlp]}
 
 
 def _first_kind(config: Any, depth: int, tensors: Tensors) -> Changes:
     """vLLM numbers the layers of EXAONE 4.5's depths from 0, so they are of the kind of the trunk's first."""
     return {"layer_types": [config.layer_types[depth]]}
-
-
-def _ernie(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"moe_layer_start_index": 1, "moe_layer_end_index": 1}
-
-
-def _mimo_v2(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
-
-
-def _longcat(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"num_layers": 1, "zero_expert_num": 0}
 
 
 def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
@@ -301,16 +283,22 @@ _OWN = {
         _under(_OCR, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head"),
         given="layer",
     ),
-    "ernie4_5_moe": DepthForm("model.mtp_block.{k}.", _under("model.", **_ERNIE), layers=_ernie),
+    "ernie4_5_moe": DepthForm(
+        "model.mtp_block.{k}.", _under("model.", **_ERNIE), layers=_with(moe_layer_start_index=1, moe_layer_end_index=1)
+    ),
     "mimo_v2_flash": DepthForm(
         "model.mtp.layers.{k}.",
         _under("model.mtp.layers.{k}.", **_HALVES, norm="final_layernorm"),
         renames={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        layers=_mimo_v2,
+        layers=_with(layer_types=["sliding_attention"], mlp_layer_types=["dense"]),
         given="attention",
     ),
     "longcat_flash": DepthForm(
-        "model.mtp.layers.{k}.", _LONGCAT, renames=_LONGCAT_LAYER, layers=_longcat, rest_is_zero=True
+        "model.mtp.layers.{k}.",
+        _LONGCAT,
+        renames=_LONGCAT_LAYER,
+        layers=_with(num_layers=1, zero_expert_num=0),
+        rest_is_zero=True,
     ),
     "step3p5": replace(_STEP_FORM, around=_with_eyes),
     "step3p7": _STEP_FORM,

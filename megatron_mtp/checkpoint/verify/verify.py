@@ -133,7 +133,7 @@ def same_logits(
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
-        else text_tokens(hf, text, 32 * length, trust_remote_code)
+        else _text_tokens(hf, text, 32 * length, trust_remote_code)
     )
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
     if flags is None:
@@ -249,18 +249,8 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
     return equal_bits(one.to(wide), other.to(wide))
 
 
-def text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
-    """The first tokens [1, S] of a text, by the tokenizer of a folder.
-
-    Args:
-        folder: holds the tokenizer.
-        text: the file.
-        length: number of tokens at most.
-        trust_remote_code: whether to run the folder's Python code.
-
-    Raises:
-        ValueError: there are less than 2 tokens.
-    """
+def _text_tokens(folder: Path, text: Path, length: int, trust_remote_code: bool) -> Tensor:
+    """The first tokens [1, S] of a text, by the tokenizer of a folder; raises ValueError for less than 2."""
     tokens = read_tokenizer(folder, trust_remote_code)(text.read_text(encoding="utf-8"))["input_ids"][:length]
     if len(tokens) < 2:
         raise ValueError(f"--text: {text} makes {len(tokens)} token(s); give a longer text.")

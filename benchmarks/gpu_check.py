@@ -47,6 +47,8 @@ def main() -> int:
             print("gpu_check: skipped, since there is no CUDA device here; --device cpu --quick tries its parts.")
             return SKIPPED
         args.out.mkdir(parents=True, exist_ok=True)
+        if args.device == "cuda":
+            read_once()
         found = [run(name, part, args) for name, part in chosen.items()]
     return report_of(found, args.device == "cpu")
 
@@ -77,6 +79,13 @@ def has_cuda() -> bool:
     """Asked by another process, so that this one keeps no memory of the device."""
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def read_once() -> None:
+    """Import what all parts do: a disk that has not read it before took a minute, which is no part's own time."""
+    print("gpu_check: reading torch, CUDA and Megatron once", file=sys.stderr, flush=True)
+    code = "import benchmarks.gpu.part, torch; torch.ones(1, device='cuda')"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment("cuda"), capture_output=True)
 
 
 def run(name: str, part: Part, args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ worker.py       the process of one part
 record.py       the JSON file of one part
 page.py         docs/gpu.md from the files of several runs
 losses.py       losses against float64, their memory and time
-drafting.py     plain decoding against drafting: CUDA graphs on and off, cuDNN attention, energy, a profile
+drafting.py     plain decoding against drafting: CUDA graphs, compiled or not, cuDNN attention, energy, a profile
 divergence.py   how often drafted texts part from plain ones in bfloat16
 training.py     parity with the CPU and with TE, FP8, MoE with TE; steps and memory against Megatron's own MTP
 suite.py        the unit tests, and parity with Megatron's own MTP
@@ -49,6 +49,7 @@ _TE = (*_RUN, "transformer_engine")
 PARTS = {
     "losses": Part("benchmarks.gpu.losses:losses"),
     "graphs": Part("benchmarks.gpu.drafting:graphs"),
+    "fused": Part("benchmarks.gpu.drafting:fused", only_cuda=True),
     "cudnn": Part("benchmarks.gpu.drafting:cudnn", only_cuda=True),
     "megatron_parity": Part("benchmarks.gpu.suite:megatron_parity", _TESTS),
     "parity": Part("benchmarks.gpu.training:parity", _RUN),

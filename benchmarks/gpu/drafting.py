@@ -1,4 +1,4 @@
-"""Plain decoding against drafting: with CUDA graphs and without, with cuDNN attention, energy, a profile."""
+"""Plain decoding against drafting: CUDA graphs on and off, compiled or not, cuDNN attention, energy, a profile."""
 
 import contextlib
 import statistics
@@ -17,7 +17,7 @@ from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Tab
 from benchmarks.harness import Goal, interleave
 from megatron_mtp.cli.cost import NO_METER, start_meter
 from megatron_mtp.decoding import batch as steps
-from megatron_mtp.decoding import generate, kv_cache
+from megatron_mtp.decoding import dense_layer, generate, kv_cache
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.types import Proposer
@@ -50,6 +50,31 @@ def cudnn(setting: Setting) -> Found:
     cudnn_first = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True)
     with cudnn_first, mock.patch.object(kv_cache, "_own_kernels", contextlib.nullcontext):
         return drafting(setting, (0, 3), rounds=1)
+
+
+def fused(setting: Setting) -> Found:
+    """K = 0 and 3 with CUDA graphs: with what stands between products compiled, and one operation after the other."""
+    size, runner = model_of(setting)
+    rows: list[tuple[Any, ...]] = []
+    for name, way in (("one by one", lambda function, _: function), ("compiled", dense_layer.fused)):
+        with mock.patch.object(dense_layer, "fused", way):
+            runner.read_weights()
+        for count in (0, 3):
+            began = time.perf_counter()
+            decoded(runner, size.new_tokens, count, True)
+            first = time.perf_counter() - began
+            found = summary(count, True, [decoded(runner, size.new_tokens, count, True) for _ in range(size.rounds)])
+            forward = 1e6 * found["accepted_length"] / found["tokens_per_second"]
+            rows.append((name, count, round(first, 2), found["tokens_per_second"], round(forward, 1), found["tokens"]))
+    ratios = {count: rows[2 + at][3] / rows[at][3] for at, count in enumerate((0, 3))}
+    other = sum(row[-1] != rows[0][-1] for row in rows)
+    goals = [Goal(f"fused: tokens/s over one by one, K = {count}", ratio, 1.0, ">=") for count, ratio in ratios.items()]
+    header = ("between products", "K", "s of the first text", "tokens/s", "us a step")
+    return Found(
+        {"tokens/s over one by one": {str(count): ratio for count, ratio in ratios.items()}},
+        [Goal("fused: sides that emit other tokens", other, 0), *goals],
+        [Table("What stands between products", header, [row[:-1] for row in rows])],
+    )
 
 
 def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:

@@ -5,6 +5,10 @@ product; on a large one the product takes as long as reading its weight. `lean` 
 layer, and for a hybrid's layer of attention, MLP, Mamba-2 or Gated DeltaNet: no biases, rotary halves, no quantization,
 no sequence parallelism. All others run as Megatron's modules, and so do experts within their layer.
 
+On a GPU every operation between the products is a kernel that takes longer to start than to run. There torch's compiler
+makes one of a sum and the norm after it, one of a gated activation, and two of turning queries and keys and writing
+keys and values into the cache (`fused`).
+
 The settings that this file knows are listed. Where another one differs from Megatron's default, the layer runs as
 Megatron's module, and a warning names the setting. So a new switch of Megatron makes drafting slower, and never wrong.
 
@@ -32,8 +36,9 @@ from torch.distributed import all_reduce
 from torch.linalg import vector_norm
 
 from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn
-from megatron_mtp.decoding.kv_cache import attend
+from megatron_mtp.decoding.kv_cache import Places, attended, write_rows
 from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.runtime import why_no_launcher, why_not
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Multiply = Callable[[Tensor], Tensor]
@@ -122,21 +127,42 @@ def lean(layer: Any, product: Product) -> Forward | None:
     """The layer's forward with these products, hidden [S, B, H] to the same; None for a layer of another kind."""
     if not _is_plain(layer) or not _is_known(layer.config):
         return None
-    parts: list[tuple[Callable[[Tensor], Tensor], Forward]] = []
+    norms: list[Any] = []
+    parts: list[Forward] = []
     if (mixer := mixer_of(layer)) is not None:
-        parts.append((short_norm(norm_before(layer)), _mixed(mixer, product)))
+        norms, parts = [norm_before(layer)], [_mixed(mixer, product)]
     elif attention_of(layer) is not None:
-        parts.append((short_norm(layer.input_layernorm), _attention(layer.self_attention, product)))
+        norms, parts = [layer.input_layernorm], [_attention(layer.self_attention, product)]
     if not isinstance(getattr(layer, "mlp", None), IdentityOp | None):
         make = _mlp if mlp_of(layer) is not None else _experts
-        parts.append((short_norm(layer.pre_mlp_layernorm), make(layer.mlp, product)))
+        norms, parts = [*norms, layer.pre_mlp_layernorm], [*parts, make(layer.mlp, product)]
+    (normalize, *later), (first, *others) = map(short_norm, norms), parts
+    sum_and_norm = fused(_sum_and_norm, next(layer.parameters()))
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
-        for normalize, part in parts:
-            hidden_SBH = hidden_SBH + part(normalize(hidden_SBH), angles)
-        return hidden_SBH
+        made_SBH = first(normalize(hidden_SBH), angles)
+        for norm, part in zip(later, others, strict=True):
+            hidden_SBH, normed_SBH = sum_and_norm(hidden_SBH, made_SBH, norm)
+            made_SBH = part(normed_SBH, angles)
+        return hidden_SBH + made_SBH
 
     return forward
+
+
+def fused(function: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
+    """The same function of rows between products: on a GPU compiled into few kernels, for any number of rows."""
+    can_launch = weight.is_cuda and why_not("triton") is None and why_no_launcher() is None
+    return _compiled(function) if can_launch else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _sum_and_norm(hidden: Tensor, made: Tensor, normalize: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    hidden = hidden + made
+    return hidden, normalize(hidden)
 
 
 def mixer_of(layer: Any) -> Any:
@@ -245,22 +271,37 @@ def _attention(attention: SelfAttention, product: Product) -> Forward:
     to_qkv, to_hidden = product(attention.linear_qkv.weight), _summed(attention.linear_proj, product)
     groups, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     heads = attention.num_attention_heads_per_partition
+    keep = fused(_kept_heads, attention.linear_qkv.weight)
 
     def forward(hidden_SBH: Tensor, angles: Angles | None) -> Tensor:
         rows, batch, _ = hidden_SBH.shape
         mixed_SBGQC = to_qkv(hidden_SBH).view(rows, batch, groups, heads // groups + 2, channels)
-        both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
-        if norms[0] is not None or norms[1] is not None:
-            pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
-            both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
-        if angles is not None:
-            both = rotated(both, *angles)
-        query_BNRC = both[..., :-1, :].permute(1, 2, 3, 0, 4).reshape(batch, heads, rows, channels)
-        key_BGRC, value_BGRC = both[..., -1, :].permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        attended_BNRC = attend(core.scope, core.layer, query_BNRC, key_BGRC, value_BGRC, core.scale)
+        caches = core.scope.cache.take(core.layer, groups, channels, mixed_SBGQC)
+        query_BNRC = keep(mixed_SBGQC, norms, angles, caches, core.scope.rows.memory_places)
+        key_BGWC, value_BGWC = map(core.scope.rows.window_of, caches)
+        attended_BNRC = attended(core.scope, query_BNRC, key_BGWC, value_BGWC, core.scale)
         return to_hidden(attended_BNRC.permute(2, 0, 1, 3).reshape(rows, batch, heads * channels))
 
     return forward
+
+
+def _kept_heads(
+    mixed_SBGQC: Tensor,
+    norms: tuple[Any, Any],
+    angles: Angles | None,
+    caches: tuple[Tensor, Tensor],
+    places: Places,
+) -> Tensor:
+    """Queries [B, N, R, C] of a product with queries, keys and values; the latter two are kept in the caches."""
+    both, value = mixed_SBGQC[..., :-1, :], mixed_SBGQC[..., -1, :]
+    if norms[0] is not None or norms[1] is not None:
+        pair = zip(norms, (both[..., :-1, :], both[..., -1:, :]), strict=True)
+        both = torch.cat([one if norm is None else norm(one) for norm, one in pair], dim=3)
+    if angles is not None:
+        both = rotated(both, *angles)
+    for cache_NGSC, new_SBGC in zip(caches, (both[..., -1, :], value), strict=True):
+        write_rows(cache_NGSC, new_SBGC.permute(1, 2, 0, 3), places)
+    return both[..., :-1, :].permute(1, 2, 3, 0, 4).flatten(1, 2)
 
 
 def rotated(both: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
@@ -278,7 +319,7 @@ def _mixed(mixer: Any, product: Product) -> Forward:
 
 def _mlp(mlp: MLP, product: Product) -> Forward:
     widen, narrow = product(mlp.linear_fc1.weight), _summed(mlp.linear_fc2, product)
-    activate = activation(mlp.config)
+    activate = activation(mlp.config, mlp.linear_fc1.weight)
     return lambda hidden_SBH, _: narrow(activate(widen(hidden_SBH)))
 
 
@@ -287,14 +328,20 @@ def _experts(experts: Any, _: Product) -> Forward:
     return lambda hidden_SBH, _: experts(hidden_SBH)[0]
 
 
-def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F]."""
+def activation(config: TransformerConfig, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F].
+
+    Args:
+        weight: of either product.
+    """
     activate = config.activation_func
     if not config.gated_linear_unit:
         return activate
 
-    def gated(wide: Tensor) -> Tensor:
-        gate, up = wide.chunk(2, dim=-1)
-        return activate(gate) * up
+    gated = fused(_gated, weight)
+    return lambda wide: gated(wide, activate)
 
-    return gated
+
+def _gated(wide: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return activate(gate) * up

@@ -422,8 +422,15 @@ def attend(
         value_BGRC: None where the keys are the values as well.
         sink_N: scores of the heads' sinks; None without sinks.
     """
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
+    return attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
+
+
+def attended(
+    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None = None
+) -> Tensor:
+    """The same over keys and values of the window, which the cache has."""
     packed = scope.rows
-    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, packed)
     if packed.padded is not None:
         query_BNRC = packed.unpacked(query_BNRC, rows=2)
     mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
@@ -437,9 +444,9 @@ def attend(
     if value_channels != channels:  # unequal channels would keep torch from its fast kernels
         value_BGWC = pad(value_BGWC, (0, channels - value_channels))
     with _own_kernels(query_BNRC):
-        attended = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
-    attended = attended.reshape(batch, heads, rows, channels)[..., :value_channels]
-    return attended if packed.padded is None else packed.packed(attended, rows=2)
+        made = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
+    made_BNRC = made.reshape(batch, heads, rows, channels)[..., :value_channels]
+    return made_BNRC if packed.padded is None else packed.packed(made_BNRC, rows=2)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ pass over the sum."""
 LEAST_BYTES = 8 * 2**20
 """Float32 logits of a chunk on a CPU, whatever the sum needs: smaller ones cost time and save nothing that counts."""
 
-CHUNKS_BESIDE_SUM_CUDA = 4
+CHUNKS_BESIDE_SUM_CUDA = 2
 """On a GPU, a chunk's logits are at most such a part of the sum, or of a fourth of all logits where that is more."""
 
 

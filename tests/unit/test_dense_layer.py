@@ -1,6 +1,14 @@
-"""The short dense layer does not run where the model has a switch that it does not know, planted or Megatron's own."""
+"""The short dense layer does not run where the model has a switch that it does not know, planted or Megatron's own.
 
+And what a GPU compiles of it computes the same.
+"""
+
+import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +17,7 @@ from drafting_single import launches_of_a_layer, model_of, prompts_of, trained_f
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_mtp import cpu
 from megatron_mtp.cli.generate import main
 from megatron_mtp.decoding import dense_layer
 from megatron_mtp.decoding.engine import generate
@@ -78,6 +87,48 @@ def test_a_norm_on_cuda_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dense_layer.short_norm(norm) is not norm
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert dense_layer.short_norm(norm) is norm
+
+
+FUSED = {
+    "cpu": ("aot_eager", 0.0),
+    "cuda": ("inductor", 1e-5),
+}
+"""By device: which of torch's backends, and how far a result may be from that of the same function not compiled."""
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(cpu.installed(), reason="needs a CUDA device: run it on one")),
+    ],
+)
+def test_what_a_gpu_compiles_computes_the_same_and_is_compiled_once_for_all_layers(device: str) -> None:
+    """For one row or more of one sequence or more; other numbers of them, and other layers, compile nothing."""
+    backend, allowed = FUSED[device]
+    command = [sys.executable, str(Path(__file__).with_name("fused_functions.py")), device, backend]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name, *_ in cases] == ["_kept_heads", "_kept_heads", "_sum_and_norm", "_gated"]
+    assert max(largest for _, largest, _ in cases) <= allowed
+    assert {compiled for *_, compiled in cases} == {4}
+
+
+def test_functions_are_compiled_for_a_gpu_that_can_launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or function)
+    monkeypatch.setattr(dense_layer, "why_not", lambda _: None)
+    dense_layer._compiled.cache_clear()
+    reasons = iter([None, "there is no C compiler"])
+    monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: next(reasons))
+    weight = torch.ones(2)
+    assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for _ in range(2):
+        assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
+        assert compiled == [dense_layer._gated]
+        dense_layer._compiled.cache_clear()
 
 
 @pytest.mark.parametrize("name", SWITCHES)

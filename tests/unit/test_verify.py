@@ -30,12 +30,14 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.reference import all_logits
-from megatron_mtp.checkpoint.verify.verify import Check, acceptance, reference_logits, verify
+from megatron_mtp.checkpoint.verify.verify import Check, acceptance, reference_logits, round_trip, verify
 from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -207,6 +209,18 @@ def test_other_weights_are_seen(tmp_path: Path, judged: AllJudged) -> None:
     checks = verify(judged["llama", True].folder, tmp_path / "mcore")
     assert failed(checks) == ["tensors that are equal bit by bit, there and back", "trunk logits, largest difference"]
     assert "first that differs: " in checks[0].witness
+
+
+def test_a_norm_that_is_stored_twice_is_proved_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export gives back the original beside w - 1, which Megatron computes with: the way there alone shows it."""
+    folder, key = make(tmp_path / "hf", "qwen3_next", 1), "decoder.layers.0.self_attention.out_norm.weight"
+    hf_to_mcore(folder, tmp_path / "mcore", QUIET)
+    original = DistReader.read
+    monkeypatch.setattr(DistReader, "read", lambda self, name, *slab: original(self, name, *slab) + (name == key))
+    model, reader = HFModel.read(folder), DistReader(tmp_path / "mcore")
+    check = round_trip(model.beside(reader).rules, model.folder, reader)
+    assert not check.ok
+    assert check.witness.endswith("first that differs: model.layers.0.linear_attn.norm.weight")
 
 
 @pytest.mark.parametrize(("moved", "expected"), [(2e-4, []), (1e-4, ["trunk logits, largest difference"])])

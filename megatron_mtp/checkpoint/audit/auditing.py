@@ -197,8 +197,8 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
     except (ValueError, AttributeError) as error:  # Megatron refuses the settings of one, or lacks them
         return [Finding("not compared", f"Settings were not compared: {str(error).rstrip('.')}.", severity=NOTE)]
     found = []
-    for name in [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-        if not (name in TIE and same_head):
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name) and not (name in TIE and same_head):
             says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
             found.append(Finding("config", says, "take the value of the training", names=(name,)))
     return found
@@ -211,9 +211,8 @@ def _settings(*sides: Side) -> list[dict[str, Any]]:
     keys = [side.keys for side in sides if isinstance(side, HFSide)]
     if len(keys) == 2 and keys[0] == keys[1]:
         return [{}, {}]
-    if len(keys) == 2 and keys[0].get("model_type") == keys[1].get("model_type"):
-        return [_whole(side) for side in sides]
-    arguments = [_arguments(side) for side in sides]
+    alike = len(keys) == 2 and keys[0].get("model_type") == keys[1].get("model_type")
+    arguments = [None if alike else _arguments(side) for side in sides]
     if None in arguments:
         return [_whole(side) for side in sides]
     return [computation.settings_of(args) for args in arguments if args is not None]

@@ -40,7 +40,7 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         description="Show what a Hugging Face folder or Megatron checkpoint holds, whoever wrote it, or what differs "
-        "between two of them, each finding with its explanation and what to do. Tensors are read a pair at a time, "
+        "between two of them, each finding with its explanation and what to do. Each tensor is read once, "
         "and pickles are never run. Exit status: 0 sound or equal, 1 findings, 2 bad input.",
         epilog=EXAMPLES,
     )

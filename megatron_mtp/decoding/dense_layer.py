@@ -328,17 +328,17 @@ def _experts(experts: Any, _: Product) -> Forward:
     return lambda hidden_SBH, _: experts(hidden_SBH)[0]
 
 
-def activation(config: TransformerConfig, weight: Tensor) -> Callable[[Tensor], Tensor]:
+def activation(config: TransformerConfig, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Activation of an MLP between its products: [..., F], or [..., 2 F] of a gated unit, to [..., F].
 
     Args:
-        weight: of either product.
+        weight: of either product, whose device decides whether a gated unit is compiled; None leaves it as it is.
     """
     activate = config.activation_func
     if not config.gated_linear_unit:
         return activate
 
-    gated = fused(_gated, weight)
+    gated = _gated if weight is None else fused(_gated, weight)
     return lambda wide: gated(wide, activate)
 
 

@@ -57,7 +57,7 @@ class StaticExperts(StandIn):
         experts = own.experts.local_experts
         self.first_EFH = _joined([expert.linear_fc1 for expert in experts], 0)
         self.second_EFH = _joined([expert.linear_fc2 for expert in experts], 1)
-        self._activated = activation(own.config, self.first_EFH)
+        self._activated = activation(own.config)
 
     def forward(self, hidden_SBH: Tensor, **_: object) -> tuple[Tensor, None]:
         """[S, B, H], and no bias, as the layer returns them."""

@@ -157,7 +157,21 @@ def fused(function: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """The function by torch's compiler; where that fails the function itself, after one warning."""
+    way = torch.compile(function, dynamic=True)
+
+    def call(*given: Any) -> Any:
+        nonlocal way
+        try:
+            return way(*given)
+        except Exception as error:  # of inductor, Triton, a driver: of any kind
+            if way is function:
+                raise
+            _logger.warning("torch.compile fails, so decoding is slower: %s", f"{error}"[:300])
+            way = function
+            return function(*given)
+
+    return call
 
 
 def _sum_and_norm(hidden: Tensor, made: Tensor, normalize: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,20 +116,45 @@ def test_what_a_gpu_compiles_computes_the_same_and_is_compiled_once_for_all_laye
     assert {compiled for *_, compiled in cases} == {4}
 
 
-def test_functions_are_compiled_for_a_gpu_that_can_launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or function)
-    monkeypatch.setattr(dense_layer, "why_not", lambda _: None)
-    dense_layer._compiled.cache_clear()
-    reasons = iter([None, "there is no C compiler"])
-    monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: next(reasons))
-    weight = torch.ones(2)
-    assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors say that they are on one, where kernels can be launched."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(dense_layer, "why_not", lambda _: None)
+    monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: None)
+    dense_layer._compiled.cache_clear()
+    yield
+    dense_layer._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_functions_are_compiled_for_a_gpu_that_can_launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda *given: ("compiled", *given))
+    weight = torch.ones(2)
+    assert dense_layer.fused(dense_layer._gated, weight)(1, 2) == ("compiled", 1, 2)
+    monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: "there is no C compiler")
+    assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
+    monkeypatch.setattr(dense_layer, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After one warning; an error of the function itself stays one."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("ptxas is not there")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
+    gated, wide = dense_layer.fused(dense_layer._gated, torch.ones(2)), torch.tensor([2.0, 3.0])
     for _ in range(2):
-        assert dense_layer.fused(dense_layer._gated, weight) is dense_layer._gated
-        assert compiled == [dense_layer._gated]
-        dense_layer._compiled.cache_clear()
+        assert gated(wide, torch.neg).tolist() == [-6.0]
+    assert [text for text in warnings_of(caplog) if "ptxas" in text] == warnings_of(caplog)[:1] != []
+    with pytest.raises(TypeError):
+        gated(None)
 
 
 @pytest.mark.parametrize("name", SWITCHES)

@@ -16,7 +16,7 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from torch import Tensor
@@ -329,6 +329,7 @@ class HFSide(Opened):
             return self.family.all_rules(self.config, layout)
         return []
 
+    @override
     @cached_property
     def plan(self) -> list[Rule]:
         """The rules of all tensors that the config calls for, as far as they are known."""

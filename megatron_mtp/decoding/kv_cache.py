@@ -325,8 +325,8 @@ class KVCache:
 
     def take(self, layer: int, heads: int, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in all blocks, [N, G, S, C] each, for code that writes them itself."""
-        first_BGRC = like.new_empty(1, heads, 0, channels)
-        return self._memory(self.keys, layer, first_BGRC), self._memory(self.values, layer, first_BGRC)
+        sizes = layer, heads, channels, like
+        return self._memory(self.keys, *sizes), self._memory(self.values, *sizes)
 
     def keep(self, source: Places, target: Places) -> None:
         """Move rows from one place to another, in every layer that has run."""
@@ -341,14 +341,13 @@ class KVCache:
                 cache[blocks] = 0
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
-        memory_NGSC = self._memory(caches, layer, new_BGRC)
+        memory_NGSC = self._memory(caches, layer, new_BGRC.size(1), new_BGRC.size(3), new_BGRC)
         write_rows(memory_NGSC, new_BGRC, rows.memory_places)
         return rows.window_of(memory_NGSC)
 
-    def _memory(self, caches: list[Tensor | None], layer: int, like_BGRC: Tensor) -> Tensor:
+    def _memory(self, caches: list[Tensor | None], layer: int, heads: int, channels: int, like: Tensor) -> Tensor:
         if (memory := caches[layer]) is None:
-            sizes = self.blocks, like_BGRC.size(1), self.size, like_BGRC.size(3)
-            memory = caches[layer] = like_BGRC.new_zeros(sizes)
+            memory = caches[layer] = like.new_zeros(self.blocks, heads, self.size, channels)
         return memory
 
 

@@ -57,7 +57,7 @@ class Read:
         self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
-        memory = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)  # type: ignore[attr-defined]
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
         assert memory is not None, f"a replay reads {[*self.place[1]]} {self.dtype}, which have been freed"
         return torch.empty(0, dtype=self.dtype).set_(memory, *self.place)
 

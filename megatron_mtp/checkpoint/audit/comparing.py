@@ -26,12 +26,12 @@ from tqdm import tqdm
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.contents import lacking
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
-from megatron_mtp.checkpoint.audit.saved import OUTPUT, MegatronSide, Side
+from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, is_finite
 from megatron_mtp.checkpoint.convert.plan import Step, unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
-from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OWN_NORM
+from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
 from megatron_mtp.checkpoint.mcore.reader import equal_bits
 from megatron_mtp.files import default_workers
 

@@ -14,6 +14,7 @@ from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, HFSide, Parts
 from megatron_mtp.checkpoint.convert.plan import lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.family import class_tensors
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
 LOST = "export the depths as well, or set the number of depths in the config to what the files hold"
@@ -170,8 +171,8 @@ def _thin(side: Side) -> Iterator[str]:
 def _called_for(side: MegatronSide) -> list[str]:
     """Tensors that a checkpoint has to hold: ends of the model, frames of depths, and what other layers have."""
     final = [f"decoder.{norm}.weight" for norm in ("final_layernorm", "final_norm")]
-    names = ["embedding.word_embeddings.weight", next((key for key in final if key in side.tensors), final[0])]
-    names += ["output_layer.weight"] * (side.tied is False)
+    names = [EMBEDDING, next((key for key in final if key in side.tensors), final[0])]
+    names += [OUTPUT] * (side.tied is False)
     if side.kept and not side.runs and side.reader is not None:
         held, there = {key.removeprefix(CARRIED) for key in side.tensors}, side.parts.numbered(TRUNK, side.tensors)
         lost = lost_of_class(class_tensors(side.reader.home / HF_FILES), held)

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 import yaml
 
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.mcore import EMBEDDING
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.config import BESIDE_MTP
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 NESTED = "language_model."
 """What keys of the text model begin with in checkpoints of multimodal models; it is left out of `tensors`."""
-OUTPUT = "output_layer.weight"
 RUN_CONFIG = "run_config.yaml"
 FROM_CHECKPOINT = "the checkpoint"
 
@@ -85,8 +84,8 @@ class MegatronSide(Opened):
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
 
+    @override
     def base_of(self, name: str) -> str | None:
-        """The embedding, of a head that is tied to it; None of other tensors."""
         return EMBEDDING if name == OUTPUT and self.tied and EMBEDDING in self.tensors else None
 
     @property

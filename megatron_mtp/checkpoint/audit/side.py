@@ -8,6 +8,7 @@ drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -128,7 +129,7 @@ class Parts:
 
 
 @dataclass
-class Opened:
+class Opened(ABC):
     """The interface of both kinds of sides. Whoever reads a tensor notes what an audit has to know of its numbers.
 
     Attributes:
@@ -190,9 +191,9 @@ class Opened:
             self.errors[name] = str(error)
             raise
 
+    @abstractmethod
     def base_of(self, name: str) -> str | None:
         """The tensor that a name repeats, embedding or head; None if it is no copy."""
-        raise NotImplementedError
 
     @cached_property
     def plan(self) -> list[Rule]:
@@ -289,8 +290,8 @@ class HFSide(Opened):
         pattern = next((self.config.keys[name] for name in (key, BLOCKS) if self.config.has(name)), "*E")
         return Parts(self.layers, len(pattern) if isinstance(pattern, str | list) and pattern else 1)
 
+    @override
     def base_of(self, name: str) -> str | None:
-        """The tensor that a name repeats, embedding or head; None if it is no copy."""
         kind = self.parts.of(name).kind
         own = self.config is not None and self.config.model_type.startswith(OWN)
         if kind == HEAD and self.tied:
@@ -332,7 +333,6 @@ class HFSide(Opened):
     @override
     @cached_property
     def plan(self) -> list[Rule]:
-        """The rules of all tensors that the config calls for, as far as they are known."""
         return self.rules()
 
     def is_counterpart(self, key: str) -> bool:

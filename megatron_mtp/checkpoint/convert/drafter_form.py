@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_r
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_kind
-from megatron_mtp.checkpoint.mcore import EMBEDDING
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
 from megatron_mtp.model.arguments import as_mtp_layers, can_read, default_layers
@@ -36,7 +36,7 @@ from megatron_mtp.model.head import DRAFTER
 ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
 LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
-VOCABULARY, HEAD, OUTPUT = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head", "output_layer.weight"
+VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"
 FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
 OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),

@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore import EMBEDDING
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader, Shape
 
-HEAD = "output_layer.weight"
 _HERE = Path("the model")
 
 
@@ -63,7 +62,7 @@ def export_hf_weights(
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for rule in export.rules:
-        if only_mtp and not any(one.key.startswith("mtp.") or one.key in (EMBEDDING, HEAD) for one in rule.mcore):
+        if only_mtp and not any(one.key.startswith("mtp.") or one.key in (EMBEDDING, OUTPUT) for one in rule.mcore):
             continue
         group = export.group(rule, options)
         made = zip(group.entries, group.make(), strict=True)

@@ -7,6 +7,7 @@ from megatron_mtp.checkpoint.families.blocks import GQA, MLA, MoE, Place, depth_
 from megatron_mtp.checkpoint.families.family import Depths, Layout
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
 """Forms of an export whose model has no such biases."""
@@ -212,9 +213,9 @@ def frame(
     tied = config.flag("tie_word_embeddings")
     if tied:
         embeddings += heads if layout.has("head") else heads[1:]
-    rules = [_shared(embeddings, "embedding.word_embeddings.weight", (vocabulary, hidden), tied)]
+    rules = [_shared(embeddings, EMBEDDING, (vocabulary, hidden), tied)]
     if not tied:
-        rules.append(_shared(heads, "output_layer.weight", (vocabulary, hidden)))
+        rules.append(_shared(heads, OUTPUT, (vocabulary, hidden)))
     rules.append(rename(f"{prefix}{norm}.weight", f"decoder.{final}.weight", (hidden,)))
     return rules
 

@@ -11,7 +11,7 @@ fused norm under both kinds of modules, a MoE layer under Megatron's own alone, 
 Engine's alone.
 """
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 _PAIRS = (

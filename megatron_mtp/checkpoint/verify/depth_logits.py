@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
@@ -22,9 +23,6 @@ from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.rope import place
 from megatron_mtp.model.trunk import MTPTrunk
-
-OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Keys of a depth that has an embedding or a head of its own."""
 
 
 class Constant(torch.nn.Module):
@@ -103,11 +101,11 @@ def _run(
     out = {}
     for number, layer in enumerate(model.mtp.layers, start=1):
         assert isinstance(layer, MultiTokenPredictionLayer)
-        own_words_VH = _own(reader, number, OWN_EMBEDDING, words_VH)
+        own_words_VH = _own(reader, number, EMBEDDING, words_VH)
         norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
         state_SBH = layer(state_SBH, own_words_VH[tokens_BS[:, number : number + length]].transpose(0, 1), attention)
         normed_SBH = norm(state_SBH)
-        out[f"depth {number}"] = linear(normed_SBH, _own(reader, number, OWN_HEAD, head_VH))[:, 0]
+        out[f"depth {number}"] = linear(normed_SBH, _own(reader, number, OUTPUT, head_VH))[:, 0]
         state_SBH = state_SBH if before_norm else normed_SBH
     return out
 

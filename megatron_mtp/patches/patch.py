@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from itertools import groupby
 from types import CodeType, FunctionType
 from typing import Any, cast
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 Function = Callable[..., Any]
@@ -96,17 +98,27 @@ def original_of(patch: Patch) -> Any:
 
 
 def state_of(patch: Patch) -> State:
-    """Ask the probe; nothing is replaced."""
+    """Ask the probe, once for each original; nothing is replaced."""
     original = original_of(patch)
     if original is _ABSENT:
         return State.MISSING
-    try:
-        is_faulty = patch.probe(original)
-    except Exception:  # the function is another one than the probe knows
-        is_faulty = None
+    is_faulty = _answer(patch.probe, original)
     if is_faulty is None and not is_known(patch):
         return State.UNKNOWN
     return State.NOT_NEEDED if is_faulty is False else State.APPLIED
+
+
+@cache
+def _answer(probe: Probe, original: Any) -> bool | None:
+    """What the probe says of the function, which runs uncompiled: Megatron decorates many with `torch.compile`.
+
+    Compiling would take minutes in every process and start CUDA before a rank has chosen its device.
+    """
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return probe(original)
+    except Exception:  # the function is another one than the probe knows
+        return None
 
 
 def is_known(patch: Patch) -> bool:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ from megatron_mtp.training.run import observed
 ROWS = (*PATCHES, *LOOP)
 NEWER = {"megatron-core": "0.19.3", "torch": "2.12.1"}
 """Releases that the table does not know."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten_answers() -> Iterator[None]:
+    """Answers last as long as the process, in which functions of Megatron change in these tests alone."""
+    yield
+    engine._answer.cache_clear()
 
 
 def named(row: Patch) -> str:
@@ -178,6 +186,36 @@ def test_a_function_that_is_gone_is_named() -> None:
     assert state_of(row) is State.MISSING
     with pytest.raises(RuntimeError, match=r"utils:no_such_function .* has no such function"):
         apply([row])
+
+
+def test_a_probe_is_asked_once_for_each_original() -> None:
+    asked: list[Any] = []
+    row = replace(PATCHES[1], probe=lambda original: bool(asked.append(original)))
+    assert [state_of(row), state_of(row)] == [State.NOT_NEEDED] * 2
+    assert asked == [original_of(row)]
+
+
+ON_A_GPU = """
+import torch, traceback
+started = []
+torch.cuda._lazy_init = lambda: started.append("".join(traceback.format_stack()))
+torch.cuda.is_available = lambda: True
+from late_preparation import import_everything
+from megatron_mtp import cpu
+from megatron_mtp.runtime import prepare
+prepare()
+import_everything()
+from torch._dynamo.utils import counters
+assert not cpu.installed()
+assert not counters["frames"], f"compiled: {dict(counters['frames'])}"
+assert not started, "CUDA was started:" + started[0]
+"""
+"""A machine with a GPU, as far as imports and `prepare()` ask. Starting CUDA would fix the device of every rank."""
+
+
+def test_with_a_gpu_nothing_is_compiled_and_cuda_is_not_started() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_rows_of_one_target_follow_each_other() -> None:

@@ -5,9 +5,7 @@ except on a CPU that has Transformer Engine. An installed library may still fail
 installed and broken would end the process: Megatron imports it, and takes ImportError alone for absence.
 """
 
-import contextlib
 import importlib
-import io
 import logging
 import os
 import platform
@@ -22,10 +20,13 @@ from typing import cast
 
 
 def quieten() -> None:
-    """Prepare, and silence Megatron and transformers, which warn a lot when they are imported on a CPU."""
+    """Prepare, and silence Megatron and transformers, which warn a lot when they are imported on a CPU.
+
+    The streams stay as they are: Megatron gives the root logger a handler, which keeps the stream that it finds.
+    """
     warnings.filterwarnings("ignore")
-    with contextlib.redirect_stderr(io.StringIO()):
-        prepare()
+    logging.getLogger().setLevel(logging.ERROR)
+    prepare()
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("megatron_mtp").setLevel(logging.WARNING)  # ours are for the user
     for name in ("megatron", "transformers", "torch"):

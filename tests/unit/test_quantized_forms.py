@@ -1,7 +1,7 @@
 """Every form decodes to the bits of its own library, on random tensors of odd sizes.
 
-compressed-tensors comes with `pip install megatron-mtp[quantized]`. AWQ, GPTQ and modelopt's NVFP4 are compared with
-autoawq, gptqmodel, auto-round and nvidia-modelopt. A comparison is skipped where its library cannot be imported.
+compressed-tensors is always there. AWQ, GPTQ and modelopt's NVFP4 are compared with autoawq, gptqmodel, auto-round and
+nvidia-modelopt, whose wheels are large. A comparison is skipped where its library cannot be imported.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.forms import AWQ_ORDER, FORMS, FP4, Numbers, unpacked
@@ -37,14 +40,12 @@ def fp8(*shape: int) -> Tensor:
 
 
 def scheme(kind: str, bits: int, strategy: str, **more: Any) -> Any:
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    weights = quantization.QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, **more)
-    return quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    weights = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, **more)
+    return QuantizationScheme(targets=["Linear"], weights=weights)
 
 
 def by_library(format: str, parts: Tensors, how: Any) -> Tensor:
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    made = compressors.BaseCompressor.get_value_from_registry(format).decompress(dict(parts), how)["weight"]
+    made = BaseCompressor.get_value_from_registry(format).decompress(dict(parts), how)["weight"]
     return made if made.dtype in (HALF, BF16) else made.to(BF16)
 
 
@@ -58,10 +59,9 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize("shape", [(200, 300), (128, 128), (1, 129), (257, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_fp8_in_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    convert = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
     scale = torch.rand(*(-(-size // 128) for size in shape)).to(dtype)
     parts = {"weight": fp8(*shape), "weight_scale_inv": scale}
-    theirs = convert.FP8BlockDequantizer(targets=["Linear"]).process({f"m.{name}": t for name, t in parts.items()})
+    theirs = FP8BlockDequantizer(targets=["Linear"]).process({f"m.{name}": t for name, t in parts.items()})
     assert same(decoded("FP8, blocks", parts), theirs["m.weight"])
     blocks = {"weight": parts["weight"], "weight_scale": scale}
     how = scheme("float", 8, "block", block_structure=[128, 128])
@@ -90,7 +90,9 @@ def test_nvfp4_of_compressed_tensors() -> None:
 
 
 def test_nvfp4_of_modelopt() -> None:
-    modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+    modelopt = pytest.importorskip(
+        "modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="pip install nvidia-modelopt"
+    )
     scale = (100 * torch.rand(7, 3)).to(E4M3)
     parts = {"weight": nibbles(7, 48), "weight_scale": scale, "weight_scale_2": 1e-4 * torch.rand(())}
     theirs = modelopt.NVFP4QTensor(torch.Size((7, 48)), BF16, parts["weight"]).dequantize(
@@ -133,7 +135,7 @@ def test_int8(symmetric: bool) -> None:
 
 
 def test_awq() -> None:
-    awq = pytest.importorskip("awq.utils.packing_utils")
+    awq = pytest.importorskip("awq.utils.packing_utils", reason="pip install autoawq")
     parts = {"qweight": words(30, 5), "qzeros": words(3, 5), "scales": torch.rand(3, 40).half()}
     theirs = awq.dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], 4, 10)
     assert same(decoded("AWQ", parts), theirs.T)
@@ -159,8 +161,8 @@ def gptq(bits: int = 4, group: int = 16, order: bool = False, zeros: Tensor | No
 @pytest.mark.parametrize("case", GPTQ)
 def test_gptq_as_gptqmodel(case: str) -> None:
     """Zero points of every value: format 1 subtracts 1 from whole words, which borrows from the next number."""
-    module = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
-    model = pytest.importorskip("gptqmodel.utils.model")
+    module = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch", reason="pip install gptqmodel")
+    model = pytest.importorskip("gptqmodel.utils.model", reason="pip install gptqmodel")
     settings = dict(GPTQ[case])
     plus_one = settings.pop("plus_one", True)
     parts = gptq(**settings)
@@ -186,7 +188,7 @@ def test_gptq_as_gptqmodel(case: str) -> None:
 @pytest.mark.parametrize("bits", [4, 2, 8, 3])
 def test_gptq_as_auto_round(module: str, plus_one: bool, bits: int) -> None:
     """auto-round's own packing has zero points as they are, its GPTQ less 1, never the largest."""
-    layers = pytest.importorskip(f"auto_round_extension.torch.{module}")
+    layers = pytest.importorskip(f"auto_round_extension.torch.{module}", reason="pip install auto-round")
     zeros = words(4, bits)
     if plus_one:
         zeros = zeros & sum((2**bits - 2) << at for at in range(0, 32, bits)) if 32 % bits == 0 else 0 * zeros

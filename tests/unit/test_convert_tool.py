@@ -77,10 +77,12 @@ def missing_in_index(folder: Path) -> None:
 
 
 def twice(folder: Path) -> None:
+    """Without an index nothing says which one counts."""
     second = "model-00002-of-00003.safetensors"
     other = {key: value for key, value in read(folder).items() if index_of(folder)[key] == second}
     first = next(key for key, file in index_of(folder).items() if file == FIRST)
     save_file(other | {first: read(folder)[first]}, folder / second)
+    (folder / INDEX).unlink()
 
 
 def index_of(folder: Path) -> dict[str, str]:

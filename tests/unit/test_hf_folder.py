@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import make, read, write
+from safetensors.torch import load_file, save_file
 
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -17,6 +18,7 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Numbers
 from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.cli.convert import main
 
 QUIET = Options(quiet=True)
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -75,6 +77,36 @@ def test_an_expert_is_found_without_a_search_through_all(tmp_path: Path, monkeyp
     monkeypatch.setattr(reader, "create_read_items_for_chunk_list", lambda *_: pytest.fail("searched"))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form)
     assert read(tmp_path / "back").keys() == read(tmp_path / "hf").keys()
+
+
+def test_where_a_tensor_lies_in_two_files_the_index_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Overlays change tensors in a file of their own, and leave the old ones where they were."""
+    source = make(tmp_path / "hf", "llama", 0, shards=True)
+    index = json.loads((source / folders.INDEX).read_text())["weight_map"]
+    name = "model.embed_tokens.weight"
+    other = next(file for file in sorted(set(index.values())) if file != index[name])
+    stale = torch.zeros_like(read(source)[name])
+    right = load_file(source / index[name])[name]
+    save_file(load_file(source / other) | {name: stale}, source / other)
+    opened = HFFolder(source)
+    assert torch.equal(opened.read(name), right)
+    says = opened.remarks["duplicate tensors"]
+    assert says.startswith(
+        f"Several files hold '{name}'. model.safetensors.index.json decides: '{index[name]}' is read"
+    )
+    assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore")]) == 0
+    assert says in capsys.readouterr().out
+    assert torch.equal(DistReader(tmp_path / "mcore").read("embedding.word_embeddings.weight"), right)
+
+
+def test_rotary_buffers_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers before 4.32 saved them with the weights."""
+    source = make(tmp_path / "hf", "llama", 0)
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(3)}
+    write(source, read(source) | buffers)
+    assert HFFolder(source).buffers == sorted(buffers)
+    assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore")]) == 0
+    assert "inv_freq' and 2 more are rotary buffers, which the config implies" in capsys.readouterr().out
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

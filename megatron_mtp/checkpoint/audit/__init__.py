@@ -22,7 +22,7 @@ GUESSES = (
     "damaged file", "unindexed file", "damaged config", "MTP dropped", "depth missing", "depth incomplete",
     "depth count", "layers missing", "quantization", "draft vocabulary", "rounded", "halves swapped", "tied copy",
     "stale copy", "not finite", "type", "tensor missing", "shape", "tensor left over", "other numbers", "config",
-    "logits", "not compared",
+    "logits", "not compared", "duplicate tensors", "skipped buffers",
 )  # fmt: skip
 """What explains a finding, in the order in which an audit lists them: what explains most comes first."""
 SHOWN = 3

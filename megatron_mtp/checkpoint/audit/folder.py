@@ -73,6 +73,8 @@ def _read_tensors(side: HFSide) -> None:
         side.add("quantization" if isinstance(error, MisfitError) else "damaged file", str(error), REFETCH)
         return
     side.tensors = {name: _entry(side, folder, name) for name in folder.tensors}
+    for what, says in folder.remarks.items():
+        side.add(what, says, severity=NOTE)
     for file in folder.side_files:
         lost = [name for name, stored in folder.tensors.items() if stored.file.name == file]
         depths = sum(side.parts.of(name).kind == DEPTH for name in lost)

@@ -63,6 +63,7 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     """Facts that a user should know about the import of a folder, by name."""
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
     found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
+    found |= model.folder.remarks
     for (drafts,) in draft_vocabulary(model):
         found["draft vocabulary"] = f"{drafts.entries[0].shape[0]} tokens, those of {DRAFTED}"
     found |= epsilon_note(args)

@@ -5,8 +5,9 @@ decoded as they are read (quantized.py), and listed without their scales. Folder
 other quantizations, wrappers, broken links) are refused with a sentence that names their kind.
 """
 
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -53,6 +54,8 @@ KINDS = {dtype: name for name, dtype in DTYPES.items()}
 DRAFTER_KINDS = {"LlamaForCausalLMEagle3": EAGLE3, "DFlashDraftModel": DFLASH, "Qwen3DSparkModel": DSPARK}
 """Architectures of drafters, which are no models by themselves."""
 ADAPTER = "adapter_config.json"
+BUFFERS = re.compile(r"(^|\.)rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Buffers that older saves hold beside the weights. The config implies them, so transformers and vLLM skip them."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class HFFolder:
     Attributes:
         tensors: whole and quantized weights, by name.
         quantized: those that are decoded.
+        buffers: names of the buffers that the files hold, and that no loader reads.
+        shadowed: of tensors that lie in several files, the file that the index names, and another one, by name.
 
     Raises:
         MisfitError: tensors of a quantized weight do not fit each other.
@@ -95,8 +100,12 @@ class HFFolder:
         self.folder, self._tied = folder, tied
         self._open = OpenFiles()
         self.tensors: dict[str, Stored] = {}
-        for file, names in _files(folder).items():
-            self._add(file, names)
+        self.buffers: list[str] = []
+        self.shadowed: dict[str, tuple[Path, Path]] = {}
+        files = _files(folder)
+        home = {name: file for file, names in files.items() for name in names or ()}
+        for file, names in files.items():
+            self._add(file, names, home)
         stored = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
         try:
             read = lambda name: self._read(self.tensors[name], name)  # noqa: E731
@@ -106,8 +115,15 @@ class HFFolder:
         self._parts = {part: self.tensors[part] for one in self.quantized.values() for part in one.parts.values()}
         self._hide_parts()
 
-    def _add(self, file: Path, promised: Sequence[str] | None) -> None:
+    def _add(self, file: Path, promised: Sequence[str] | None, home: Mapping[str, Path]) -> None:
         for name, stored in (found := stored_in(file)).items():
+            if BUFFERS.search(name):
+                self.buffers.append(name)
+                continue
+            # transformers prefers a whole file to an index, and then loads its copies
+            if home.get(name, file) != file and file.name != SINGLE:
+                self.shadowed[name] = home[name], file
+                continue
             if stored.kind not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise ValueError(f"{file} has '{name}' of type '{stored.kind}', which is none of {known}.")
@@ -139,6 +155,25 @@ class HFFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Type of the tensor that `read` returns."""
         return self.quantized[name].dtype if name in self.quantized else self.tensors[name].dtype
+
+    @property
+    def remarks(self) -> dict[str, str]:
+        """Sentences on what is skipped in the files, by what it is."""
+        found = {}
+        if self.buffers:
+            found["skipped buffers"] = (
+                f"'{self.buffers[0]}'{_more(self.buffers)} are rotary buffers, which the config implies. They are "
+                "skipped, as transformers and vLLM do."
+            )
+        if self.shadowed:
+            name, (named, other) = next(iter(self.shadowed.items()))
+            found["duplicate tensors"] = (
+                f"Several files hold '{name}'{_more(self.shadowed)}. {INDEX} decides: "
+                f"'{named.name}' is read, and the copy in '{other.name}' is ignored. "
+                "transformers does the same. vLLM may load either copy: before you serve the folder there, take the "
+                "ignored copy out of its file."
+            )
+        return found
 
     @property
     def side_files(self) -> list[str]:
@@ -297,6 +332,10 @@ def _is_adapter(folder: Path) -> bool:
     weights = [file.name for file in folder.glob("*.safetensors")]
     whole = any(not name.startswith("adapter_") for name in weights)
     return (folder / ADAPTER).is_file() and not (whole and (folder / CONFIG).is_file())
+
+
+def _more(names: Collection[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -216,6 +216,23 @@ def test_a_sound_folder_whose_depth_is_quantized_as_well_has_no_finding(form: st
     assert found(whole(form)(tmp_path / "hf")) == []
 
 
+def test_a_list_with_another_prefix_than_the_tensors_is_named(tmp_path: Path) -> None:
+    """No attention is quantized, so no layer shows what another one lacks; engines build it quantized all the same."""
+    folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16, changes=SIZES)
+    encode, keys = FORMS["modelopt nvfp4"]
+    attention = tuple(f"model.layers.{layer}.self_attn" for layer in range(3))
+    write(folder, coded(read(folder), encode, (*attention, "model.layers.3")))
+    others = ["lm_head", "model.layers.3*"]
+    with_keys(folder, quantization_config=keys | {"exclude_modules": [*others, *(f"{one}*" for one in attention)]})
+    assert found(folder) == []
+    spelled = [f"{one.replace('model', 'language_model')}*" for one in attention]
+    settings(exclude_modules=[*others, *spelled])(folder)
+    ((said, advice),) = found(folder)
+    assert said.startswith("12 weights of the trunk are not quantized, but the config promises NVFP4")
+    assert "The list names 'language_model.layers.0.self_attn*', 'language_model.layers.1.self_attn*'" in said
+    assert advice == "in config.json, give these entries the prefix of the tensors"
+
+
 def test_two_forms_that_two_groups_declare_are_sound(tmp_path: Path) -> None:
     """Trunk and head apart, as compressed-tensors' groups say it."""
     folder = quantized(tmp_path / "hf", "fp8 rows")

@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.hf.quantized import (
     inside,
     layer_of,
     module_of,
+    names,
 )
 
 GUESS = "quantization"
@@ -30,9 +31,14 @@ SCALES = re.compile(r"\.(qzeros|scales|g_idx|SCB|weight_(scale(_2|_inv)?|zero_po
 """Names of the parts of a weight beside its numbers."""
 STATE = re.compile(r"\.weight(_format|\.quant_state\..+)$|\.pre_quant_scale$")
 """Names of further tensors beside a weight."""
+PROJECTIONS = frozenset(
+    "q_proj k_proj v_proj o_proj qkv_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj gate_proj up_proj down_proj "
+    "gate_up_proj".split()
+)
+"""Modules that engines quantize wherever the config does not except them, even if no layer has them quantized."""
 WHOLE, NOTHING = "not quantized", "no quantization"
-QUANTIZED_LATER = "bitsandbytes"
-"""The method that quantizes what it loads."""
+QUANTIZED_LATER, EXPERTS_ALONE = "bitsandbytes", "mxfp4"
+"""The method that quantizes what it loads, and that of gpt-oss, which leaves all but experts as they are."""
 
 
 def is_quantized(entry: StoredTensor) -> bool:
@@ -132,7 +138,7 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
     """Compare every weight of trunk and depths with the forms that the config promises it."""
-    leaves = {_leaf(name) for name in coded}
+    leaves = {_leaf(name) for name in coded} | (frozenset() if settings.method == EXPERTS_ALONE else PROJECTIONS)
     against: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in side.tensors.items():
         if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
@@ -145,17 +151,28 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
         if not (whole and not promised) and not forms & set(promised):
             promise = " or ".join(form.name for form in promised) or NOTHING
             against[WHOLE if whole else f"stored as {entry.dtype}", promise].append(name)
+    modules = {name.rpartition(".")[0] for name in side.tensors}
+    idle = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
     for (stored, promise), members in against.items():
         if stored == WHOLE and settings.method == QUANTIZED_LATER:
             continue
         says = f"{_weights(side, members)} are {stored}, but the config promises {promise}: engines build other layers "
         says += f"for them, or take their scales for others: {listed(members)}."
-        yield Finding(GUESS, says, _remedy(side, settings, stored, promise, members), names=tuple(members))
-    modules = {name.rpartition(".")[0] for name in side.tensors}
-    idle = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
+        remedy = _remedy(side, settings, stored, promise, members)
+        if stored == WHOLE and (meant := [one for one in idle if any(_is_meant(one, name) for name in members)]):
+            says += f" The list names {listed(meant)}, under a prefix that no tensor has."
+            remedy = f"in {settings.source}, give these entries the prefix of the tensors"
+        yield Finding(GUESS, says, remedy, names=tuple(members))
     if idle := [one for one in idle if not (side.tied and one == "lm_head")]:
         says = f"In the lists of unquantized modules, {len(idle)} match no module: {listed(idle)}."
         yield Finding(GUESS, says, severity=NOTE, names=tuple(idle))
+
+
+def _is_meant(entry: str, weight: str) -> bool:
+    """True if an entry of a list would name a weight's module, were both without what stands before `layers.`."""
+    after, found, inner = entry.partition("layers.")
+    tail, module = f"{found}{inner}", module_of(weight)
+    return bool(after and found) and names(tail, module[module.find("layers.") :], MODELOPT)
 
 
 def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: str, members: list[str]) -> str:

@@ -169,10 +169,10 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
 
 
 def _is_meant(entry: str, weight: str) -> bool:
-    """True if an entry of a list would name a weight's module, were both without what stands before `layers.`."""
-    after, found, inner = entry.partition("layers.")
-    tail, module = f"{found}{inner}", module_of(weight)
-    return bool(after and found) and names(tail, module[module.find("layers.") :], MODELOPT)
+    """True if an entry of a list would name a weight's module, had both the same prefix before `layers.`."""
+    prefix, found, tail = entry.partition("layers.")
+    own, _, module = module_of(weight).partition("layers.")
+    return bool(found) and prefix not in ("", own) and names(tail, module, MODELOPT)
 
 
 def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: str, members: list[str]) -> str:

@@ -187,12 +187,13 @@ def _settings(args: Namespace) -> dict[str, Any]:
 def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
     from megatron_mtp.data.prompts import Beginnings, UserTurns
     from megatron_mtp.data.tokenizer import read_tokenizer
+    from megatron_mtp.decoding.sampling import Sampling
 
     if args.chat:
         chats = read_tokenizer(tokenizer, args.trust_remote_code)
         return UserTurns(args.chat, chats, args.seed, args.split, args.part)
     found = Beginnings(args.data_path, args.prompt_tokens, args.seed, args.split, args.part, args.anywhere)
-    if args.temperature == 0 and not args.anywhere and args.texts > found.documents:
+    if Sampling.of(args).greedy and not args.anywhere and args.texts > found.documents:
         raise ValueError(
             f"--texts is {args.texts}, but greedy texts of {found.documents} documents repeat after these; give "
             "--anywhere, a --temperature or fewer texts."

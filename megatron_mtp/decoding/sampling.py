@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-LEAST_TEMPERATURE = 1e-6
-"""Below it, logits divided by the temperature overflow float32."""
+LEAST_TEMPERATURE = 1e-5
+"""A lower one is greedy, as in vLLM: logits that are divided by it may overflow float32."""
 
 DRAFT, VERIFY, RECOVER = 0, 1, 2
 """Streams: drafting, accepting, and the token after the accepted ones never share a number."""
@@ -22,7 +22,7 @@ DRAFT, VERIFY, RECOVER = 0, 1, 2
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of a token; temperature 0 is greedy, and then the other settings change nothing.
+    """Choice of a token; a temperature below 1e-5 is greedy, and then the other settings change nothing.
 
     Applied in this order, which is that of transformers; vLLM applies min-p before top-k and top-p.
 
@@ -44,11 +44,6 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature is {self.temperature}; give 0 (greedy) or more.")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"--temperature is {self.temperature}, too small to divide by; give 0 (greedy) or at least "
-                f"{LEAST_TEMPERATURE}."
-            )
         if self.top_k < 0:
             raise ValueError(f"--top-k is {self.top_k}; give 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
@@ -65,7 +60,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """True if the most probable token is taken, without randomness."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] to [..., V]; one-hot at temperature 0, so that every sampling rule turns into the greedy one."""

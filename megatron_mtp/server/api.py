@@ -219,8 +219,8 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
     async def chat(body: ChatBody, asked: HTTPRequest, ending: Ending) -> Response:
         served.check(body, 1)
         messages, own = [message.plain() for message in body.messages], body.template_arguments()
-        variables = body.template_variables()
-        prompt = await run_in_threadpool(served.codec.chat, messages, own, variables, served.positions)
+        given = messages, own, body.template_variables(), served.positions, body.for_template()
+        prompt = await run_in_threadpool(served.codec.chat, *given)
         return await _answered(asked, ending, engine, served, body, [prompt], ChatAnswer)
 
     @app.get("/v1/models")
@@ -321,6 +321,8 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
         served.check_prompt(prompt, limit)
     if limit == 0 and not body.echo:
         raise APIError("max_tokens is 0; give 1 or more, or echo for the prompt alone.", "max_tokens")
+    if outside := [token for token in body.stop_token_ids if not 0 <= token < served.vocabulary]:
+        raise APIError(f"stop_token_ids has {outside[0]}; give 0 to {served.vocabulary - 1}.", "stop_token_ids")
     special = codec.special_stops(body.stop)
     stops = tuple(stop for stop in body.stop if stop not in special)
     stop_ids = (frozenset() if body.ignore_eos else codec.ends) | {*special.values(), *body.stop_token_ids}

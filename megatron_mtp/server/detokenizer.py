@@ -9,13 +9,15 @@ text      "a"         "€"                   a character goes out when all of i
 
 import inspect
 import json
+import re
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi.sse import format_sse_event
@@ -43,6 +45,11 @@ COMPOSED = 4
 
 LEAST = -9999.0
 """Log-probability of what is impossible: JSON has no infinity."""
+
+READ_ROLES = ("user", "assistant", "tool", "function")
+"""Roles whose messages templates may write in part, such as without what an assistant thought."""
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 DONE = format_sse_event(data_str="[DONE]")
 
@@ -216,15 +223,21 @@ class Codec:
         return list(encoded.ids)
 
     def chat(
-        self, messages: list[dict[str, Any]], own: dict[str, Any], variables: dict[str, Any], positions: int
+        self,
+        messages: list[dict[str, Any]],
+        own: dict[str, Any],
+        variables: dict[str, Any],
+        positions: int,
+        needed: Mapping[str, str] = NOTHING,
     ) -> list[int]:
         """The tokens of a chat, up to where the answer begins. Raises APIError, also for too many.
 
         Args:
-            messages: their contents are strings.
+            messages: their contents are strings. A developer's are the system's where the template has no developer.
             own: arguments of `apply_chat_template`.
             variables: further ones for the template.
             positions: tokens, at most.
+            needed: names that the template must read, each by the field that has it.
         """
         if self._tokenizer is None or self._tokenizer.chat_template is None:
             why = "checkpoint names no tokenizer, so it" if self._tokenizer is None else "model's tokenizer"
@@ -232,11 +245,21 @@ class Codec:
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         if reserved := sorted(variables.keys() & known):
             raise APIError(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
+        template = str(self._tokenizer.get_chat_template(tools=own.get("tools")))
+        for param, name in needed.items():
+            if not _has(template, name):
+                raise APIError(f"the model's chat template does not read '{name}'; leave it out.", param)
+        if not _has(template, "developer"):
+            messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
         try:
-            text = apply_template(self._tokenizer, messages, **{**variables, **own})
+            text = str(apply_template(self._tokenizer, messages, **{**variables, **own}))
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
             raise APIError(f"the chat template refuses these messages: {error}", "messages") from error
-        return self.encode(str(text), False, positions)
+        for place, one in enumerate(messages):
+            if one["role"] not in READ_ROLES and one["content"].strip() not in text:
+                why = f"the model's chat template leaves out a message of the role '{one['role']}'; send another role."
+                raise APIError(why, f"messages.{place}.role")
+        return self.encode(text, False, positions)
 
     def special_stops(self, stops: list[str]) -> dict[str, int]:
         """Those stop strings that are special tokens, which have no text, and their ids. Raises APIError."""
@@ -274,6 +297,11 @@ class Codec:
             return found.decode(), list(found)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), list(found)
+
+
+def _has(template: str, name: str) -> bool:
+    """True if a template may read a variable or field of this name."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def too_long(tokens: str, positions: int) -> APIError:

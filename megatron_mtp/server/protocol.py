@@ -1,7 +1,8 @@
 """The HTTP API's protocol: bodies of requests, checked, and errors, in OpenAI's form.
 
-Fields are OpenAI's, and those that vLLM adds under vLLM's names. Any other field is refused, so that a misspelt one
-does not change a completion in silence.
+Fields are OpenAI's, and those that vLLM adds under vLLM's names. Any other field is refused, on top and in nested
+objects, so that a misspelt one does not change a completion in silence. Fields of other engines that are not served may
+have their defaults (`request_defaults.py`).
 
 Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 
@@ -15,39 +16,43 @@ Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 import json
 import secrets
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, Self, override
+from typing import Annotated, Any, ClassVar, Literal, Self, override
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.sampling import LEAST_TEMPERATURE, Penalties
+from megatron_mtp.decoding.sampling import Penalties
+from megatron_mtp.server import request_defaults
 
 LONGEST_BODY = 8 * 2**20
 """Bytes of a request: a million token ids, and no more."""
 
 TOO_LONG = f"the body has more than {LONGEST_BODY} bytes; send less."
 
-IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls "
-    "request_id rid cache_prompt cache_salt"
-    .split()
-)  # fmt: skip
-"""Fields that change no completion, and may be sent."""
-
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
         ("tool_choice function_call", ("none", "auto")),
-        ("skip_special_tokens spaces_between_special_tokens detokenize", (True,)),
-        ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search early_stopping no_stop_trim", (False,)),
-        ("num_beams length_penalty typical_p tfs tfs_z repeat_penalty", (1,)),
-        ("priority top_a mirostat", (0,)),
-        ("functions tools bad_words logits_processors documents stop_regex", ([],)),
+        ("detokenize", (True,)),
+        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two say how to parse thinking
+        ("num_beams typical_p tfs tfs_z repeat_penalty", (1,)),
+        ("top_a mirostat", (0,)),
+        ("thinking_token_budget", (-1,)),
+        ("functions tools logits_processors documents stop_regex", ([],)),
         ("response_format", ({"type": "text"},)),
         ("modalities", (["text"],)),
         ("suffix", ("",)),
@@ -55,12 +60,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion."""
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are not served, with the values that change no completion; those of
+`request_defaults` come to them."""
+
+INSTEAD = {
+    "max_completion_tokens": "is a field of chats; send 'max_tokens'",
+    "top_logprobs": "is a field of chats; send the number as 'logprobs'",
+    "messages": "is a field of chats; send them to /v1/chat/completions",
+    "prompt": "is no field of chats; send it to /v1/completions, or 'messages'",
+    "cache_salt": "is not served here, since all clients share the cache of beginnings; leave it out",
+}
+"""What to do about a field that an endpoint has not, where leaving it out is not what a client wants."""
 
 LONGEST_MESSAGE, MESSAGE_END = 600, 200
 """Characters of an error; of a longer one, as many of its end stay, which says what to do."""
 
-MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 128, 16, 256, 20
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 128, 64, 256, 20
 SEEDS = 2**63
 USUAL_LIMIT = 16
 """New tokens of a completion, where a body does not say."""
@@ -123,7 +138,8 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):
-        return _of_a_body(error)
+        bodies: dict[str, type[Body]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+        return _of_a_body(error, bodies[request.url.path].neutral)
     if not isinstance(error, HTTPException):
         return failed()
     what, message = f"{request.method} {request.url.path}", str(error.detail)
@@ -137,36 +153,72 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
     return APIError(message, status=error.status_code)
 
 
-def _of_a_body(error: RequestValidationError) -> APIError:
+def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]]) -> APIError:
     """The first field that is wrong; of a field with several forms, in the form that comes nearest."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         place = first["loc"][1] + 1
         return APIError(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
     param = ".".join(part for part in map(str, first["loc"][1:]) if not part.startswith("list["))
-    said = first["msg"].removeprefix("Value error, ")
-    if not param and first["type"] == "value_error":  # of several fields
-        return APIError(f"{said}.")
+    said = "give an object" if first["type"].startswith("model_") else first["msg"].removeprefix("Value error, ")
     if not param:
         return APIError("the body is no JSON object; send one, with Content-Type: application/json.")
-    if first["type"] == "extra_forbidden":
-        known = " or ".join(json.dumps(value) for value in NEUTRAL.get(param, ()))
-        but = f" with another value than {known}" if known else ""
+    if first["type"] == "extra_forbidden" and param in INSTEAD:
+        return APIError(f"'{param}' {INSTEAD[param]}.", param, "unknown_parameter")
+    if first["type"] in ("extra_forbidden", "literal_error"):
+        known = neutral.get(param, ()) if first["type"] == "extra_forbidden" else ()
+        values = " or ".join(json.dumps(value) for value in known) or first.get("ctx", {}).get("expected", "")
+        but = f" with another value than {values.replace('False', 'false')}" if values else ""
         return APIError(f"'{param}' is not served here{but}; leave it out.", param, "unknown_parameter")
     return APIError(f"{param}: {said}", param)
 
 
-class StreamOptions(BaseModel):
+class Part(BaseModel):
+    """An object within a body: its fields are known and of the right type, or null, which is as good as none."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {key: one for key, one in given.items() if one is not None} if isinstance(given, dict) else given
+
+
+class StreamOptions(Part):
     """`include_usage`: the last event has the sums of tokens."""
 
-    model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
-class Body(BaseModel):
-    """Fields of both endpoints, and what the engine understands of them."""
+class Unused(BaseModel):
+    """Fields that change no completion, and may be sent."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    request_id: str | None = None
+    rid: str | list[str] | None = None
+    session_id: str | None = None
+    cache_prompt: bool | None = None
+
+
+class Body(Unused):
+    """Fields of both endpoints, and what the engine understands of them.
+
+    Attributes:
+        neutral: fields that the endpoint has not, with the values that they may have all the same.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
@@ -213,22 +265,19 @@ class Body(BaseModel):
         return {
             name: value
             for name, value in given.items()
-            if not (value is None or name in IGNORED or (name not in own and value in NEUTRAL.get(name, ())))
+            if not (value is None or (name not in own and _is_one_of(value, cls.neutral.get(name, ()))))
         }
-
-    @field_validator("temperature")
-    @classmethod
-    def _can_be_divided_by(cls, given: float) -> float:
-        if 0 < given < LEAST_TEMPERATURE:
-            raise ValueError(f"give 0 (greedy) or at least {LEAST_TEMPERATURE}")
-        return given
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of is {self.best_of}, and n is {self.n}; give n alone, since all are returned")
+            why = f"best_of is {self.best_of}, and n is {self.n}; give n alone, since all are returned."
+            raise APIError(why, "best_of")
         if self.limit is not None and self.min_tokens > self.limit:
-            raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.limit}; give fewer")
+            why = f"min_tokens is {self.min_tokens}, and max_tokens is {self.limit}; give fewer."
+            raise APIError(why, "min_tokens")
+        if self.stream_options.model_fields_set and not self.stream:
+            raise APIError("stream_options is given without stream; add 'stream': true.", "stream_options")
         return self
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
@@ -267,9 +316,19 @@ class Body(BaseModel):
         return config
 
 
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """Equality as in JSON, where true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
+
+
+def _with(defaults: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    return {name: NEUTRAL.get(name, ()) + defaults.get(name, ()) for name in NEUTRAL | defaults}
+
+
 class CompletionBody(Body):
     """/v1/completions; a prompt is a string or token ids, or a list of these."""
 
+    neutral = _with(request_defaults.COMPLETIONS)
     prompt: list[Any]
     max_tokens: Annotated[Integer, Field(ge=0)] | None = USUAL_LIMIT
     add_special_tokens: bool = False
@@ -290,22 +349,66 @@ def _are_ids(given: object) -> bool:
     return isinstance(given, list) and bool(given) and all(type(one) is int for one in given)
 
 
-class MessagePart(BaseModel):
+class MessagePart(Part):
     """A piece of a message; `cache_control` changes nothing, since all prompts are cached."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
     cache_control: Any = None
 
 
+class CalledFunction(Part):
+    """Of an earlier turn; arguments are an object, as JSON or not, and null for none."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Part):
+    """A call of an earlier turn."""
+
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Part):
+    """A function that the model may call; nothing here makes its arguments fit, as `strict` would ask for."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    returned: Any = Field(None, alias="return")  # as transformers' schemas of functions have it
+    strict: Literal[False] = False
+    defer_loading: Literal[False] = False
+
+
+class Tool(Part):
+    """A tool, which the chat template shows to the model."""
+
+    type: Literal["function"] = "function"
+    function: Function
+    defer_loading: Literal[False] = False
+
+
+AsSent = WrapValidator(lambda given, check: (check(given), given)[1])
+"""The value is checked, and stays as it was sent: templates write objects with their keys in order."""
+
+
 class Message(BaseModel):
-    """One turn of a chat; what else it has is for the template."""
+    """One turn of a chat; a field that is not here is for the template, which must read it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: str | list[MessagePart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, AsSent] = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -316,22 +419,41 @@ class Message(BaseModel):
                 raise ValueError(f"the model reads text alone, and a part is of the type '{kind}'; leave it out")
         return given
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not (self.plain().keys() - {"role", "content", "name", "tool_call_id"}):
+            raise ValueError(f"a message of the role '{self.role}' has no content; send its text")
+        return self
+
+    @property
+    def others(self) -> list[str]:
+        """Fields that only a template may know."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
     def plain(self) -> dict[str, Any]:
         """The message as templates read it: the content is one string, of several parts by lines; no calls are none."""
         text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {**(self.model_extra or {}), "role": self.role, "content": text, **calls}
+        sent = self.model_dump(exclude={"role", "content", "tool_calls"}, exclude_none=True)
+        calls: Any = self.tool_calls
+        return {**sent, "role": self.role, "content": text} | ({"tool_calls": [*map(_whole, calls)]} if calls else {})
+
+
+def _whole(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of an earlier turn with arguments, {} where there are none."""
+    function = call["function"]
+    return call | {"function": function | ({"arguments": "{}"} if function.get("arguments") is None else {})}
 
 
 class ChatBody(Body):
     """/v1/chat/completions."""
 
+    neutral = _with(request_defaults.CHAT)
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool] | None, AsSent] = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -339,13 +461,26 @@ class ChatBody(Body):
     continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _begins_or_goes_on(self) -> Self:
+    def _fields_of_chats_go_together(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other; send one of them")
+            why = "continue_final_message and add_generation_prompt exclude each other; send one of them."
+            raise APIError(why, "continue_final_message")
+        if self.top_logprobs and not self.logprobs:
+            raise APIError("top_logprobs is given without logprobs; add 'logprobs': true.", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            both = f"max_tokens is {self.max_tokens}, and max_completion_tokens is {self.max_completion_tokens}"
+            raise APIError(f"{both}; send one of them.", "max_tokens")
         return self
 
+    def for_template(self) -> dict[str, str]:
+        """Names that the template must read, since they would be lost otherwise, by the field of the body."""
+        variables = {name: name for name in ("tools", "documents", "reasoning_effort") if getattr(self, name)}
+        own = {f"chat_template_kwargs.{name}": name for name in self.chat_template_kwargs}
+        messages = enumerate(self.messages)
+        return variables | own | {f"messages.{place}.{name}": name for place, one in messages for name in one.others}
+
     def template_variables(self) -> dict[str, Any]:
-        """Variables that a template may read; a template without them ignores them."""
+        """Variables for the template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 

@@ -127,7 +127,6 @@ BAD = {
     ),
     "depths": (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'], "or choose mtp_eagle"),
     "temperature": (["--temperature", "-1"], "--temperature is -1.0; give 0 (greedy) or more."),
-    "tiny temperature": (["--temperature", "1e-40"], "too small to divide by; give 0 (greedy) or at least 1e-06."),
     "seed": (["--seed", str(10**20)], "which 64 bits do not hold for every prompt; give a smaller one."),
     "stop": (["--stop", ""], "--stop is empty; give the text to end after."),
     "file": (["--prompt-file", "/nowhere.txt"], "'/nowhere.txt' cannot be read"),

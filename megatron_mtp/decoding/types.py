@@ -305,11 +305,15 @@ SEEDS = range(-(2**63), 2**63)
 
 
 class Finish(StrEnum):
-    """Reason for a sequence's end, as OpenAI's API names it; an error is a bug, whose traceback is logged."""
+    """Reason for a sequence's end, as OpenAI's API names it; an error is a bug, whose traceback is logged.
+
+    A sequence is aborted by an update of the weights, with the tokens that it had.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True)

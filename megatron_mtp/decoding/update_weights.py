@@ -1,15 +1,15 @@
 """New weights for a running engine: no sequence has tokens, keys or values of two versions."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.live import load_hf_weights
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.types import Update
+from megatron_mtp.decoding.types import Finish, Update
 
-RUNNING = ("finish", "restart")
+RUNNING = ("finish", "restart", "abort")
 """What becomes of running requests."""
 
 
@@ -19,6 +19,7 @@ def update_weights(
     running: str = "finish",
     like: Path | None = None,
     version: int | None = None,
+    emit: Callable[[list[Update]], object] | None = None,
 ) -> list[Update]:
     """Give an engine's model new weights, with which waiting requests begin; the cache of beginnings is emptied.
 
@@ -27,13 +28,15 @@ def update_weights(
     Args:
         engine: the engine.
         weights: names and tensors of a Hugging Face folder of the model, all or some (`export_hf_weights`).
-        running: 'finish' lets running requests end with the old weights first, 'restart' computes them anew: the tokens
-            that they had are void, as the version of their next updates says.
+        running: 'finish' lets running requests end with the old weights first, 'abort' ends them with the tokens that
+            they have, 'restart' computes them anew: the tokens that they had are void, as the version of their next
+            updates says.
         like: a folder whose names they have; None for those of an export of the checkpoint that was loaded.
         version: the new `policy_version`; None for one more than the last.
+        emit: called with the updates of each step, as they come; it may cancel requests.
 
     Returns:
-        Updates of the requests that finished.
+        Updates of the requests that finished or were aborted.
 
     Raises:
         ValueError: there is no such choice, or a tensor is not of this model. After the latter the engine takes no step
@@ -44,8 +47,11 @@ def update_weights(
     updates: list[Update] = []
     engine.scheduler.closing = True
     try:
-        while running == "finish" and engine.scheduler.begun:
-            updates += engine.step()
+        while running != "restart" and engine.scheduler.begun:
+            news = engine.step() if running == "finish" else _abort(engine)
+            updates += news
+            if emit is not None:
+                emit(news)
     finally:
         engine.scheduler.closing = False
     engine.scheduler.restart()
@@ -56,3 +62,11 @@ def update_weights(
     engine.is_torn = False
     engine.policy_version = engine.policy_version + 1 if version is None else version
     return updates
+
+
+def _abort(engine: Engine) -> list[Update]:
+    """End all sequences that have begun; those that wait do not notice."""
+    begun, version = [seq.number for seq in engine.scheduler.begun], engine.policy_version
+    for number in begun:
+        engine.cancel(number)
+    return [Update(number, [], finish=Finish.ABORT, policy_version=version) for number in begun]

@@ -5,7 +5,7 @@
     thread            +--> commands -> step -> step -> step ... <------+
 
 Handlers wait on the event loop; the engine is called by its thread alone, which obeys commands between steps. So a
-request whose client has gone is out of the next step.
+request whose client has gone is out of the next step. New weights (`update_weights.py`) are such a command.
 
 Under tensor parallelism rank 0 answers HTTP, and the other ranks take the same steps:
 
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 CANCELLED = "cancelled"
 """Why a request ended whose client has gone."""
+
+Emit = Callable[[list[Update]], None]
 
 IDLE = timedelta(days=365)
 """How long ranks wait for a request."""
@@ -114,6 +117,7 @@ class AsyncEngine:
         self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
         self._group, self._new = group, Message()
         self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
+        self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = self.draining = self.broken = False
@@ -156,6 +160,27 @@ class AsyncEngine:
         self._live.discard(outputs)
         self._commands.put(partial(self._cancel, outputs))
 
+    def between_steps[T](self, call: Callable[["Engine", Emit], T]) -> T:
+        """Call with the engine on its thread, and wait; for any thread but the event loop's.
+
+        The call may take steps, and hands their updates to the second argument, which delivers them and obeys what
+        handlers ask for meanwhile.
+
+        Raises:
+            ValueError: there are several ranks, or the call raises it.
+            RuntimeError: the engine has failed or ended.
+        """
+        if self._group is not None:
+            raise ValueError("the server runs on several ranks, where weights are not updated; serve on one.")
+        with self._calling:
+            done = Future[T]()
+            self._commands.put(partial(self._call, done, call))
+            while not done.done():
+                if not self._thread.is_alive():
+                    raise RuntimeError("the engine has failed or ended; start another one.")
+                wait([done], timeout=1)
+            return done.result()
+
     def _break(self) -> None:
         self.broken = True
         for outputs in self._live:
@@ -166,10 +191,10 @@ class AsyncEngine:
     def _work(self) -> None:
         try:
             while not self._ended:
-                while not self._commands.empty() or not (self._engine.busy or self._ended):
+                while not self._commands.empty() or not (self._can_step or self._ended):
                     self._commands.get()()
                     self.load = self._engine.load
-                if self._engine.busy and not self._ended:
+                if self._can_step and not self._ended:
                     self._tell_ranks(self._new)
                     self._new = Message()
                     updates = self._engine.step()
@@ -178,6 +203,27 @@ class AsyncEngine:
         except Exception:
             logger.exception("the engine has failed")
             self._post(self._break)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.busy and not self._engine.is_torn
+
+    def _call[T](self, done: Future[T], call: Callable[["Engine", Emit], T]) -> None:
+        """Call, and say how it ended; what is no ValueError has broken the engine."""
+
+        def emit(updates: list[Update]) -> None:
+            self._deliver(updates)
+            while not self._commands.empty():
+                self._commands.get()()
+            self.load = self._engine.load
+
+        try:
+            done.set_result(call(self._engine, emit))
+        except ValueError as error:
+            done.set_exception(error)
+        except Exception as error:
+            done.set_exception(error)
+            raise
 
     def _tell_ranks(self, message: Message | None) -> None:
         if self._group is not None:

@@ -47,7 +47,7 @@ class Parrot:
         self._most, self._waiting, self._pace = running, waiting, pace
         self._texts: dict[int, Text] = {}
         self._count, self._prompt_tokens, self.stats = 0, 0, AcceptanceStats()
-        self.policy_version = 0
+        self.policy_version, self.is_torn = 0, False
         self.go, self.bug, self.steps, self.cancelled = threading.Event(), None, 0, 0
         self.bug: Exception | None
         self.go.set()

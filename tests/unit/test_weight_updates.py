@@ -1,12 +1,17 @@
 """Weight updates of a running engine: no request is lost, and none has tokens, keys or values of two versions."""
 
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 import torch
 from drafting_single import trained_forward
 from hf_models import VOCABULARY, make, read
+from parrot import Running, running
 from tiers import tiered
 from torch import Tensor
 
@@ -22,6 +27,8 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.types import Request, Update
 from megatron_mtp.decoding.update_weights import update_weights
+from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.update_weights import update_weights as update_server
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -102,8 +109,8 @@ def made_by(runner: Runner, given: list[Request]) -> list[tuple[list[int], list[
     return [made[number] for number in range(len(given))]
 
 
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_every_request_is_of_one_version_and_as_alone(versions: Versions, running: str) -> None:
+@pytest.mark.parametrize("choice", ["finish", "restart"])
+def test_every_request_is_of_one_version_and_as_alone(versions: Versions, choice: str) -> None:
     engine, given = engine_of(versions.runner(0)), requests()
     for request in given:
         engine.add(request)
@@ -112,13 +119,13 @@ def test_every_request_is_of_one_version_and_as_alone(versions: Versions, runnin
     assert len(begun) == 16
     assert engine.load.waiting == 4
     ended = {update.request for update in updates if update.finish}
-    updates += update_weights(engine, versions.weights(1), running)
+    updates += update_weights(engine, versions.weights(1), choice)
     while engine.busy:
         updates += engine.step()
     found = grown(updates)
     assert all(ended for *_, ended in found.values())
     assert len(found) == 20
-    kept = begun if running == "finish" else ended
+    kept = begun if choice == "finish" else ended
     assert {number for number, (version, *_) in found.items() if version == 0} == kept
     for version in (0, 1):
         alone = made_by(versions.runner(version), given)
@@ -160,7 +167,7 @@ def test_a_models_own_export_updates_another(versions: Versions) -> None:
 
 def test_what_is_no_update_is_refused(versions: Versions) -> None:
     engine = engine_of(versions.runner(0))
-    with pytest.raises(ValueError, match="running is 'kill'; give finish or restart"):
+    with pytest.raises(ValueError, match="running is 'kill'; give finish or restart or abort"):
         update_weights(engine, [], "kill")
     with pytest.raises(ValueError, match="'lm_head' is no tensor of this model; send those of a folder like"):
         update_weights(engine, [("lm_head", torch.zeros(1))])
@@ -173,3 +180,50 @@ def test_what_is_no_update_is_refused(versions: Versions) -> None:
         update_weights(engine, [(name, tensor)])
     with pytest.raises(ValueError, match=r"has the shape \(1,\), and the model's is"):
         update_weights(engine, [(name, tensor.flatten()[:1])])
+
+
+PROMPTS = [[3 + number, 5, 7] for number in range(6)]
+
+
+def streamed(server: Running) -> Iterator[list[dict[str, Any]]]:
+    """The choices of each event of six streams, two of which run at a time."""
+    body = {"prompt": PROMPTS, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with httpx2.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))["choices"]
+
+
+@pytest.mark.parametrize("versions", ["mimo"], indirect=True)
+@pytest.mark.parametrize(("choice", "reason"), [("finish", "length"), ("abort", "abort")])
+def test_a_server_delivers_what_an_update_ends(versions: Versions, choice: str, reason: str) -> None:
+    old, new = (generate(versions.runner(version), PROMPTS, 40, speculative=DRAFTING).token_ids for version in (0, 1))
+    engine = Engine(versions.runner(0), EngineSettings(running=2, blocks=256, block_size=16), DRAFTING)
+    with running(engine, Codec(None)) as server:
+        ids: list[list[int]] = [[] for _ in PROMPTS]
+        ends: dict[int, tuple[str, int]] = {}
+        for number, choices in enumerate(streamed(server)):
+            if number == 0:
+                assert update_server(server.service, versions.weights(1), choice) == 1
+            for one in choices:
+                ids[one["index"]] += one["token_ids"]
+                if one["finish_reason"]:
+                    ends[one["index"]] = one["finish_reason"], one["policy_version"]
+        updated = [place for place in range(6) if ends[place][1] == 1]
+        assert len(updated) >= 2, "those that waited began with the new weights"
+        assert {ends[place] for place in range(6) if place not in updated} == {(reason, 0)}
+        for place in range(6):
+            whole = (old, new)[ends[place][1]][place]
+            assert ids[place] == (whole if ends[place][0] == "length" else whole[: len(ids[place])])
+        assert server.metric(f'requests_total{{finished_reason="{reason}"}}') >= 6 - len(updated)
+        with pytest.raises(ValueError, match="running is 'restart'; give finish or abort for an engine that serves"):
+            update_server(server.service, [], "restart")
+        with pytest.raises(ValueError, match="'lm_head' is no tensor of this model"):
+            update_server(server.service, [("lm_head", torch.zeros(1))])
+        waits = threading.Thread(target=lambda: ids.append(next(streamed(server))[0]["token_ids"]))
+        waits.start()
+        update_server(server.service, versions.weights(0))
+        waits.join(60)
+        assert ids[6], "a request waits where an update has failed, until one succeeds"
+    with pytest.raises(RuntimeError, match="the engine has failed or ended; start another"):
+        update_server(server.service, [])

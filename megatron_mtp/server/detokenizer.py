@@ -351,6 +351,7 @@ class Choice:
         prompt: what it continues.
         text: of its tokens; the engine reads it as well where there are stop strings.
         muted: the one token that is computed does not go out: the client wants the prompt's log-probabilities alone.
+        tokens: how many it has so far.
     """
 
     index: int
@@ -360,7 +361,7 @@ class Choice:
     deltas: list[Delta] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
-    _tokens: int = 0
+    tokens: int = 0
     _characters: int = 0
 
     def take(self, update: Update) -> Delta:
@@ -369,11 +370,11 @@ class Choice:
         self.cached_tokens += update.cached_tokens
         if self.muted:
             update = replace(update, tokens=[], logprobs=[], accepted=0, offered=0)
-        pieces = [self.text.piece(place, token) for place, token in enumerate(update.tokens, self._tokens)]
+        pieces = [self.text.piece(place, token) for place, token in enumerate(update.tokens, self.tokens)]
         rest = "" if update.finish is None or self.muted else self.text.rest()
         whole, released = [piece.whole for piece in pieces], "".join(piece.released for piece in pieces)
         self.deltas.append(Delta(update, released + rest, whole, self._characters))
-        self._tokens += len(whole)
+        self.tokens += len(whole)
         self._characters += sum(map(len, whole))
         return self.deltas[-1]
 
@@ -404,7 +405,9 @@ class Answer[AnyBody: Body](ABC):
             async for place, update in updates:
                 choice = self._choices[place]
                 if update.tokens or update.finish is not None:
-                    yield self._event([self._entry(choice, [choice.take(update)], streamed=True)])
+                    entry = self._entry(choice, [choice.take(update)], streamed=True)
+                    sums = _sums(len(choice.prompt), choice.tokens)
+                    yield self._event([entry], sums if self._body.stream_options.continuous_usage_stats else None)
         except APIError as error:
             yield format_sse_event(data_str=json.dumps(error.body()))
             return
@@ -437,19 +440,19 @@ class Answer[AnyBody: Body](ABC):
 
     def _event(self, entries: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         written = {**self._head, "object": self.chunk_object, "choices": entries}
-        if self._body.stream_options.include_usage:
+        if usage is not None or self._body.stream_options.include_usage:
             written["usage"] = usage
         return format_sse_event(data_str=json.dumps(written, ensure_ascii=False))
 
     def _usage(self) -> dict[str, Any]:
         prompts = sum(len(choice.prompt) for choice in self._choices[:: self._body.n])
         completion = sum(len(delta.update.tokens) for choice in self._choices for delta in choice.deltas)
-        return {
-            "prompt_tokens": prompts,
-            "completion_tokens": completion,
-            "total_tokens": prompts + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in self._choices)},
-        }
+        cached = sum(choice.cached_tokens for choice in self._choices)
+        return {**_sums(prompts, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _sums(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class CompletionAnswer(Answer[CompletionBody]):

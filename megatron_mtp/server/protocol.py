@@ -185,10 +185,10 @@ class Part(BaseModel):
 
 
 class StreamOptions(Part):
-    """`include_usage`: the last event has the sums of tokens."""
+    """Sums of tokens: in an event at the end, and those of its choice so far in every event, as in vLLM."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 

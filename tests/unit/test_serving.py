@@ -99,6 +99,21 @@ def test_a_stream_has_whole_characters_and_ends_with_usage_if_asked_for(client: 
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_every_event_has_the_sums_of_its_choice_if_asked_for(server: Running) -> None:
+    """As load testers ask for it, whose events hold several tokens."""
+    options, ids = {"include_usage": True, "continuous_usage_stats": True}, {"return_token_ids": True}
+    *found, last = events(server, "/v1/completions", prompt=["ab", "xyz"], max_tokens=5, stream_options=options, **ids)
+    grown = [0, 0]
+    for event in found:
+        (choice,) = event["choices"]
+        grown[choice["index"]] += len(choice["token_ids"])
+        prompt, completion = (2, 3)[choice["index"]], grown[choice["index"]]
+        sums = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        assert event["usage"] == sums
+    assert grown == [5, 5]
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 15)
+
+
 def test_a_chat_follows_the_template(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
     said = client.chat.completions.create(**asked)

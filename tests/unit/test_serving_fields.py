@@ -47,9 +47,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "stream_options.include_usage: Input should be a valid boolean",
     ),
     "options": (CHATS, {"stream": True, "stream_options": True}, "stream_options", "stream_options: give an object"),
-    "sums in every event": (
-        CHATS, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats", "is not served here with another value than false; leave it out.",
+    "random characters": (
+        CHATS, {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation", "is not served here with another value than false; leave it out.",
     ),
     "options without a stream": (
         COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options",
@@ -173,6 +173,13 @@ def test_every_default_is_a_field_or_neutral() -> None:
         assert all(name in body.model_fields or set(map(str, values)) <= set(map(str, body.neutral[name]))
                    for name, values in rows.items())  # fmt: skip
     assert not Unused.model_fields.keys() & request_defaults.COMPLETIONS.keys()
+
+
+def test_the_page_lists_what_is_accepted_and_ignored() -> None:
+    page = (ROOT / "docs/decoding.md").read_text()
+    updated = run_path(str(ROOT / "tools/docs/neutral_fields.py"))["updated"]
+    assert updated(page) == page, "run python tools/docs/neutral_fields.py"
+    assert all(f"`{name}`" in page for name in Unused.model_fields)
 
 
 def test_a_low_temperature_is_greedy(server: Running) -> None:

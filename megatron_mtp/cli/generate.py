@@ -15,6 +15,7 @@ from megatron_mtp.cli.terminal import (
     own_output,
     quoted,
     read_prompts,
+    say_if_lossy,
 )
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
 from megatron_mtp.errors import Parser, check_counts, sentences
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_mtp.decoding.config import SpeculativeConfig
-    from megatron_mtp.decoding.types import Update
+    from megatron_mtp.decoding.types import Method, Update
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
@@ -117,7 +118,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     from megatron_mtp.cli.cost import Work, summary, table
     from megatron_mtp.decoding.engine import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
-    from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
+    from megatron_mtp.decoding.method import make_method, parse_config
     from megatron_mtp.decoding.sampling import Sampling
 
     sampling = Sampling.of(args)
@@ -131,7 +132,7 @@ def run(args: Namespace, answer: TextIO) -> None:
         raise ValueError(f"--seed is {args.seed}, which 64 bits do not hold for every prompt; give a smaller one.")
     check_prompts(runner, prompts, args.max_new_tokens)
     drafter = load_drafter(config, dtype)
-    make_method(runner, config, sampling, drafter)  # refuses what does not fit
+    method = make_method(runner, config, sampling, drafter)  # refuses what does not fit
     stop_ids, cut = _ends(args, tokenizer)
     work = Work(runner, prompts, args.max_new_tokens, sampling, stop_ids, drafter, cut, args.batch_size, args.seed)
     is_first = torch.distributed.get_rank() == 0
@@ -141,8 +142,7 @@ def run(args: Namespace, answer: TextIO) -> None:
         args.record.mkdir(parents=True, exist_ok=True)  # before anything is generated
     if is_first and not args.json:
         print(f"> {loaded.line(args.load)}")
-        if config is not None and not is_lossless(config):
-            print(f"> the verifier '{config.verifier}' does not keep the model's distribution")
+        say_if_lossy(config)
         if stream is not None:
             stream.echo(prompts[0])
 
@@ -164,11 +164,24 @@ def run(args: Namespace, answer: TextIO) -> None:
     if args.json:
         both: dict[str, Any] = {"token_ids": texts, "text": shown}
         one = {name: value and value[0] for name, value in both.items()}  # no list of all
-        print(json.dumps((one if len(texts) == 1 else both) | figures), file=answer, flush=True)
+        made = (one if len(texts) == 1 else both) | _drafting(method) | figures
+        print(json.dumps(made), file=answer, flush=True)
         return
     if stream is None:
         _print_texts([quoted(prompt, tokenizer) for prompt in prompts], texts, shown)
     print(f"{chr(10) if stream else ''}\n{table(figures, sampled=not sampling.greedy)}")
+
+
+def _drafting(method: "Method") -> dict[str, Any]:
+    """How texts are drafted, under the names of `--json`."""
+    from megatron_mtp.decoding.method import is_lossless
+
+    return {
+        "method": method.config.method,
+        "num_speculative_tokens": "auto" if method.auto else method.count,
+        "verifier": method.config.verifier,
+        "lossless": is_lossless(method.config),
+    }
 
 
 def _record(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
+from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags, say_if_lossy
 from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.errors import Parser, check_counts, status_of
@@ -156,6 +156,7 @@ def run(args: Namespace) -> int:
         if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
+        say_if_lossy(speculative)
         _write(args, texts, appended(file, settings), speculative, ends, _prompts(args, folder), encoder.vocab_size)
         _publish(args, texts, encoder, corpus)
     return 0

@@ -4,10 +4,14 @@ import os
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_mtp.cli.terminal import add_checkpoint_flags
+from megatron_mtp.cli.terminal import add_checkpoint_flags, say_if_lossy
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import quieten
+
+if TYPE_CHECKING:
+    from megatron_mtp.decoding.engine import Engine
 
 LARGEST_GIB = 2**20
 """No machine has more; a larger number is a mistake."""
@@ -63,7 +67,7 @@ def run(args: Namespace) -> int:
     import torch
 
     from megatron_mtp.data.tokenizer import sampling_defaults
-    from megatron_mtp.decoding.engine import Engine, blocks_for, blocks_in
+    from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_for, blocks_in, entry_bytes
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
@@ -99,10 +103,29 @@ def run(args: Namespace) -> int:
     if listening is None:
         follow(engine, served.codec, group)
         return 0
-    print(f"> {loaded.line(args.load)}", flush=True)
+    print(f"> {loaded.line(args.load)}")
+    print(f"> {drafting_line(engine)}")
+    say_if_lossy(config)
+    used = blocks * block_bytes(runner, drafter) + args.max_running * entry_bytes(runner, drafter)
+    cache = f"{blocks} blocks of {sizes.block_size} tokens, {used / 2**30:.3g} GiB"
+    print(f"> cache: {cache}; {args.max_running} requests run and {args.max_waiting} wait, at most", flush=True)
     if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
         print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
     return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins)
+
+
+def drafting_line(engine: "Engine") -> str:
+    """Method, K and verifier of requests that do not say how to draft."""
+    from megatron_mtp.decoding.method import make_method
+    from megatron_mtp.decoding.sampling import Sampling
+
+    config = engine.speculative
+    method = make_method(engine.runner, config, Sampling(), engine.drafter)
+    if config.method == "plain":
+        return "drafts: none, plain decoding"
+    count = f"0 to {method.count} tokens a step, as pays," if method.auto else f"{method.count} tokens a step,"
+    verifier = config.verifier or "greedy at temperature 0 and rejection above"
+    return f"drafts: {config.method}, {count} verified by {verifier}"
 
 
 def _check(args: Namespace) -> None:

@@ -14,6 +14,8 @@ from megatron_mtp.errors import Parser, named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_mtp.decoding.config import SpeculativeConfig
+
 DTYPES = ("float32", "bfloat16")
 COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
@@ -113,6 +115,14 @@ def own_output() -> TextIO:
     kept = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(kept, "w")
+
+
+def say_if_lossy(config: "SpeculativeConfig | None") -> None:
+    """Print a line where texts have another distribution than the model's."""
+    from megatron_mtp.decoding.method import is_lossless
+
+    if config is not None and not is_lossless(config):
+        print(f"> the verifier '{config.verifier}' does not keep the model's distribution", flush=True)
 
 
 def add_checkpoint_flags(parser: Parser) -> None:

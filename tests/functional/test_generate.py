@@ -41,6 +41,8 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
     assert [len(ids) for ids in one["token_ids"]] == [24, 24]
     assert one["same_tokens"] is True
     assert one["text"] is None
+    said = ("method", "num_speculative_tokens", "verifier", "lossless")
+    assert [one[name] for name in said] == ["mtp", 2, "greedy", True]
     assert one["target_forwards"] + one["accepted"] == 48
     assert len(one["accepted_per_position"]) == 2
     assert one["accepted_length"] == pytest.approx(48 / one["target_forwards"], abs=1e-3)

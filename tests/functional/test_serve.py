@@ -122,6 +122,10 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def test_texts_and_acceptance_are_those_of_generate(served: Served, folder: Path, tmp_path: Path) -> None:
     assert_same_as_generated(served, folder, tmp_path)
+    said = served.log.read_text()
+    assert "> drafts: mtp, 2 tokens a step, verified by greedy at temperature 0 and rejection above\n" in said
+    assert "> cache: 72 blocks of 32 tokens, " in said
+    assert " GiB; 8 requests run and 256 wait, at most\n" in said
 
 
 def assert_same_as_generated(

@@ -1,0 +1,39 @@
+"""What `serve` and `generate` say about how texts are drafted."""
+
+import json
+
+import pytest
+from drafting_single import runner_of
+
+from megatron_mtp.cli.serve import drafting_line
+from megatron_mtp.cli.terminal import say_if_lossy
+from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.method import parse_config
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+BOTH = "verified by greedy at temperature 0 and rejection above"
+LINES = {
+    '{"method": "plain"}': "drafts: none, plain decoding",
+    '{"method": "mtp", "num_speculative_tokens": 2}': f"drafts: mtp, 2 tokens a step, {BOTH}",
+    '{"method": "mtp", "num_speculative_tokens": "auto"}': f"drafts: mtp, 0 to 3 tokens a step, as pays, {BOTH}",
+    '{"method": "mtp_eagle", "num_speculative_tokens": 3, "verifier": "block"}': (
+        "drafts: mtp_eagle, 3 tokens a step, verified by block"
+    ),
+}
+
+
+@pytest.mark.parametrize("config", LINES)
+def test_a_server_says_how_it_drafts(config: str) -> None:
+    assert drafting_line(Engine(runner_of(), speculative=parse_config(config))) == LINES[config]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "more"), [("bild", {}), ("joint", {}), ("relaxed", {"think_start": 1, "think_end": 2}), ("block", {})]
+)
+def test_a_verifier_that_changes_the_distribution_is_named(
+    verifier: str, more: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_if_lossy(parse_config(json.dumps({"method": "mtp", "verifier": verifier, **more})))
+    said = "" if verifier == "block" else f"> the verifier '{verifier}' does not keep the model's distribution\n"
+    assert capsys.readouterr().out == said

@@ -14,7 +14,7 @@ BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end --
 def updated(page: str) -> str:
     """The page with new tables between the two marks."""
     before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
+    _, after = rest.split(END, 1)
     return before + BEGIN + tables() + END + after
 
 

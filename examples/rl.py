@@ -49,7 +49,6 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.types import Request
 from megatron_mtp.decoding.update_weights import update_weights
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
@@ -127,9 +126,7 @@ class Trainer:
         positions_BS = slots_S.expand_as(tokens_BS)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        logits_BSV, hidden_SBH = self.model(
-            tokens_BS, positions_BS, square_mask(length, "cpu"), output_processor=logits_and_states
-        )
+        logits_BSV, hidden_SBH = self.model(tokens_BS, positions_BS, None, output_processor=logits_and_states)
         logits_BSV = logits_BSV[:, :-1, :VOCABULARY]  # the rows behind pad the vocabulary, and stand for no token
         logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, tokens_BS[:, 1:, None])[..., 0] * mask_BS[:, :-1]
         loss = -(_advantages(rollouts) * logprobs_BS).sum() / mask_BS.sum()

@@ -39,13 +39,14 @@ class DepthBatch:
         labels_DBS: t_{i+d+1}, what depth d predicts there.
         loss_mask_DBS: float; the trunk's mask, shifted.
         inside_DBS: False where the token at depth d is outside the document.
-        positions_S: the numbers of these positions in the whole sequence.
+        positions_S: the numbers of these positions in the whole sequence, on the host, where code asks for sizes and
+            choices without waiting for a GPU.
         whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
             fields may be one context-parallel rank's part of it.
         ages_DS: how many depths before the last one each depth takes its state from (`model/mtp.py`); None to take
             the last one everywhere.
-        blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on; None
-            for everywhere.
+        blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on, on
+            the host; None for everywhere.
         block_weight: of each: positions of the whole sequence by blocks, or 0 where this rank has a block in order to
             have one.
         beside: the depths of a drafter beside MTP layers; None without one.
@@ -77,9 +78,11 @@ class DepthBatch:
 
     def at(self, positions_S: Tensor) -> "DepthBatch":
         """The part at these positions of every sequence; `whole_tokens` still counts all of them."""
-        names = ("labels_BS", "loss_mask_BS", "tokens_DBS", "labels_DBS", "loss_mask_DBS", "inside_DBS", "positions_S")
+        names = ("labels_BS", "loss_mask_BS", "tokens_DBS", "labels_DBS", "loss_mask_DBS", "inside_DBS")
         whole = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: value.index_select(-1, positions_S) for name, value in whole.items()})
+        index_S = to_device(positions_S, self.labels_BS.device)
+        parts = {name: value.index_select(-1, index_S) for name, value in whole.items()}
+        return replace(self, positions_S=self.positions_S[positions_S], **parts)
 
     def of_blocks(self) -> "DepthBatch":
         """The part where blocks begin, weighted so that its sums are about those of all positions."""
@@ -110,7 +113,7 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
         labels_DBS=shifted(labels_BS),
         loss_mask_DBS=mask_DBS,
         inside_DBS=inside_document(labels_BS, depths, document_BS).contiguous(),
-        positions_S=torch.arange(labels_BS.size(1), device=labels_BS.device),
+        positions_S=torch.arange(labels_BS.size(1)),
         whole_tokens=torch.cat([mask_BS.float().sum().view(1), mask_DBS.float().sum((1, 2))]),
     )
 
@@ -127,10 +130,15 @@ def with_blocks(batch: DepthBatch, count: int, seed: tuple[int, int], positions:
     """
     generator = torch.Generator(device="cpu").manual_seed(hash(seed) % 2**63)
     drawn = torch.randperm(positions, generator=generator, device="cpu")[:count]
-    blocks_A = torch.isin(batch.positions_S, drawn.to(batch.positions_S.device)).nonzero()[:, 0]
+    blocks_A = torch.isin(batch.positions_S, drawn).nonzero()[:, 0]
     if not blocks_A.numel():
         return replace(batch, blocks_A=torch.zeros_like(batch.positions_S[:1]), block_weight=0.0)
     return replace(batch, blocks_A=blocks_A, block_weight=positions / drawn.numel())
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of values of the host; neither side waits for the other."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:
@@ -142,7 +150,7 @@ def mask_ignored_labels(batch: dict[str, Any]) -> None:
 
 
 def join_rows(batch: dict[str, Any]) -> None:
-    """Join the rows of a packed batch to one row, in place, with offsets [documents + 1]."""
+    """Join the rows of a packed batch to one row, in place, with offsets [documents + 1]; they are on the host."""
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if batch[name] is not None:
             lengths = batch[name].diff(dim=1).flatten()
@@ -269,7 +277,7 @@ class LaterPositions:
     `where` gives the rows of the result.
 
     Args:
-        positions_S: the numbers of this rank's positions in the whole sequence.
+        positions_S: the numbers of this rank's positions in the whole sequence, on the host.
         depths: D.
         group: the ranks that hold the sequence, each its own part.
         chosen_A: which of this rank's positions `where` is asked about; None for all.
@@ -277,16 +285,13 @@ class LaterPositions:
 
     def __init__(self, positions_S: Tensor, depths: int, group: ProcessGroup, chosen_A: Tensor | None = None) -> None:
         self.positions_S, self.group, self.chosen_A = positions_S, group, chosen_A
-        ranks = group.size()
-        of_ranks = [torch.empty_like(positions_S) for _ in range(ranks)]
-        torch.distributed.all_gather(of_ranks, positions_S, group=group)
-        positions_RS = torch.stack(of_ranks)
+        positions_RS = _of_all_ranks(positions_S, group)
         self.last = positions_RS.numel() - 1
-        self.rank_of = torch.empty(self.last + 1, dtype=torch.long, device=positions_S.device)
+        self.rank_of = torch.empty(self.last + 1, dtype=torch.long)
         self.row_of = torch.empty_like(self.rank_of)
-        self.rank_of[positions_RS] = torch.arange(ranks, device=positions_S.device).unsqueeze(1)
-        self.row_of[positions_RS] = torch.arange(positions_S.numel(), device=positions_S.device)
-        first = [torch.arange(depth, self.last + 1, device=positions_S.device) for depth in range(1, depths + 1)]
+        self.rank_of[positions_RS] = torch.arange(group.size()).unsqueeze(1)
+        self.row_of[positions_RS] = torch.arange(positions_S.numel())
+        first = [torch.arange(depth, self.last + 1) for depth in range(1, depths + 1)]
         crossing = [
             position[self.rank_of[position] != self.rank_of[position - depth]]
             for depth, position in enumerate(first, start=1)
@@ -298,15 +303,31 @@ class LaterPositions:
         if not self.shared.numel():
             return values_S
         own = self.rank_of[self.shared] == self.group.rank()
+        own_rows, taken_S = (
+            to_device(rows, values_S.device) for rows in (own.nonzero()[:, 0], self.row_of[self.shared[own]])
+        )
         shared = values_S.new_zeros((self.shared.numel(), *values_S.shape[1:]))
-        shared = shared.index_put((own.nonzero()[:, 0],), values_S[self.row_of[self.shared[own]]])
+        shared = shared.index_put((own_rows,), values_S[taken_S])
         return torch.cat([values_S, all_reduce(shared, group=self.group)])
 
     def where(self, depth: int) -> Tensor:
-        """The rows, [S], in the result of `lookup` that are `depth` positions later; at the end, the last position."""
+        """The rows, [S], in the result of `lookup` that are `depth` positions later, on the host.
+
+        At the end it is the last position.
+        """
         asked_S = self.positions_S if self.chosen_A is None else self.positions_S[self.chosen_A]
         later_S = (asked_S + depth).clamp(max=self.last)
         own_S = self.rank_of[later_S] == self.group.rank()
         return torch.where(
             own_S, self.row_of[later_S], self.positions_S.numel() + torch.searchsorted(self.shared, later_S)
         )
+
+
+def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
+    """The positions of every rank, [R, S], on the host."""
+    if group.size() == 1:
+        return positions_S.unsqueeze(0)
+    own_S = positions_S.to(torch.cuda.current_device())  # NCCL takes nothing else
+    of_ranks = [torch.empty_like(own_S) for _ in range(group.size())]
+    torch.distributed.all_gather(of_ranks, own_S, group=group)
+    return torch.stack(of_ranks).cpu()

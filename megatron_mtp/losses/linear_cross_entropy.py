@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.data.batch import to_device
 from megatron_mtp.losses import triton_chunk
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
 from megatron_mtp.losses.weight_gradient import (
@@ -62,7 +63,7 @@ class Targets:
         labels_DN: tokens; of a draft vocabulary their numbers in it.
         mask_DN: float, the weight of each position in the depth's sum; 0 leaves it out.
         scale_D: the weight of the depth's sum in the total.
-        taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher.
+        taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher; best on the host.
         overlap_DN: where the loss writes the rate at which sampled drafts are accepted, which it then must know.
     """
 
@@ -350,12 +351,11 @@ class _Taught:
     def labels(self, cut: list[slice]) -> Iterator[_SoftLabels]:
         """The soft labels of the rows of one chunk after the other.
 
-        A GPU is waited for once: what is read of the states is found on the host for all chunks, and copied at once.
+        What is read of the states is found on the host for all chunks, and copied at once.
         """
         pairs = [self._taught_N[chunk].unique(return_inverse=True) for chunk in cut]
         parts = [part for pair in pairs for part in pair]
-        numbers, device = torch.cat(parts), self._states_TH.device
-        numbers = (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+        numbers = to_device(torch.cat(parts), self._states_TH.device)
         of_chunks = iter(numbers.split([len(part) for part in parts]))
         for chunk, state_T, row_N in zip(cut, of_chunks, of_chunks, strict=True):
             yield _SoftLabels(self._products.of(self._states_TH[state_T], chunk), row_N)

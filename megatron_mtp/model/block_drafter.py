@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.config import DSPARK
-from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
@@ -245,12 +245,11 @@ class BlockDrafter(DrafterBlock):
         Returns:
             The states, and the confidence's logits [K, A, B], which only DSpark has.
         """
-        place_A = torch.arange(batch.positions_S.numel()).to(batch.positions_S) if batch.blocks_A is None else None
-        place_A = batch.blocks_A if place_A is None else place_A
-        assert place_A is not None
         assert batch.tokens_DBS is not None
-        before_DBA, position_A = batch.tokens_DBS[..., place_A], batch.positions_S[place_A]
-        feature_SBH = self.layer.feature(self._whole(states_SBX.detach(), batch.positions_S))
+        blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
+        positions_S, place_A = (to_device(each, states_SBX.device) for each in (batch.positions_S, blocks_A))
+        before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
+        feature_SBH = self.layer.feature(self._whole(states_SBX.detach(), positions_S))
         turned = angles(len(feature_SBH) + self.rows + 1)
         self._give_context(feature_SBH, turned, _visible(attention, place_A, position_A, len(feature_SBH)))
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)

@@ -35,7 +35,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.data.batch import LaterPositions
+from megatron_mtp.data.batch import LaterPositions, to_device
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.portable import SharingAttention, sharing
 
@@ -421,7 +421,7 @@ class MultiTokenPredictionBlock(MegatronModule):
 
 
 def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: int) -> Tensor:
-    """k for every depth and position, [D, S]; depth 1 has the trunk's state alone.
+    """k for every depth and position, [D, S], on the host; depth 1 has the trunk's state alone.
 
     They depend on the seed, which is (run, step), and on the position alone: all ranks of all layouts draw the same.
 
@@ -433,7 +433,7 @@ def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: i
     for depth in range(1, depths + 1):
         generator = torch.Generator(device="cpu").manual_seed(hash((*seed, depth)) % 2**63)
         drawn.append(torch.randint(depth, (whole,), generator=generator, device="cpu"))
-    return torch.stack(drawn).to(positions_S.device)[:, positions_S]
+    return torch.stack(drawn)[:, positions_S]
 
 
 @dataclass
@@ -441,7 +441,7 @@ class Mixer:
     """Inputs of the depths in one forward pass.
 
     Attributes:
-        ages_DS: from `drawn_ages`.
+        ages_DS: from `drawn_ages`, on the device of the states.
         inside_DBS: whether the position d later is in the same document.
         later: where it is.
         states: of the trunk and of every depth so far, each with copies from other ranks.
@@ -458,7 +458,8 @@ class Mixer:
         ages_S = self.ages_DS[len(self.states)]
         for age, older_TBH in enumerate(reversed(self.states), start=1):
             takes_SB = (ages_S == age).unsqueeze(1) & self.inside_DBS[age - 1].t()
-            mixed_SBH = torch.where(takes_SB.unsqueeze(2), older_TBH[self.later.where(age)], mixed_SBH)
+            later_S = to_device(self.later.where(age), older_TBH.device)
+            mixed_SBH = torch.where(takes_SB.unsqueeze(2), older_TBH[later_S], mixed_SBH)
         if len(self.states) + 1 < len(self.ages_DS):
             self.states.append(self.later.lookup(state_SBH))
         return mixed_SBH

@@ -10,6 +10,7 @@ query heads of a key head, C channels of a head.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -43,7 +44,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mtp.data.batch import positions_of_ranks
+from megatron_mtp.data.batch import positions_of_ranks, to_device
 
 
 def causal_mask(positions: Tensor, keys: int) -> Tensor:
@@ -53,11 +54,6 @@ def causal_mask(positions: Tensor, keys: int) -> Tensor:
         positions: of the queries [..., S], counted as the keys are, from 0.
     """
     return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
-
-
-def square_mask(positions: int, device: torch.device | str) -> Tensor:
-    """The mask of a whole sequence as Megatron's modules take it, [1, 1, S, S]."""
-    return causal_mask(torch.arange(positions, device=device), positions)[None, None]
 
 
 class PortableNorm(torch.nn.Module):
@@ -194,7 +190,7 @@ class PortableAttention(torch.nn.Module):
             return self._documents(query, key, value, [0, self.cp_group.size() * key.size(0)], attention_mask)
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         self.chain = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in self.chain]
-        bounds: list[int] = offsets_of(packed_seq_params).tolist()
+        bounds: list[int] = bounds_of(packed_seq_params).tolist()
         return self._documents(query, key, value, bounds, None).squeeze(1)
 
     def _documents(
@@ -203,7 +199,7 @@ class PortableAttention(torch.nn.Module):
         """Every document by itself, [S, B, N * C]; `bounds` are where they start and end in the whole sequence."""
         ranks, positions_S = self.cp_group.size(), None
         if ranks > 1:
-            positions_RS = positions_of_ranks(torch.tensor(bounds), ranks).to(query_SBNC.device)
+            positions_RS = to_device(positions_of_ranks(torch.tensor(bounds), ranks), query_SBNC.device)
             positions_S, order = positions_RS[self.cp_group.rank()], positions_RS.flatten().argsort()
             key_SBGC = gather_from_sequence_parallel_region(key_SBGC, group=self.cp_group)[order]
             value_SBGC = gather_from_sequence_parallel_region(value_SBGC, group=self.cp_group)[order]
@@ -527,6 +523,22 @@ def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Megatron's description of packed rows, with the offsets on the host too.
+
+    Without TE, layers compute every document by itself. Each would wait for the GPU to read the offsets there.
+    """
+
+    bounds: Tensor | None = None
+
+
+def bounds_of(packed: PackedSeqParams) -> Tensor:
+    """`offsets_of`, on the host."""
+    known = packed.bounds if isinstance(packed, PackedRows) else None
+    return offsets_of(packed).cpu() if known is None else known
 
 
 def offsets_of(packed: PackedSeqParams) -> Tensor:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from megatron_mtp.data.batch import positions_of_ranks
-from megatron_mtp.model.portable import having, offsets_of
+from megatron_mtp.model.portable import bounds_of, having, offsets_of
 
 CHUNK = 64
 """Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""
@@ -112,12 +112,12 @@ class Decays:
 class ContextParallelHeads:
     """Exchanges some positions of all heads, which a context-parallel rank has, for all positions of its own heads."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup, positions: int, offsets: Tensor | None) -> None:
-        """`positions`: of this rank; `offsets`: of a packed row's documents, which are cut one by one."""
+    def __init__(self, group: torch.distributed.ProcessGroup, positions: int, packed: PackedSeqParams | None) -> None:
+        """`positions`: of this rank; `packed`: a row's documents, which are cut one by one."""
         self.group = group
         self.ranks, self.rank = group.size(), group.rank()
         if self.ranks > 1:
-            bounds = torch.tensor([0, positions * self.ranks]) if offsets is None else offsets
+            bounds = torch.tensor([0, positions * self.ranks]) if packed is None else bounds_of(packed)
             self.order_L = positions_of_ranks(bounds, self.ranks).flatten()
 
     def to_heads(self, values_SBC: Tensor, columns_RC: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class PortableMamba(MambaMixer):
         inner, groups = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z_SBC, mixed_SBC = projected_SBC.split([inner, projected_SBC.size(-1) - inner], dim=-1)
         offsets = None if packed_seq_params is None else offsets_of(packed_seq_params)
-        exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), offsets)
+        exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), packed_seq_params)
         sharing = max(1, exchange.ranks // int(self.ngroups_local_tp))  # ranks that share the heads of one group
         *convolved, dt = columns_of_ranks(
             [inner, groups, groups, self.nheads_local_tp], exchange.ranks, (1, sharing, sharing)
@@ -367,7 +367,7 @@ class PortableGatedDeltaNet(GatedDeltaNet):
         keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
         mixed_SBC, gate_SBC, steps_SBC = projected_SBC.split([2 * keys + values, values, 2 * heads], dim=-1)
         offsets = None if packed_seq_params is None else offsets_of(packed_seq_params)
-        exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), offsets)
+        exchange = ContextParallelHeads(self.pg_collection.cp, mixed_SBC.size(0), packed_seq_params)
         columns_RC = torch.cat(columns_of_ranks([keys, keys, values, heads, heads], exchange.ranks), dim=1)
         columns_RC = columns_RC.to(mixed_SBC.device)
         whole_BLC = exchange.to_heads(torch.cat([mixed_SBC, steps_SBC], dim=-1), columns_RC).transpose(0, 1)

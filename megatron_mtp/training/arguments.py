@@ -139,7 +139,7 @@ def parse_run_args(
     if has_none:
         args.mtp_num_layers = None
     args.reads_chats = given.reads_chats
-    args.create_attention_mask_in_dataloader &= not args.reads_chats  # packed rows have none
+    args.create_attention_mask_in_dataloader &= args.reset_attention_mask and not args.reads_chats  # causal without one
     args.drafter_beside_mtp = bool(stored.get(BESIDE_MTP))
     if args.drafter is not None:
         vars(args).update(drafter_arguments(args))  # Megatron has put the checkpoint's in their place

@@ -33,11 +33,13 @@ from megatron_mtp.data.batch import (
     keep_positions,
     mask_ignored_labels,
     positions_of_ranks,
+    to_device,
     with_blocks,
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.mtp import drawn_ages
+from megatron_mtp.model.portable import PackedRows
 from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.metrics import DRAFTER, MTP, Metrics
 from megatron_mtp.training.objective import (
@@ -160,7 +162,8 @@ class ForwardStep:
         args, positions_S = get_args(), batch.positions_S
         whole = positions_S.numel() * args.context_parallel_size
         seed = args.seed, args.curr_iteration
-        return replace(batch, ages_DS=drawn_ages(self._own.depths, seed, positions_S, whole))
+        ages_DS = drawn_ages(self._own.depths, seed, positions_S, whole)
+        return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
 
     def _objectives(self) -> NextTokensObjective:
         """The objective of this step, and beside it that of a drafter, whose loss has no lambda."""
@@ -219,7 +222,8 @@ def _validate(loss: Tensor) -> None:
 
 # --- the batch -------------------------------------------------------------------------------------------------------
 
-BATCH_KEYS = ("tokens labels loss_mask position_ids attention_mask cu_seqlens cu_seqlens_padded max_seqlen").split()
+OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", *OFFSETS, "max_seqlen")
 
 
 def get_batch(
@@ -227,8 +231,8 @@ def get_batch(
 ) -> tuple[dict[str, Any], DepthBatch | None]:
     """This rank's part of the next microbatch, and so many depths of it where there are labels.
 
-    Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, `cu_seqlens`, ...
-    On a stage that needs no data every entry is None.
+    Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
+    `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.
     """
     args = get_args()
     if not reads_data(vp_stage):
@@ -264,6 +268,8 @@ def get_batch(
     )
     document_BS = None if batch["labels"] is None else _documents(batch)
     if batch["cu_seqlens"] is not None:
+        offsets = loaded if tp_rank == 0 else batch  # the others wait for the broadcast
+        batch.update({name: None if batch[name] is None else offsets[name].cpu() for name in OFFSETS})
         join_rows(batch)
     depths = None
     if batch["labels"] is not None:
@@ -273,8 +279,8 @@ def get_batch(
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]
         offsets = torch.tensor([0, whole_BS.size(1)]) if batch["cu_seqlens"] is None else _offsets(batch)
-        positions_S = positions_of_ranks(offsets, group.size())[group.rank()].to(whole_BS.device)
-        keep_positions(batch, positions_S)
+        positions_S = positions_of_ranks(offsets, group.size())[group.rank()]
+        keep_positions(batch, to_device(positions_S, whole_BS.device))
         depths = None if depths is None else depths.at(positions_S)
     return batch, depths
 
@@ -294,19 +300,21 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     """Megatron's description of packed rows for attention; None for other batches."""
     if batch["cu_seqlens"] is None:
         return None
-    update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"])
-    padded = batch["cu_seqlens_padded"]
-    longest = int(_offsets(batch).diff().max().item())  # `max_seqlen` may leave out padding
-    return PackedSeqParams(
+    bounds, device = _offsets(batch), torch.device(torch.cuda.current_device())
+    update_seqlen_stats_from_cu_seqlens(to_device(batch["cu_seqlens"], device))
+    offsets, longest = to_device(bounds, device), int(bounds.diff().max())  # `max_seqlen` may leave out padding
+    padded = None if batch["cu_seqlens_padded"] is None else offsets
+    return PackedRows(
         qkv_format="thd",
-        cu_seqlens_q=_offsets(batch),
-        cu_seqlens_kv=_offsets(batch),
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         # Megatron's own Mamba layers read the document of every position, which is then made of the offsets.
-        total_tokens=None if get_args().hybrid_layer_pattern is None else int(_offsets(batch)[-1].item()),
+        total_tokens=None if get_args().hybrid_layer_pattern is None else int(bounds[-1]),
+        bounds=bounds,
     )
 
 

@@ -30,10 +30,11 @@ from megatron_mtp.data.batch import (
     mask_ignored_labels,
     positions_of_ranks,
     shift_left,
+    to_device,
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.portable import square_mask
+from megatron_mtp.model.portable import bounds_of
 from megatron_mtp.model.trunk import MTPTrunk, StageOutput
 from megatron_mtp.training.objective import NextTokensObjective, depth_weights
 
@@ -80,11 +81,11 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
         )
     packed = None if document_BS is None else _packed(trunk, document_BS)
     joined_BS = tokens_BS if packed is None else tokens_BS.reshape(1, -1)
-    positions_S = _own_positions(trunk, joined_BS, packed)
+    positions_S = to_device(_own_positions(trunk, joined_BS, packed), tokens_BS.device)
     states: Tensor = model(
         joined_BS[:, positions_S],
         positions_S.expand(len(joined_BS), -1),
-        None if packed is not None else square_mask(joined_BS.size(1), tokens_BS.device)[:, :, positions_S],
+        None,  # attention is causal without a mask
         packed_seq_params=packed,
         output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
     )
@@ -186,11 +187,10 @@ def _depth_states(
 
     Random numbers are forked, so that dropout in the depths does not change the trunk's in its next forward.
     """
-    mask = None if packed is not None else square_mask(length, hidden_SBH.device)[:, :, depths.positions_S]
     turned = length if packed is None else packed.max_seqlen_q
     angles = model.rotary_angles(turned, packed_seq=packed is not None)[0] if model.turns_heads else None
-    attention = AttentionInputs(mask, angles, packed_seq_params=packed)
-    position_ids_BS = depths.positions_S.expand_as(depths.labels_BS)
+    attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
+    position_ids_BS = to_device(depths.positions_S, hidden_SBH.device).expand_as(depths.labels_BS)
     before, model.config.mtp_detach_heads = model.config.mtp_detach_heads, is_apart
     try:
         with _fork_rng():
@@ -251,11 +251,9 @@ def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
 
 
 def _own_positions(model: MTPTrunk, tokens_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
-    """The positions that this context-parallel rank holds, [S], in the order in which Megatron cuts sequences."""
+    """The positions that this context-parallel rank holds, [S], on the host, in the order of Megatron's cuts."""
     group, length = model.pg_collection.cp, tokens_BS.size(1)
     if group.size() == 1:
-        return torch.arange(length, device=tokens_BS.device)
-    offsets = torch.tensor([0, length], device=tokens_BS.device)
-    if packed is not None:
-        offsets = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return positions_of_ranks(offsets, group.size())[group.rank()].to(tokens_BS.device)
+        return torch.arange(length)
+    offsets = torch.tensor([0, length]) if packed is None else bounds_of(packed)
+    return positions_of_ranks(offsets, group.size())[group.rank()]

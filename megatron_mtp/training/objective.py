@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from megatron_mtp.config import SCHEDULES, MTPConfig
-from megatron_mtp.data.batch import DepthBatch, LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.head import NOT_DRAFTED, Head
@@ -154,16 +154,16 @@ class NextTokensObjective:
         confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
         """
         batch = self._counted(head, batch)
-        kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()
+        kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()  # kept: on the host
         if (kept := self.kept_positions(positions)) is not None:  # of all ranks
-            kept_S = torch.isin(batch.positions_S, kept.to(batch.positions_S.device)).nonzero()[:, 0]
+            kept_S = torch.isin(batch.positions_S, kept).nonzero()[:, 0]
             share = kept.numel() / positions
         teacher = self._teacher(trunk_SBH, head, later)
         labels_DBS, mask_DBS = _chosen(batch.labels_DBS, kept_S), _chosen(batch.loss_mask_DBS, kept_S).float() / share
         taught_DBS = None
         if teacher is not None and later is not None:
             where_DS = torch.stack([later.where(depth) for depth in range(1, len(depth_hidden) + 1)])
-            rows_B1 = torch.arange(labels_DBS.size(1), device=where_DS.device).unsqueeze(1)
+            rows_B1 = torch.arange(labels_DBS.size(1)).unsqueeze(1)
             taught_DBS = len(rows_B1) * _chosen(where_DS, kept_S).unsqueeze(1) + rows_B1  # in the rows of [S, B]
         scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
@@ -219,7 +219,7 @@ def _confidence_loss(confidence_DBS: Tensor, targets: Targets, overlap_DBS: Tens
 
 
 def _chosen(values: Tensor, kept_S: Tensor | None, dim: int = -1) -> Tensor:
-    return values if kept_S is None else values.index_select(dim, kept_S)
+    return values if kept_S is None else values.index_select(dim, to_device(kept_S, values.device))
 
 
 # --- one scalar from the trunk's and the depths' sums of losses ------------------------------------------------------
@@ -251,7 +251,7 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
         weights: w_1 .. w_D.
         per_token: whether `--calculate-per-token-loss` is on.
     """
-    weight_D = whole_tokens.new_tensor(weights)
+    weight_D = torch.stack([whole_tokens.new_full((), weight) for weight in weights])  # no copy from the host
     return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)
 
 
@@ -317,7 +317,8 @@ def count_acceptance(
     positions, rows, _ = depths[0].shape
     judged = []
     for chunk in chunks(positions, rows * len(head.weight), trunk_TBH.is_cuda):
-        looked_L, where_DC = where_DS[:, chunk].unique(return_inverse=True)
+        pair = where_DS[:, chunk].unique(return_inverse=True)
+        looked_L, where_DC = (to_device(rows, trunk_TBH.device) for rows in pair)
         judged.append(_judge(trunk_TBH[looked_L], where_DC, [state_SBH[chunk] for state_SBH in depths], head))
     agree_DSB, overlap_DSB = (torch.cat(parts, dim=1) for parts in zip(*judged, strict=True))
     valid_DSB = loss_mask_DBS.transpose(1, 2) > 0

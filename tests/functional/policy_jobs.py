@@ -30,7 +30,6 @@ from torch import Tensor
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import depth_batch, positions_of_ranks
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss
 
 ROLLOUTS = [[(3, 9), (2, 4)], [(5, 17)], [(1, 2), (4, 3), (2, 11)], [(6, 2)]]
@@ -108,7 +107,7 @@ def forward_step(
     output = model(
         here["tokens"],
         position_ids,
-        None if row["packed"] else square_mask(row["tokens"].size(1), "cpu")[:, :, row["own"]],
+        None,
         packed_seq_params=row["packed"],
         **({} if settings is None else {"output_processor": logits_and_states}),
     )
@@ -218,7 +217,7 @@ def rollout_loss(model: Any, tokens_S: Tensor, sizes: tuple[int, int], settings:
     stage = model(
         tokens_S[None],
         torch.arange(length)[None],
-        square_mask(length, "cpu"),
+        None,
         output_processor=lambda stage: stage,
         output_processor_context=depth_batch(batch, depths),
     )

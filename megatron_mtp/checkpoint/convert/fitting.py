@@ -29,7 +29,6 @@ from megatron_mtp import cpu
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.data.checks import check_data_prefixes, part_of
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPTrunk
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -186,6 +185,5 @@ def run_trunk(model: MTPTrunk, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Run a trunk on a text; returns tokens and positions [1, S], and final states [S, 1, H]."""
     tokens_BS = tokens_S.cuda().unsqueeze(0)
     positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)
-    mask = square_mask(len(tokens_S), "cuda")
-    hidden_SBH = model(tokens_BS, positions_BS, mask, output_processor=lambda stage: stage.hidden_SBH)
+    hidden_SBH = model(tokens_BS, positions_BS, None, output_processor=lambda stage: stage.hidden_SBH)
     return tokens_BS, positions_BS, hidden_SBH

@@ -20,7 +20,6 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.rope import place
 from megatron_mtp.model.trunk import MTPTrunk
 
@@ -117,6 +116,5 @@ def _own(reader: DistReader, number: int, key: str, shared: Tensor) -> Tensor:
 
 
 def _attention_inputs(model: MTPTrunk, length: int) -> AttentionInputs:
-    """A causal mask, and rotary angles, which latent attention computes itself."""
-    mask = square_mask(length, "cuda")
-    return AttentionInputs(mask, model.rotary_angles(length)[0] if model.turns_heads else None)
+    """Rotary angles, which latent attention computes itself."""
+    return AttentionInputs(rotary_pos_emb=model.rotary_angles(length)[0] if model.turns_heads else None)

@@ -342,16 +342,14 @@ def logits_of(
 ) -> dict[str, Tensor]:
     """Result of `read` on the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
     from megatron_mtp.data.batch import depth_batch
-    from megatron_mtp.model.portable import square_mask
 
     depths = model.config.mtp_num_layers or 0
-    tokens_BS, length = prompt.tokens_BS.cuda(), prompt.tokens_BS.size(1)
+    tokens_BS = prompt.tokens_BS.cuda()
     positions_BS = prompt.positions_S.cuda().unsqueeze(0)
-    mask = square_mask(length, "cuda")
     ones_BS = torch.ones_like(tokens_BS).float()
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     shifted = depth_batch(batch, max(depths, 1))
     out: dict[str, Tensor] = model(
-        tokens_BS, positions_BS, mask, output_processor=read, output_processor_context=shifted
+        tokens_BS, positions_BS, None, output_processor=read, output_processor_context=shifted
     )
     return out

@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feeding
 from megatron_mtp.model.hybrid import MTPHybridModel
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.rope import placed
 from megatron_mtp.model.trunk import MTPTrunk
 
@@ -80,7 +79,7 @@ def trained_feeding(model: MTPTrunk) -> Feeding:
 @torch.no_grad()
 def read_text(model: MTPTrunk, tokens: list[int]) -> Text:
     """Run the trunk over a text."""
-    attention = _attention(model, square_mask(len(tokens), _device(model)), list(range(len(tokens))))
+    attention = _attention(model, None, list(range(len(tokens))))
     with _input_of(model.decoder.final_layernorm) as before:
         after_SBH = model.decoder(
             hidden_states=_embed(model, tokens),
@@ -200,7 +199,7 @@ def _with_first(visible_NN: Tensor) -> Tensor:
     return torch.cat([first, wider])
 
 
-def _attention(model: MTPTrunk, mask: Tensor, positions: list[int]) -> AttentionInputs:
+def _attention(model: MTPTrunk, mask: Tensor | None, positions: list[int]) -> AttentionInputs:
     """Mask and rotary angles; latent attention makes its own (`placed`)."""
     angles = model.rotary_angles(max(positions) + 1)[0][positions] if model.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)

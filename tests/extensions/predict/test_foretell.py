@@ -19,7 +19,6 @@ from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretel
 from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.portable import square_mask
 from megatron_mtp.model.trunk import MTPGPTModel
 
 COUNT = 3
@@ -45,7 +44,7 @@ def depth_of(
     latent = model.config.multi_latent_attention
     angles = None if latent else model.rotary_pos_emb(slots)
     norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
-    before_SBH = layer(states_SBH, embedded_SBH, AttentionInputs(square_mask(slots, "cpu"), angles))
+    before_SBH = layer(states_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=angles))
     layer.final_layernorm = norm
     return before_SBH, norm(before_SBH)
 
@@ -143,7 +142,7 @@ def compare_with_block(model: MTPGPTModel, feeding: Feeding) -> None:
     made = drafts(model, text, COUNT, feeding)
     tokens_DBS = torch.tensor([[TOKENS[depth : depth + starts]] for depth in range(1, COUNT + 1)])
     latent = model.config.multi_latent_attention
-    attention = AttentionInputs(square_mask(starts, "cpu"), None if latent else model.rotary_pos_emb(starts))
+    attention = AttentionInputs(rotary_pos_emb=None if latent else model.rotary_pos_emb(starts))
     positions_BS = torch.arange(starts)[None]
     angles = model._later_angles(model.mtp, attention)
     states = model.mtp(text.after_SBH[:starts], tokens_DBS, positions_BS, model.embedding, attention, angles=angles)

@@ -160,7 +160,7 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
 
 
 LOADED = {
-    "checkpoint.audit.auditing": 45,
+    "checkpoint.audit.auditing": 47,
     "checkpoint.convert.import_hf": 39,
     "cli.generate": 55,
     "cli.serve": 60,

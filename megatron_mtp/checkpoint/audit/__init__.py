@@ -9,6 +9,8 @@ folder.py        opens a Hugging Face folder: config, tensors, JSON files, a dra
 saved.py         opens a Megatron checkpoint, of Megatron-LM, Megatron-Bridge, ms-swift or this package
 quantization.py  quantized weights, and whether the config lists them as they are stored
 contents.py      does a side hold what its config says, by the plan of its conversion
+looks.py         what one pass over a tensor's numbers notes: bounds, a digest
+numbers.py       what the numbers of one side tell: damage, and weights that no training leaves
 comparing.py     pairs the tensors of two sides by the same plan, reads each once, and says how they differ
 auditing.py      the whole audit, with settings and logits of both sides, as plain data
 """
@@ -20,9 +22,9 @@ from typing import Any
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
     "damaged file", "unindexed file", "damaged config", "MTP dropped", "depth missing", "depth incomplete",
-    "depth count", "layers missing", "quantization", "draft vocabulary", "rounded", "halves swapped", "tied copy",
-    "stale copy", "not finite", "type", "tensor missing", "shape", "tensor left over", "other numbers", "config",
-    "logits", "not compared", "duplicate tensors", "skipped buffers",
+    "depth count", "layers missing", "quantization", "draft vocabulary", "token id", "rounded", "halves swapped",
+    "tied copy", "stale copy", "not finite", "implausible numbers", "type", "tensor missing", "shape",
+    "tensor left over", "other numbers", "config", "logits", "not compared", "duplicate tensors", "skipped buffers",
 )  # fmt: skip
 """What explains a finding, in the order in which an audit lists them: what explains most comes first."""
 SHOWN = 3

@@ -18,12 +18,12 @@ from megatron_mtp.checkpoint.audit.comparing import (
     Pairing,
     check_differences,
     check_lacking,
-    check_numbers,
     pairing,
     read_all,
 )
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.folder import open_folder
+from megatron_mtp.checkpoint.audit.numbers import check_numbers
 from megatron_mtp.checkpoint.audit.quantization import check_scales
 from megatron_mtp.checkpoint.audit.saved import FROM_CHECKPOINT, MegatronSide, Side, open_saved
 from megatron_mtp.checkpoint.audit.side import (
@@ -80,7 +80,10 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
         shares = shares and not any(found.guess == "tied copy" for found in findings)
         findings += settings(one, other, shares)
-    alone = [[*side.findings, *contents(side), *check_numbers(side), *check_scales(side)] for side in sides.values()]
+    ties = any(side.tied for side in sides.values())
+    alone = [
+        [*side.findings, *contents(side), *check_numbers(side, ties), *check_scales(side)] for side in sides.values()
+    ]
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
         for found in own:  # what both sides have is no difference

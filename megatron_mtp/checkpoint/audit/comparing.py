@@ -25,9 +25,11 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.contents import lacking
+from megatron_mtp.checkpoint.audit.looks import Look
+from megatron_mtp.checkpoint.audit.numbers import EARLIER, differ
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide, is_finite
+from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide
 from megatron_mtp.checkpoint.convert.plan import Step, unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
@@ -42,7 +44,6 @@ CLOSE = 0.1
 """Largest difference of a quantized weight from its original, as a part of the original's norm."""
 PIECE = 2**20
 """Numbers that are subtracted at a time."""
-EARLIER = "take these tensors from an earlier save"
 ADVICE: dict[str, str] = {
     "type": "load both in the same type; convert --dtype writes another one",
     "rounded": "export in the type of side A, if side B is to have the same numbers",
@@ -285,10 +286,6 @@ def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared
                 pass
         return []
 
-    for side in sides:
-        side.repeated |= {name for both in side.copies.items() for name in both}
-    for side, name, base in paired.copies:
-        side.repeated |= {name, base}
     with ThreadPoolExecutor(default_workers()) as pool:
         found = list[Compared]()
         for some in pool.map(compared, paired.groups):
@@ -299,7 +296,7 @@ def read_all(sides: Sequence[Side], paired: Pairing, bar: tqdm) -> list[Compared
             for _ in pool.map(partial(look, side), rest):
                 bar.update()
     for side, name, base in paired.copies:
-        if name in side.bits and base in side.bits and side.bits[name] != side.bits[base]:
+        if differ(side, name, base):
             says = f"is left out on one side as a copy of '{base}', whose numbers are others"
             found.append(Compared(name, ("tied copy", says)))
     return found
@@ -309,8 +306,7 @@ def _by_name(a: Side, name: str, b: Side, match: str) -> Iterator[Compared]:
     one, other = a.tensors[name], b.tensors[match]
     alike = one.shape == other.shape and one.dtype == other.dtype
     if alike and all(map(equal_bits, a.pieces(name), b.pieces(match, looks=False))):
-        if name in a.wild:
-            b.wild.add(match)
+        b.looks[match] = a.looks[name]
         yield Compared(name)
         return
     form = f"B is {other.dtype}" if is_quantized(other) else f"A is {one.dtype}" if is_quantized(one) else ""
@@ -344,7 +340,7 @@ def explain(a: Tensor, b: Tensor) -> Kind:
             return "rounded", f"is of type {name}, not {ours}: one side was rounded"
         b = b.to(a.dtype)
     for one, side in ((a, "A"), (b, "B")):
-        if not is_finite(one):
+        if not Look.of(one).is_finite:
             return "not finite", f"has numbers that are NaN or infinite on side {side}"
     for one, other, side in ((a, b, "B"), (b, a, "A")):
         for narrow in NARROW:
@@ -382,24 +378,3 @@ def check_differences(compared: Iterable[Compared]) -> Iterator[Finding]:
         says = f"{counted(len(members), 'tensor')}, {named}: side B's {differs}{by}."
         severity = WARNING if guess == "type" else ERROR
         yield Finding(guess, says, ADVICE.get(guess, REMAKE), severity, tuple(names), figure=figure)
-
-
-# --- numbers of one side, once it was read ----------------------------------------------------------------------------
-
-
-def check_numbers(side: Side) -> Iterator[Finding]:
-    """Find numbers that are not finite, tensors that cannot be read, and copies, which loaders may take instead."""
-    if side.errors:
-        says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
-        says += next(iter(side.errors.values()))
-        yield Finding("damaged file", says, "fetch the file again", names=tuple(side.errors))
-    if wild := tuple(name for name in side.tensors if name in side.wild and name not in side.scales):
-        yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
-    known = {name: base for name, base in side.copies.items() if name in side.bits and base in side.bits}
-    same = tuple(name for name, base in known.items() if side.bits[name] == side.bits[base])
-    if same:
-        says = f"{counted(len(same), 'tensor')} repeat embedding or head, with the same bits: {listed(same)}."
-        yield Finding("tied copy", says, severity=NOTE, names=same)
-    if stale := tuple(name for name in known if name not in same):
-        says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
-        yield Finding("stale copy", says, "store the one that was trained in both places", names=stale)

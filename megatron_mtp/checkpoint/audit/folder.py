@@ -1,16 +1,20 @@
 """A Hugging Face folder as the conversion reads it; each fault of config, files and lists becomes a finding."""
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from megatron_mtp.checkpoint.audit import NOTE, counted, listed
+from megatron_mtp.checkpoint.audit import NOTE, WARNING, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import check_parts, check_quantization, scale_fault
 from megatron_mtp.checkpoint.audit.side import (
     DEPTH,
     DEPTH_KEYS,
+    EMBEDDING,
     UNFIT,
     UNREADABLE,
     DrafterSide,
@@ -18,7 +22,7 @@ from megatron_mtp.checkpoint.audit.side import (
     StoredTensor,
 )
 from megatron_mtp.checkpoint.families import Layout, family_of
-from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, read_json, wrong_kinds
+from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, contradictions, read_json, wrong_kinds
 from megatron_mtp.checkpoint.hf.folder import INDEX, HFFolder, check_form, drafter_kind
 from megatron_mtp.checkpoint.hf.forms import MisfitError
 
@@ -37,6 +41,7 @@ def open_folder(path: Path) -> HFSide:
     if isinstance(side, DrafterSide):
         _read_drafter(side)
     _check_files(side)
+    _check_tokens(side)
     _check_values(side)
     return side
 
@@ -134,8 +139,70 @@ def _check_files(side: HFSide) -> None:
             says = f"'{file.name}' holds {found!r:.40}; it must be an object."
             side.add("damaged file", says, CORRECT, names=[file.name])
         elif isinstance(found, dict) and file.name in (CONFIG, GENERATION):
-            for name, says in wrong_kinds(found):
+            for name, says in (*wrong_kinds(found), *contradictions(_text_keys(found))):
                 side.add("damaged config", f"{file.name}: {says}.", CORRECT, names=[name])
+
+
+def _text_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a file, with those of its text model."""
+    text = keys.get("text_config")
+    return {**keys, **text} if isinstance(text, dict) else keys
+
+
+def _check_tokens(side: HFSide) -> None:
+    """Look for tokens' ids, in configs and tokenizer, for which the embedding has no row."""
+    embeddings = (entry for name, entry in side.tensors.items() if side.parts.of(name).kind == EMBEDDING)
+    rows = next((entry.shape[0] for entry in embeddings if entry.shape), None)
+    if rows is None:
+        return
+    for file in (CONFIG, GENERATION):
+        for name, value in _text_keys(_object_in(side.path / file)).items():
+            if not _TOKEN.search(name) or _SEEN.search(name):
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if over := [one for one in ids if isinstance(one, int) and one >= rows]:
+                says = f"{file}: '{name}' is {over[0]}, but the embedding has {rows} rows, so no text has this token "
+                side.add("token id", f"{says}or the lookup fails.", "take the file of the release", names=[name])
+    tokens: dict[str, int] = {}
+    for file, read in TOKENIZERS.items():
+        with suppress(*UNFIT):
+            tokens |= read(_object_in(side.path / file))
+    over = [f"{text} ({one})" for text, one in tokens.items() if one >= rows and not _SEEN.search(text)]
+    if over:
+        says = f"The tokenizer has {counted(len(over), 'token')} for which the embedding of {rows} rows has none: "
+        advice = "take the tokenizer of the release, or give the embedding rows for them"
+        side.add("token id", f"{says}{listed(over)}. Texts that hold them fail.", advice, WARNING, over)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty without one."""
+    with suppress(ValueError):
+        found = read_json(path)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _of_library(keys: dict[str, Any]) -> dict[str, int]:
+    """Tokens of a `tokenizer.json`, with their ids."""
+    vocabulary = keys.get("model", {}).get("vocab", {})
+    listed = (
+        {text: index for index, (text, *_) in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
+    )
+    return {**listed, **{one["content"]: one["id"] for one in keys.get("added_tokens", ())}}
+
+
+TOKENIZERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
+    "vocab.json": lambda keys: keys,
+    "tokenizer.json": _of_library,
+    "added_tokens.json": lambda keys: keys,
+    "tokenizer_config.json": lambda keys: {
+        one["content"]: int(index) for index, one in keys.get("added_tokens_decoder", {}).items()
+    },
+}
+"""Files of tokenizers, and the tokens that they hold, with their ids."""
+_TOKEN = re.compile(r"(^|_)token_ids?$")
+_SEEN = re.compile(r"image|video|vision|visual|audio|speech", re.IGNORECASE)
+"""Tokens whose places images and sounds take, so that they need no row."""
 
 
 def _check_values(side: HFSide) -> None:

@@ -84,6 +84,16 @@ class MegatronSide(Opened):
         unties = self.argument("untie_embeddings_and_output_weights")
         return shares if shares is not None else None if unties is None else not unties
 
+    @property
+    def unties(self) -> bool:
+        """True if the arguments say that embedding and head are apart."""
+        return self.tied is False
+
+    @property
+    def repeats(self) -> bool:
+        """True if all depths are one layer."""
+        return bool(self.argument("mtp_use_repeated_layer"))
+
     @override
     def base_of(self, name: str) -> str | None:
         return EMBEDDING if name == OUTPUT and self.tied and EMBEDDING in self.tensors else None

@@ -6,28 +6,27 @@ decoder.layers.3.mlp.linear_fc1.weight                      trunk, layer 3
 drafter.layers.0.mlp.linear_fc1.weight                      beside the trunk
 """
 
-import math
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 
-import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import ERROR, Finding
+from megatron_mtp.checkpoint.audit.looks import Look
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig, counted_elsewhere
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, Quantized
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -46,6 +45,8 @@ UNREADABLE = (ValueError, OSError, RuntimeError)
 """What reading a damaged file raises, and converting what it holds."""
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE = KINDS = ("trunk", "depth", "embedding", "head", "beside")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
+ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
+"""Config keys by which all depths are one layer."""
 OWN = ("longcat", "step3")
 """Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
@@ -73,13 +74,6 @@ class StoredTensor:
     bytes: int
     read: Callable[..., Tensor] | None
     pieces: Callable[[], Iterable[Tensor]] | None = None
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """True without NaN and infinities, and of integers and FP8; nothing of the tensor's size is allocated."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
-        return True
-    return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor.detach()))
 
 
 @dataclass(frozen=True)
@@ -136,10 +130,8 @@ class Opened(ABC):
         path: the folder.
         tensors: what loaders see, by name; the tensors of a quantized weight are one, the optimizer's are left out.
         findings: what was found when it was opened.
-        repeated: names of tensors whose bits are to be noted.
         seen: names of the tensors that were read.
-        wild: names of those that have numbers which are NaN or infinite.
-        bits: of those in `repeated`, the type, the shape, and a digest of the bits.
+        looks: what was noted of the numbers of those that were read to the end.
         errors: why a tensor cannot be read, by its name.
         scales: of quantized weights that were read, what is wrong with their scales.
         unread: names of weights of which there are the scales alone, as a finding says.
@@ -148,16 +140,15 @@ class Opened(ABC):
     path: Path
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    repeated: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
-    wild: set[str] = field(default_factory=set)
-    bits: dict[str, tuple[torch.dtype, Shape | None, bytes]] = field(default_factory=dict)
+    looks: dict[str, Look] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
+    _noting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def pieces(self, name: str, looks: bool = True) -> Iterator[Tensor]:
-        """Read a tensor, some rows at a time if it is large; without `looks`, NaN and infinities are not noted.
+        """Read a tensor, some rows at a time if it is large; without `looks`, nothing is noted of its numbers.
 
         Raises:
             ValueError, OSError, RuntimeError: the form is not read here, or a file is damaged.
@@ -173,23 +164,29 @@ class Opened(ABC):
         entry = self.tensors[name]
         if entry.read is None:
             raise ValueError(f"weights in the form '{entry.dtype}' are not read")
-        (tensor,) = self._noted(name, starmap(entry.read, [slab]))
+        (tensor,) = self._noted(name, starmap(entry.read, [slab]), is_whole=not slab)
         return tensor
 
-    def _noted(self, name: str, pieces: Iterable[Tensor], looks: bool = True) -> Iterator[Tensor]:
+    def _noted(
+        self, name: str, pieces: Iterable[Tensor], looks: bool = True, is_whole: bool = True
+    ) -> Iterator[Tensor]:
         self.seen.add(name)
-        digest = sha256()
+        look: Look | None = None
         try:
             for piece in pieces:
-                if looks and not is_finite(piece):
-                    self.wild.add(name)
-                if name in self.repeated:
-                    digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
-                    self.bits[name] = piece.dtype, self.tensors[name].shape, digest.digest()
+                if looks:
+                    whole = self.tensors[name].shape if is_whole else None
+                    look = look or Look(piece.dtype, whole or tuple(piece.shape), is_whole=is_whole)
+                    look.see(piece)
                 yield piece
         except UNREADABLE as error:
             self.errors[name] = str(error)
             raise
+        if look is not None:
+            with self._noting:  # other slabs are read at the same time
+                if not is_whole and (before := self.looks.get(name)) is not None:
+                    look.bound(before.low, before.high)
+                self.looks[name] = look
 
     @abstractmethod
     def base_of(self, name: str) -> str | None:
@@ -274,12 +271,25 @@ class HFSide(Opened):
     def said_depths(self) -> int | None:
         """The number of depths in the config; None if no key holds one."""
         known = self.family is not None and self.family.depths
-        return self.counts(*(known.keys if known else DEPTH_KEYS))
+        said = self.counts(*(known.keys if known else DEPTH_KEYS))
+        elsewhere = 0 if self.config is None else counted_elsewhere(self.config.keys)[1]
+        return elsewhere if not said and is_count(elsewhere) and elsewhere else said
 
     @property
     def tied(self) -> bool:
         """True if the config says that embedding and head are one."""
         return self.config is not None and self.config.keys.get("tie_word_embeddings") is True
+
+    @property
+    def unties(self) -> bool:
+        """True if the config says that embedding and head are apart."""
+        return self.config is not None and self.config.keys.get("tie_word_embeddings") is False
+
+    @property
+    def repeats(self) -> bool:
+        """True if the config says that all depths are one layer."""
+        keys = {} if self.config is None else self.config.keys
+        return any(value and ONE_LAYER.match(name) for name, value in keys.items())
 
     @property
     def parts(self) -> Parts:

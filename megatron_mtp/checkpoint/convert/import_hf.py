@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
-from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
@@ -71,6 +71,9 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     if depths is not None and depths.configured(model.config) is None and held < depths.published:
         lost = f"{depths.published - held} of {depths.published}"
         found["MTP layers missing"] = f"{lost} of the published models of this family; no key of the config counts them"
+    key, said = counted_elsewhere(model.config.keys)
+    if held < said:
+        found["MTP layers missing"] = f"{said - held} of {said}, which '{key}' of the config counts"
     return found if reason is None else found | {"trainable here": False, "why not": reason}
 
 

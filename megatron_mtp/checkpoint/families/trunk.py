@@ -6,7 +6,7 @@ from functools import partial
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA, MoE, Place, depth_frame
 from megatron_mtp.checkpoint.families.family import Depths, Layout
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
-from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
+from megatron_mtp.checkpoint.hf.config import EXPERTS, ConfigError, HFConfig
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
@@ -27,14 +27,11 @@ def layers(config: HFConfig) -> int:
         ValueError: there are more layers, or layers times experts, than in any model.
     """
     count = config.integer("num_hidden_layers")
-    numbers = [config.keys.get(key) for key in _EXPERTS]
+    numbers = [config.keys.get(key) for key in EXPERTS]
     experts = max((number for number in numbers if isinstance(number, int)), default=1)
     if count > MOST_LAYERS or count * max(experts, 1) > MOST_OF_BOTH:
         raise ConfigError(f"{config.source}: {count} layers of {experts} experts are more than any model has.")
     return count
-
-
-_EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 
 
 def gqa(config: HFConfig, **changes: object) -> GQA:
@@ -147,7 +144,7 @@ def sparse_layers(config: HFConfig) -> list[bool]:
     """
     count = layers(config)
     dense = config.integer("first_k_dense_replace", default=0, least=0)
-    usual = [index >= dense and any(config.has(key) for key in _EXPERTS) for index in range(count)]
+    usual = [index >= dense and any(config.has(key) for key in EXPERTS) for index in range(count)]
     kinds = config.words("mlp_layer_types", count)
     if kinds is None:
         return usual

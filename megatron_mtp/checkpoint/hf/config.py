@@ -4,7 +4,7 @@ Only raw JSON is read, because a conversion must give back every key unchanged, 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class HFConfig:
         """Read a folder's `config.json`; ValueError for none, or a value of a kind that its key cannot have."""
         source, whole = str(folder / CONFIG), read_json(folder / CONFIG)
         config = cls.from_keys(whole, source)
-        for _, says in wrong_kinds(whole):
+        for _, says in (*wrong_kinds(whole), *contradictions(config.keys)):
             raise ConfigError(f"{source}: {says}.")
         return config
 
@@ -161,6 +161,35 @@ def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
             for name in names.split():
                 if part.get(name) is not None and not fits(part[name]):
                     yield name, f"'{name}' is {part[name]!r:.40}; it must be {kind}"
+
+
+def contradictions(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys whose numbers no model can have together, each with half a sentence."""
+    for small, large in ((CHOSEN, EXPERTS), (("topk_group",), ("n_group",)), (("n_group",), EXPERTS)):
+        (one, few), (other, many) = (first_count(keys, names) for names in (small, large))
+        if few > many > 0:
+            yield one, f"'{one}' is {few}, which is more than '{other}', {many}"
+
+
+def first_count(keys: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]:
+    """The first of these keys that holds a number, and the number; 0 without one."""
+    found = ((name, keys.get(name)) for name in names)
+    return next(((name, n) for name, n in found if isinstance(n, int) and not isinstance(n, bool)), ("", 0))
+
+
+def counted_elsewhere(keys: Mapping[str, Any]) -> tuple[str, int]:
+    """The key by which MiniMax or Inkling counts depths, and the number; 0 without one, or where it is switched off."""
+    if keys.get("use_mtp") is False:
+        return "", 0
+    nested = keys.get("mtp_config")
+    count = first_count(nested, ("num_nextn_predict_layers",))[1] if isinstance(nested, dict) else 0
+    return ("mtp_config", count) if count else first_count(keys, ("num_mtp_modules",))
+
+
+CHOSEN = tuple("num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split())
+"""Config keys of the number of experts that a token is routed to."""
+EXPERTS = tuple("n_routed_experts num_experts moe_num_experts num_local_experts".split())
+"""Config keys of the number of experts among which a router chooses."""
 
 
 def are_words(value: Any) -> bool:

@@ -1,0 +1,200 @@
+"""What the numbers of one side tell, once each tensor was read: damage, and weights that no training leaves.
+
+Biases of zeros, norms of ones, copies of embedding and head, and depths that the config repeats are as they should be.
+Drafters' tensors and vision towers are looked at for NaN alone, since some of them begin as zeros.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, counted, listed
+from megatron_mtp.checkpoint.audit.looks import Bits, Look
+from megatron_mtp.checkpoint.audit.quantization import is_quantized
+from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, OF_EMBEDDING, OF_HEAD, TRUNK
+from megatron_mtp.checkpoint.convert.plan import unnumbered
+from megatron_mtp.checkpoint.hf.config import CHOSEN, EXPERTS, HFConfig, first_count
+
+GUESS = "implausible numbers"
+EARLIER = "take these tensors from an earlier save"
+RELEASE = "take them from the release or from an earlier save, or train them"
+HUGE, TINY = 65504.0, 1e-12
+"""No trained weight has numbers above float16's largest, and none has only numbers that are so near to 0."""
+CENTERED = ("gemma", "intern_s2", "nemotron", "qwen3_5", "qwen3_next", "recurrent_gemma", "step3", "vaultgemma")
+"""Beginnings of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
+_NORM = re.compile(r"norm\w*\.(m\.)?weight$")
+_ROUTER = re.compile(r"\b(gate|router|router\.\w+)\.weight$")
+_INPUT = re.compile(r"(enorm|hnorm)\.weight$")
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.")
+
+
+def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
+    """Find numbers that are not finite, tensors that cannot be read, copies, and weights that no training leaves.
+
+    Args:
+        side: a side whose tensors were read.
+        ties: whether the model is known to be tied, so that a head may repeat the embedding.
+    """
+    if side.errors:
+        says = f"{counted(len(side.errors), 'tensor')} cannot be read: {listed(side.errors)}. "
+        says += next(iter(side.errors.values()))
+        yield Finding("damaged file", says, "fetch the file again", names=tuple(side.errors))
+    looks = {name: side.looks[name] for name in side.tensors if name in side.looks}
+    if wild := tuple(name for name, look in looks.items() if not look.is_finite and name not in side.scales):
+        yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
+    stale = tuple(name for name, base in side.copies.items() if differ(side, name, base))
+    same = tuple(name for name, base in side.copies.items() if {name, base} <= looks.keys() and name not in stale)
+    if same:
+        says = f"{counted(len(same), 'tensor')} repeat embedding or head, with the same bits: {listed(same)}."
+        yield Finding("tied copy", says, severity=NOTE, names=same)
+    if stale:
+        says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
+        yield Finding("stale copy", says, "store the one that was trained in both places", names=stale)
+    parts = side.parts
+    looks = {name: look for name, look in looks.items() if look.is_finite and parts.of(name).kind != BESIDE}
+    yield from _sizes(side, looks)
+    bits = {name: look.bits for name, look in looks.items() if not look.is_constant and look.bits is not None}
+    yield from _repeats(side, bits, ties)
+
+
+def differ(side: Side, name: str, base: str) -> bool:
+    """True if two tensors were read and have other bits."""
+    return name in side.looks and base in side.looks and side.looks[name].bits != side.looks[base].bits
+
+
+def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
+    """Weights whose numbers are all the same, too large, or too small."""
+    found: dict[str, list[str]] = defaultdict(list)
+    config = side.kept if isinstance(side, MegatronSide) else side.config
+    keys = config.keys if isinstance(config, HFConfig) else config or {}
+    chooses_all = (
+        first_count(keys, CHOSEN)[1] == first_count(keys, EXPERTS)[1]
+    )  # as dense models in a family of experts
+    for name, look in looks.items():
+        if look.low is None or look.high is None:
+            continue
+        largest, is_matrix = max(-look.low, look.high), len(look.shape) > 1 and max(look.shape) > 1
+        is_dead_norm = largest == 0 and bool(_NORM.search(name)) and not _is_centered(side)
+        if largest > HUGE:
+            found[f"numbers go up to {largest:.2g}: no training leaves such weights, and logits overflow"].append(name)
+        elif largest == 0 and chooses_all and _ROUTER.search(name):
+            continue
+        elif look.is_constant and (is_matrix or is_dead_norm):
+            found[f"all numbers are {look.low + 0:.3g}, as in a weight that was never loaded or trained"].append(name)
+        elif is_matrix and largest < TINY and not is_quantized(side.tensors[name]):
+            found[f"no number is larger than {largest:.2g}: they compute as zeros"].append(name)
+    for says, names in found.items():
+        yield Finding(GUESS, f"{_named(names)}: {says}.", RELEASE, WARNING, tuple(names))
+
+
+def _is_centered(side: Side) -> bool:
+    if isinstance(side, MegatronSide):
+        return bool(side.argument("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
+    return side.config is None or side.config.model_type.startswith(CENTERED) or bool(side.keys.get("use_gemma_norm"))
+
+
+def _named(names: list[str]) -> str:
+    """Names in quotes, or as one pattern where that is short."""
+    return listed(names) if len(names) < 3 else f"{counted(len(names), 'tensor')}, {unnumbered(names):.200}"
+
+
+# --- the same bits under two names ------------------------------------------------------------------------------------
+
+
+def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Finding]:
+    """Weights that repeat others without a reason in the config; the first explanation accounts for a tensor."""
+    matrices = {name: own for name, own in bits.items() if len(own[1]) > 1}
+    told: set[str] = set()
+    for find in (_depths, _norms, _experts) if ties else (_head, _depths, _norms, _experts):
+        for found in find(side, bits if find is _norms else matrices):
+            told |= set(found.names)
+            yield found
+    first: dict[Bits, str] = {}
+    rest = {name: one for name, own in matrices.items() if (one := first.setdefault(own, name)) != name}
+    rest = {name: one for name, one in rest.items() if not {name, one} & told}
+    rest = {name: one for name, one in rest.items() if side.copies.get(name) is None and not _is_end(side, name)}
+    if rest:
+        says = f"{counted(len(rest), 'tensor')} repeat another one bit by bit: "
+        says += ", ".join(f"'{name}' is '{one}'" for name, one in list(rest.items())[:2])
+        says += f" and {len(rest) - 2} more." if len(rest) > 2 else "."
+        yield Finding(GUESS, says, severity=NOTE, names=tuple(rest))
+
+
+def _is_end(side: Side, name: str) -> bool:
+    """True of embedding and head, and of a depth's copies of them."""
+    return side.parts.of(name).kind in (EMBEDDING, HEAD) or name.endswith(OF_EMBEDDING + OF_HEAD)
+
+
+def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
+    """A head that is the embedding, although the config says that they are apart."""
+    embedding, head = (
+        next((name for name in bits if side.parts.of(name).kind == kind), None) for kind in (EMBEDDING, HEAD)
+    )
+    if embedding is not None and head is not None and bits[embedding] == bits[head] and side.unties:
+        says = f"'{head}' is '{embedding}' bit by bit, but the config says that head and embedding are apart "
+        says += "('tie_word_embeddings' is false): the head was lost, or the model is tied."
+        advice = "take the head from the release, or set tie_word_embeddings to true if the model was trained tied"
+        yield Finding(GUESS, says, advice, WARNING, (head,))
+
+
+def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
+    """Depths that are copies of other depths, or of a layer of the trunk."""
+    inner = [name for name in bits if not _is_end(side, name)]
+    depths, layers = (side.parts.numbered(kind, inner) for kind in (DEPTH, TRUNK))
+    new = isinstance(side, MegatronSide) and side.iteration == 0
+    for depth, names in depths.items():
+        own = {bits[name] for name in names}
+        twin = next(
+            (other for other in depths if other < depth and {bits[name] for name in depths[other]} == own), None
+        )
+        if twin is not None and not side.repeats:
+            says = f"Depth {depth + 1} is a copy of depth {twin + 1} bit by bit ({counted(len(names), 'tensor')}): "
+            says += "one was written in the other's place, or they were not trained."
+            yield Finding(GUESS, says, *_asked(new), tuple(names))
+            continue
+        for layer, others in layers.items():
+            theirs = {bits[name] for name in others}
+            if theirs <= own:
+                says = f"The layer of depth {depth + 1} is the trunk's layer {layer} (counted from 0) bit by bit "
+                says += f"({counted(len(others), 'tensor')}): it was not trained to draft."
+                copies = tuple(name for name in names if bits[name] in theirs)
+                yield Finding(GUESS, says, *_asked(new), copies)
+                break
+
+
+def _asked(new: bool) -> tuple[str, str]:
+    """Advice and severity; depths that attach-mtp has just made begin as copies."""
+    return (
+        ("", NOTE) if new else ("take the depth from the release or from the run that trained it, or train it", WARNING)
+    )
+
+
+def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
+    """Norms of a layer, or of a depth's input, that are equal; Megatron stores other norms under two names."""
+    pattern = _INPUT if isinstance(side, MegatronSide) else _NORM
+    vectors = [name for name, own in bits.items() if len(own[1]) == 1 and pattern.search(name)]
+    for kind in (DEPTH, TRUNK):
+        for names in side.parts.numbered(kind, vectors).values():
+            first: dict[Bits, str] = {}
+            for name in names:
+                if (other := first.setdefault(bits[name], name)) != name:
+                    says = f"'{other}' and '{name}' are equal bit by bit: one was written in the other's place."
+                    yield Finding(GUESS, says, RELEASE, WARNING, (other, name))
+
+
+def _experts(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
+    """Single experts of a layer that are copies of others; where all are, the layer was made so."""
+    groups: dict[str, dict[str, dict[str, Bits]]] = defaultdict(lambda: defaultdict(dict))
+    for name, own in bits.items():
+        if match := _EXPERT.match(name):
+            groups[match.group(1)][match.group(2)][name.removeprefix(match.group(0))] = own
+    for layer, experts in groups.items():
+        same: dict[tuple[tuple[str, Bits], ...], list[str]] = defaultdict(list)
+        for index, own in experts.items():
+            same[tuple(sorted(own.items(), key=lambda one: one[0]))].append(index)
+        for indices in (each for each in same.values() if len(same) > 1 and len(each) > 1):
+            says = f"Experts {', '.join(indices[:4])}{' ...' if len(indices) > 4 else ''} of '{layer[:-1]}' are equal "
+            says += "bit by bit: one was written in the other's place."
+            names = tuple(f"{layer}{index}.{rest}" for index in indices for rest in experts[index])
+            yield Finding(GUESS, says, RELEASE, WARNING, names)

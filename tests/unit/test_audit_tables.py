@@ -1,0 +1,261 @@
+"""Sound folders of many makes raise no alarm, and each planted damage of one folder is found with its own sentence."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import VOCABULARY, Tensors, make, read, write
+from quantized_models import with_keys
+from safetensors.torch import load_file, save_file
+from tiers import tiered
+from torch import Tensor
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+
+Spoil = Callable[[Path], None]
+INDEX = "model.safetensors.index.json"
+DEPTH, SECOND, LAST = "model.layers.3.", "model.layers.4.", "model.layers.2."
+
+
+def on(names: str, change: Callable[[Tensor], Tensor]) -> Spoil:
+    """Change the tensors whose names have the pattern."""
+    return renamed(lambda name, held: change(held[name]) if re.search(names, name) else held[name])
+
+
+def copied(names: str, to: str) -> Spoil:
+    """Tensors whose names have the pattern get the numbers of others, which the replacement names."""
+
+    def value(name: str, held: Tensors) -> Tensor:
+        other = held.get(re.sub(names, to, name), held[name])
+        return other if other.shape == held[name].shape else held[name]
+
+    return renamed(value)
+
+
+def renamed(value: Callable[[str, Tensors], Tensor]) -> Spoil:
+    """Give every tensor a value."""
+
+    def spoil(folder: Path) -> None:
+        held = read(folder)
+        write(folder, {name: value(name, held).clone() for name in held})
+
+    return spoil
+
+
+def keys(**changes: Any) -> Spoil:
+    return lambda folder: with_keys(folder, **changes)
+
+
+def saved(name: str, **held: Any) -> Spoil:
+    """A JSON file beside the model."""
+    return lambda folder: (folder / name).write_text(json.dumps(held)) and None
+
+
+def both(*spoils: Spoil) -> Spoil:
+    def spoil(folder: Path) -> None:
+        for one in spoils:
+            one(folder)
+
+    return spoil
+
+
+def without(names: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        write(folder, {name: tensor for name, tensor in read(folder).items() if not re.search(names, name)})
+
+    return spoil
+
+
+def added(**tensors: Tensor) -> Spoil:
+    return lambda folder: write(folder, read(folder) | {name.replace("__", "."): one for name, one in tensors.items()})
+
+
+def constant(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trunk of 3 layers with 2 depths, 6 experts in all layers but the first."""
+    return make(tmp_path_factory.mktemp("tables") / "whole", "glm4_moe", 2, torch.bfloat16)
+
+
+def alarms(folder: Path) -> list[dict[str, Any]]:
+    return [one for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+NEVER = "as in a weight that was never loaded or trained"
+HEADS = r"lm_head.weight|shared_head.head.weight"
+DAMAGED: dict[str, tuple[Spoil, str, str]] = {
+    "a depth is another one": (
+        copied(r"layers\.4\.", "layers.3."), "implausible numbers", "Depth 2 is a copy of depth 1 bit by bit",
+    ),
+    "a depth's layer is the trunk's": (
+        copied(r"layers\.3\.", "layers.2."), "implausible numbers",
+        "The layer of depth 1 is the trunk's layer 2 (counted from 0) bit by bit",
+    ),
+    "eh_proj of zeros": (
+        on(r"3\.eh_proj", torch.zeros_like), "implausible numbers",
+        f"'{DEPTH}eh_proj.weight': all numbers are 0, {NEVER}",
+    ),
+    "eh_proj of 1e30": (
+        on(r"3\.eh_proj", lambda one: one * 1e30), "implausible numbers", "no training leaves such weights",
+    ),
+    "a projection of 1e-30": (
+        on(r"3\.eh_proj", lambda one: one * 1e-30), "implausible numbers", "they compute as zeros",
+    ),
+    "a constant projection": (
+        on(r"1\.self_attn\.o_proj", constant(0.02)), "implausible numbers", "all numbers are 0.02",
+    ),
+    "a depth of zeros": (
+        on(r"layers\.4\.(self|mlp|eh|\w*norm)", torch.zeros_like), "implausible numbers",
+        f"all numbers are 0, {NEVER}",
+    ),
+    "a norm of zeros": (
+        on(r"2\.input_layernorm", torch.zeros_like), "implausible numbers",
+        f"'{LAST}input_layernorm.weight': all numbers are 0, {NEVER}",
+    ),
+    "a norm of 1e38": (on(r"^model\.norm", constant(1e38)), "implausible numbers", "numbers go up to 1e+38"),
+    "enorm is hnorm": (
+        copied(r"3\.hnorm", "3.enorm"), "implausible numbers",
+        f"'{DEPTH}enorm.weight' and '{DEPTH}hnorm.weight' are equal bit by bit",
+    ),
+    "an expert is another one": (
+        copied(r"2\.mlp\.experts\.4\.", "2.mlp.experts.1."), "implausible numbers",
+        "Experts 1, 4 of 'model.layers.2.mlp.experts' are equal bit by bit",
+    ),
+    "the head is the embedding": (
+        both(copied(HEADS, "model.embed_tokens.weight"), copied(r"model\.layers.*head", "lm_head")),
+        "implausible numbers", "but the config says that head and embedding are apart",
+    ),
+    "more experts a token than experts": (
+        keys(num_experts_per_tok=7), "damaged config",
+        "'num_experts_per_tok' is 7, which is more than 'n_routed_experts', 6",
+    ),
+    "more groups chosen than groups": (keys(topk_group=3), "damaged config", "'topk_group' is 3, which is more than"),
+    "MiniMax's count": (
+        both(without(r"layers\.[34]\."), keys(num_nextn_predict_layers=0, use_mtp=True, num_mtp_modules=3)),
+        "MTP dropped", "The config says 3 depths, the files hold 0",
+    ),
+    "Inkling's count": (
+        both(without(r"layers\.[34]\."), keys(num_nextn_predict_layers=0, mtp_config={"num_nextn_predict_layers": 8})),
+        "MTP dropped", "The config says 8 depths, the files hold 0",
+    ),
+    "an end without a row": (
+        keys(eos_token_id=[2, VOCABULARY]), "token id",
+        f"config.json: 'eos_token_id' is {VOCABULARY}, but the embedding has {VOCABULARY} rows",
+    ),
+    "padding without a row": (saved("generation_config.json", pad_token_id=500), "token id", "'pad_token_id' is 500"),
+    "a token of the tokenizer without a row": (
+        saved("tokenizer.json", model={"vocab": {"a": 0, "b": 96}}, added_tokens=[{"id": 97, "content": "<end>"}]),
+        "token id", "The tokenizer has 2 tokens for which the embedding of 96 rows has none: 'b (96)', '<end> (97)'",
+    ),
+    "an added token without a row": (
+        saved("tokenizer_config.json", added_tokens_decoder={"99": {"content": "<think>"}}), "token id", "<think> (99)",
+    ),
+    "a copy is stale": (on(r"3\.shared_head\.head", lambda one: one + 1), "stale copy", "but the numbers differ"),
+    "infinite numbers": (on(r"4\.eh_proj", lambda one: one / 0), "not finite", "some numbers are NaN or infinite"),
+    "a promise of FP8": (
+        keys(quantization_config={"quant_method": "fp8"}), "quantization", "but no weight is quantized",
+    ),
+    "a depth lost": (without(r"layers\.4\."), "depth missing", "The config says 2 depths, the files hold 1"),
+}  # fmt: skip
+"""What is planted, the finding's explanation, and a part of its sentence."""
+QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expert is another one",
+         "the head is the embedding", "MiniMax's count", "an end without a row",
+         "a token of the tokenizer without a row")  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", tiered(DAMAGED, QUICK))
+def test_damage_is_found_with_its_sentence(damage: str, folder: Path, tmp_path: Path) -> None:
+    spoil, guess, says = DAMAGED[damage]
+    spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
+    spoil(spoilt)
+    (found,) = alarms(spoilt)
+    assert found["guess"] == guess
+    assert says in found["says"]
+    assert found["advice"]
+
+
+# --- sound folders ----------------------------------------------------------------------------------------------------
+
+
+def overlaid(folder: Path) -> None:
+    """A tensor lies in two shards, and the index names the first for it."""
+    held = read(folder)
+    (folder / "model.safetensors").unlink()
+    write(folder, held, files=3)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    name = next(one for one in index if index[one].startswith("model-00001"))
+    last = folder / "model-00003-of-00003.safetensors"
+    save_file(load_file(last) | {name: held[name] * 2}, last)
+
+
+def in_three_files(folder: Path) -> None:
+    held = read(folder)
+    (folder / "model.safetensors").unlink()
+    write(folder, held, files=3)
+
+
+def with_sentencepiece(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    saved("tokenizer_config.json", tokenizer_class="LlamaTokenizer", added_tokens_decoder={"2": {"content": "</s>"}})(
+        folder
+    )
+
+
+ROTARY = {f"model__layers__{layer}__self_attn__rotary_emb__inv_freq": torch.ones(8) for layer in range(3)}
+NOTHING: Spoil = lambda folder: None  # noqa: E731
+BF16, F32 = torch.bfloat16, torch.float32
+CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
+    "a wrapper with a vision tower": ("qwen3_5", 1, BF16, NOTHING),
+    "depths inside of a language_model": ("glm_ocr", 1, BF16, NOTHING),
+    "an overlay": ("glm4_moe", 1, BF16, overlaid),
+    "rotary buffers": ("llama", 0, BF16, added(**ROTARY)),
+    "sentencepiece": ("llama", 0, BF16, with_sentencepiece),
+    "a tied model": ("llama-tied", 0, BF16, NOTHING),
+    "a tied model whose head is stored": (
+        "llama-tied", 0, BF16, lambda folder: write(folder, read(folder) | {
+            "lm_head.weight": read(folder)["model.embed_tokens.weight"].clone()}),
+    ),
+    "several shards": ("deepseek_v3", 3, BF16, in_three_files),
+    "depths without copies": ("glm4_moe-lean", 1, BF16, NOTHING),
+    "depths with shared heads": ("deepseek_v3", 1, BF16, NOTHING),
+    "own heads": ("step3p7", 3, BF16, NOTHING),
+    "a hybrid": ("nemotron_h", 3, BF16, NOTHING),
+    "a hybrid with new norms around 1 + w": ("qwen3_next", 1, BF16, on(r"mtp\..*norm", torch.zeros_like)),
+    "a copy in float32": ("mimo", 1, F32, NOTHING),
+    "new norms and biases": (
+        "glm4_moe", 1, BF16, both(on(r"norm\.weight$", torch.ones_like), on(r"bias$", torch.zeros_like)),
+    ),
+    "one layer for all depths": (
+        "glm4_moe", 3, BF16, both(copied(r"layers\.[45]\.", "layers.3."), keys(mtp_use_repeated_layer=True)),
+    ),
+    "routers that choose all experts": (
+        "glm4_moe", 1, BF16, both(on(r"gate\.weight$", torch.zeros_like), keys(num_experts_per_tok=6)),
+    ),
+    "an image's token without a row": (
+        "llama", 0, BF16, saved("added_tokens.json", **{"<image_soft_token>": VOCABULARY}),
+    ),
+    "padding that is none": ("llama", 0, BF16, keys(pad_token_id=-1)),
+    "MiniMax's count, switched off": ("llama", 0, BF16, keys(use_mtp=False, num_mtp_modules=3)),
+}  # fmt: skip
+"""A family of `hf_models`, depths, type, and what is changed."""
+FIRST = ("an overlay", "rotary buffers", "sentencepiece", "a hybrid with new norms around 1 + w",
+         "new norms and biases", "one layer for all depths", "routers that choose all experts")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(CLEAN, FIRST))
+def test_a_sound_folder_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    family, depths, dtype, change = CLEAN[name]
+    made = make(tmp_path / "hf", family, depths, dtype)
+    change(made)
+    assert alarms(made) == []

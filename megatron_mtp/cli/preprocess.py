@@ -25,7 +25,7 @@ from megatron_mtp.data.corpus import (
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
 from megatron_mtp.errors import Parser, status_of
 from megatron_mtp.files import one_writer
-from megatron_mtp.training.flags import add_counting_argument
+from megatron_mtp.training.flags import CHAT_FLAGS, add_counting_arguments
 
 EXAMPLES = """examples:
   # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
@@ -82,15 +82,16 @@ def preprocess(args: argparse.Namespace) -> None:
     folder = args.tokenizer or _trained_tokenizer(args, documents)
     encoder = Encoder.from_folder(folder, args.eod_token, args.trust_remote_code)
     if args.chat is not None:
-        from megatron_mtp.data.chat import write_chats
+        from megatron_mtp.data.chat import lines_of, write_chats
 
-        empty = bool(args.chat_count_empty_thinking)
-        record = write_chats(documents, encoder, args.output_prefix, empty, args.workers, settings)
+        empty, last = bool(args.chat_count_empty_thinking), bool(args.chat_mask_history)
+        skips = bool(args.chat_skip_bad_lines)
+        record = write_chats(documents, encoder, args.output_prefix, empty, args.workers, settings, last, skips)
         print(
             f"{args.output_prefix}.bin and .idx: {record['documents']} documents of {record['chats']} chats, "
-            f"{record['counted_tokens']} of {record['tokens']} tokens count; {record['chats_without_counted_tokens']} "
-            f"chats without an answer are left out, {record['seconds']} s"
+            f"{record['counted_tokens']} of {record['tokens']} tokens count, {record['seconds']} s"
         )
+        print(*lines_of(record["left_out"], record["chats"], record["bad_lines"]), sep="\n")
         return
     record = write_corpus(documents, encoder, args.output_prefix, args.json_key, args.workers, settings)
     print(
@@ -114,7 +115,7 @@ def parser(program: str) -> Parser:
     source.add_argument("--input", nargs="+", metavar="PATH", help=files)
     chats = "JSON lines with 'messages' or 'conversations', for the chat template of --tokenizer"
     source.add_argument("--chat", nargs="+", metavar="FILE", help=chats)
-    add_counting_argument(made)
+    add_counting_arguments(made)
     inside = f"names of the files to read inside folders (default: {' '.join(TEXT_FILES)})"
     add("--include", nargs="+", default=TEXT_FILES, metavar="GLOB", help=inside)
     add("--json-key", default="text", metavar="KEY", help="key of the text in lines of .jsonl files (default: text)")
@@ -142,6 +143,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-mb: {args.max_mb} MB is no size of text; give a number above 0 or leave the flag out.")
     if os.path.basename(args.output_prefix) in ("", ".", ".."):
         raise ValueError(f"--output-prefix is '{args.output_prefix}'; name the files to write, such as data/corpus.")
+    for name in CHAT_FLAGS:
+        if getattr(args, name) and not args.chat:
+            raise ValueError(f"{flag_of(name)} was given without --chat, so it would change nothing; leave it out.")
     if args.chat and not args.tokenizer:
         raise ValueError("--chat was given without --tokenizer; give the folder of one that has a chat template.")
     if not args.tokenizer and args.vocab_size < SMALLEST_VOCAB:

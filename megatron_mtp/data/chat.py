@@ -22,8 +22,8 @@ import hashlib
 import json
 import os
 import re
-from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,19 +34,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron_mtp.data.corpus import Document, Work, dataset_writer, find_files, worked
-from megatron_mtp.data.tokenizer import Encoder, apply_template, end_tokens, read_tokenizer
+from megatron_mtp.data.messages import (
+    ROLES,
+    Texts,
+    TurnError,
+    holds_reasoning,
+    normal_messages,
+    normal_tools,
+    reasoning_of,
+)
+from megatron_mtp.data.tokenizer import Encoder, apply_template, end_tokens, generated_spans, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
-
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
-"""Names of ShareGPT, and the roles that templates know; other names stay."""
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag around what the assistant writes, where a template has it."""
 
 MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
 """Variables by which generation prompts differ: with nothing, an empty thinking block, or the beginning of one."""
+
+LEFT_OUT = {
+    "bad_lines": "{} of {chats} lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
+    "chats_without_answer": "{} of {chats} chats are left out, since they hold no answer of the assistant",
+    "chats_without_trained_answer": "{} of {chats} chats are left out, since none of their answers shall count",
+    "masked_turns": "{} turns of the assistant do not count, as fields of theirs say (weight, loss, train or the like)",
+    "history_turns": "{} turns of the assistant do not count, since others follow (--chat-mask-history)",
+    "opening_turns": "{} turns of the assistant do not count, since they begin a chat",
+    "unthought_turns": "{} turns of the assistant count without their reasoning, which the chat template leaves out",
+    "empty_turns": "{} turns of the assistant are empty, and teach to answer nothing",
+}
+"""What is not trained on, or not as it was written, and the line that says so."""
+
+SHOWN_LINES = 5
+"""Bad lines that are shown, of all that are counted."""
 
 COUNTS = 1
 """Mode of a sequence whose tokens count."""
@@ -59,46 +80,53 @@ OPEN, CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True)
 class Chat:
-    """A line of a file.
+    """A line of a file. Whatever makes one brings it into the form of `data/messages.py`, or refuses it.
 
     Attributes:
-        messages: each has a role; what else it has is for the template.
+        messages: each has a role and a text; what else it has is for the template.
         tools: that the template describes; None for none.
         variables: others that the template reads, from "chat_template_kwargs" of the line.
+        trained: places of the assistant's messages that no flag of theirs leaves out.
+
+    Raises:
+        ValueError: a message, a tool or a flag has no place in the form.
+        TypeError: the messages are none.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    trained: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        messages, trained = normal_messages(self.messages)
+        for name, value in (("messages", messages), ("trained", trained), ("tools", normal_tools(self.tools))):
+            object.__setattr__(self, name, value)
 
 
 def read_chat(line: Document) -> Chat:
-    """Read the chat of a line. Raises ValueError where it is none."""
+    """Read the chat of a line. Raises ValueError where it is none, or is refused."""
     with open(line.path, "rb") as file:
         file.seek(line.start)
         raw = file.read(line.size)
     try:
-        fields = json.loads(raw)
-        messages = [_message(given) for given in fields.get("messages") or fields["conversations"]]
-        if fields.get("system") and messages[0]["role"] != "system":  # ShareGPT's, beside the turns
-            messages.insert(0, {"role": "system", "content": fields["system"]})
-        tools = fields.get("tools") or None
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        return Chat(messages, tools or None, fields.get("chat_template_kwargs") or {})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IndexError):
+        return _chat_of(json.loads(raw))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError, IndexError):
         raise ValueError(
             f"--chat: {place_of(line)} is no chat; give lines such as "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.'
         ) from None
+    except ValueError as error:
+        raise ValueError(f"--chat: {place_of(line)}: {error}.") from error
 
 
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    if "role" not in given:
-        role, others = given["from"], {name: given[name] for name in given if name not in ("from", "value")}
-        given = {"role": ROLES.get(role, role), "content": given["value"], **others}
-    if not isinstance(given["role"], str):
-        raise TypeError
-    return given
+def _chat_of(fields: dict[str, Any]) -> Chat:
+    messages = fields.get("messages") or fields["conversations"]
+    first = messages[0].get("role", messages[0].get("from"))
+    if fields.get("system") and first != "system":  # ShareGPT's, beside the turns
+        messages = [{"role": "system", "content": fields["system"]}, *messages]
+    tools = fields.get("tools") or fields.get("functions")
+    return Chat(messages, tools or None, fields.get("chat_template_kwargs") or {})
 
 
 def is_chat(line: dict[str, Any]) -> bool:
@@ -149,59 +177,124 @@ class Tokenized(NamedTuple):
         return (self.starts[count - 1], self.places[count - 1]) if count else (0, 0)
 
 
+class Form(NamedTuple):
+    """A chat as the template gets it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+
+class Prompt(NamedTuple):
+    """What stands before a turn.
+
+    Attributes:
+        history: tokens of the messages before it.
+        openings: tokens that generation prompts put behind them, those of the plain one first.
+        texts: messages and each opening as text.
+    """
+
+    history: list[int]
+    openings: list[list[int]]
+    texts: list[str]
+
+
 class ChatEncoder:
     """Turns chats into documents.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
         counts_empty_thinking: whether an empty thinking block counts that a generation prompt can supply.
+        masks_history: whether the last turn of the assistant alone counts.
 
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", counts_empty_thinking: bool = False) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", counts_empty_thinking: bool = False, masks_history: bool = False
+    ) -> None:
         check_template(tokenizer)
-        self._tokenizer, self._counts_empty_thinking = tokenizer, counts_empty_thinking
+        self._tokenizer = tokenizer
+        self._counts_empty_thinking, self._masks_history = counts_empty_thinking, masks_history
         self._ends = end_tokens(tokenizer)
         self._added = tokenizer.added_tokens_decoder.keys()
         self._known = deque[Tokenized](maxlen=len(MODES))
 
-    def documents(self, line: Document) -> list[Counted]:
+    def documents(self, line: Document, left_out: Counter[str] | None = None) -> list[Counted]:
         """The documents of the chat in a line; none where nothing counts. Raises ValueError where it is refused."""
         chat = read_chat(line)
         try:
-            return self.encode(chat)
+            return self.encode(chat, left_out)
+        except TurnError as error:
+            raise ValueError(f"--chat: {place_of(line)}: {error}.") from error
         except Exception as error:  # templates refuse roles and orders by exceptions of Jinja
             raise ValueError(
                 f"--chat: the chat template of '{self._tokenizer.name_or_path}' refuses {place_of(line)} "
                 f"({str(error).rstrip('.')}); correct or remove the line, or give a template with {{% generation %}}."
             ) from error
 
-    def encode(self, chat: Chat) -> list[Counted]:
+    def encode(self, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
         """The documents of a chat.
 
+        Args:
+            left_out: counts what is not trained on, under the names of `LEFT_OUT`.
+
         Raises:
+            TurnError: the tokens that count of a turn do not hold what the assistant wrote.
             ValueError: the tokens of a generation prompt are not the first ones of the turn behind it.
             Exception: the template's own.
         """
-        turns = [place for place, message in enumerate(chat.messages) if place and message["role"] == "assistant"]
-        if GENERATION.search(self._tokenizer.get_chat_template(tools=chat.tools)):
-            return self._tagged(chat, turns)
+        template = self._tokenizer.get_chat_template(tools=chat.tools)
+        is_tagged, counter = GENERATION.search(template) is not None, Counter[str]()
+        _check_roles(chat, template)
+        turns = self._turns(chat, is_tagged, counter)
+        form = Form(chat.messages, chat.tools, chat.variables)
+        made, unthought = (self._tagged if is_tagged else self._plain)(form, turns)
+        if left_out is not None:
+            left_out.update(+(counter + Counter(unthought_turns=unthought)))
+        return made
+
+    def _turns(self, chat: Chat, is_tagged: bool, left_out: Counter[str]) -> list[int]:
+        """Places of the turns that shall be trained on; counts the others."""
+        answers = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        turns = list(chat.trained)
+        left_out["masked_turns"] += len(answers) - len(turns)
+        if self._masks_history:
+            turns = [place for place in turns if place == answers[-1]]
+            left_out["history_turns"] += len(chat.trained) - len(turns)
+        if not is_tagged and turns[:1] == [0]:  # no generation prompt stands before it
+            left_out["opening_turns"] += 1
+            turns = turns[1:]
+        if not turns:
+            left_out["chats_without_trained_answer" if answers else "chats_without_answer"] += 1
+        written = [(chat.messages[place], reasoning_of(chat.messages[place])) for place in turns]
+        left_out["empty_turns"] += sum(
+            not (m["content"].strip() or m.get("tool_calls") or thought) for m, thought in written
+        )
+        return turns
+
+    def _plain(self, form: Form, turns: list[int]) -> tuple[list[Counted], int]:
+        """The documents of a template without tags, and how many turns have lost their reasoning."""
         made: list[Counted] = []
+        unthought = 0
         for place in reversed(turns):
-            ids, start, end = self._turn(chat, place)
+            ids, history, start, end = self._turn(form, place)
+            unthought += self._loses_reasoning(form, place, ids[history:start], ids[start:end])
             if made and made[0].ids[:end] == ids[:end]:
                 made[0].spans.insert(0, (start, self._end(made[0].ids, start, end)))
             elif start < end:
-                made.insert(0, self._closed(Counted(ids[:end], [(start, end)]), chat.messages[place]))
-        return made
+                made.insert(0, self._closed(Counted(ids[:end], [(start, end)]), form.messages[place]))
+        return made, unthought
 
-    def _turn(self, chat: Chat, place: int) -> tuple[list[int], int, int]:
-        """Tokens of the messages up to a turn of the assistant, and the span of them that counts."""
-        ids = self._tokenize(self._render(chat, place + 1))
-        history, openings = self._prompt(chat, place)
+    def _turn(self, form: Form, place: int) -> tuple[list[int], int, int, int]:
+        """Tokens of the messages up to a turn, how many are of those before it, and the span of them that counts."""
+        text = self._render(form, place + 1)
+        ids, (history, openings, texts) = self._tokenize(text), self._prompt(form, place)
         found = [len(history) + len(opening) for opening in openings if _starts(ids, history + opening)]
+        if not found and (whole := self._cut(text, texts)) is not None:
+            ids, start = whole
+            found = [start]
         if not found:
             prompt = history + openings[0]
             same = _common(prompt, ids)
@@ -210,33 +303,81 @@ class ChatEncoder:
                 f"{self._shown(prompt[same:])}"
             )
         start = found[0] if self._counts_empty_thinking else max(found)
-        return ids, start, self._end(ids, start, len(ids))
+        return ids, len(history), start, self._end(ids, start, len(ids))
 
-    def _tagged(self, chat: Chat, turns: list[int]) -> list[Counted]:
-        """The document of a template with {% generation %}, without what generation prompts supply."""
-        out = apply_template(
-            self._tokenizer,
-            chat.messages,
-            tokenize=True,
-            tools=chat.tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **chat.variables,
-        )
-        ids: list[int] = out["input_ids"]
-        supplied = []
-        for history, openings in (self._prompt(chat, place) for place in reversed(turns)):
-            known = openings[:1] if self._counts_empty_thinking else openings
-            supplied += [len(history) + len(opening) for opening in known if _starts(ids, history + opening)]
-        spans = []
-        for start, stop in spans_of(np.array(out["assistant_masks"]) > 0):
-            start = max([start, *(end for end in supplied if start < end <= stop)])
-            if start < (end := self._end(ids, start, stop)):
-                spans.append((start, end))
+    def _cut(self, text: str, prompts: list[str]) -> tuple[list[int], int] | None:
+        r"""Tokens of a text whose prompt ends within a token, and how many are the prompt's; None where it has none.
+
+        The model sees "assistant\n" and writes "\nyes", while "\n\n" is one token of the text.
+        """
+        fitting = [prompt for prompt in prompts if text.startswith(prompt)]
+        if not fitting:
+            return None
+        prompt = fitting[0] if self._counts_empty_thinking else max(fitting, key=len)
+        begun, written = self._tokenize(prompt), self._tokens(text[len(prompt) :]).input_ids
+        return (begun + written, len(begun)) if self._tokenizer.decode(written) == text[len(prompt) :] else None
+
+    def _tagged(self, form: Form, turns: list[int]) -> tuple[list[Counted], int]:
+        """As `_plain`, of a template with {% generation %}: one document, without what generation prompts supply."""
+        text, blocks = self._blocks(form, len(form.messages))
+        answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
+        blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, Prompt]()
+        ids, places = self._whole(text)
+        for place in reversed(turns):  # the longest text first, with which later ones begin
+            if len(blocks) == len(answers):
+                own = [blocks[answers.index(place)]]
+            else:
+                own = blocks[len(self._blocks(form, place)[1]) if place else 0 : len(self._blocks(form, place + 1)[1])]
+            blocks_of[place] = _joined(own)
+            prompts[place] = self._prompt(form, place) if place else Prompt([], [], [])
+        ends = {len(prompt) for of_turn in prompts.values() for prompt in of_turn.texts if text.startswith(prompt)}
+        if cuts := sorted(ends & {own[0][0] for own in blocks_of.values() if own} - {start for start, _ in places}):
+            ids, places = self._in_pieces(text, cuts)
+        spans, unthought = list[tuple[int, int]](), 0
+        for place in turns:
+            counted, before = list[tuple[int, int]](), list[int]()
+            for start, stop in (_tokens_of(places, *block) for block in blocks_of[place]):
+                first = start if counted else self._unsupplied(prompts[place].openings, ids, start, stop)
+                counted.append((first, self._end(ids, first, stop)))
+                before += ids[start:first]
+            written = [one for start, end in counted for one in ids[start:end]]
+            unthought += self._loses_reasoning(form, place, before, written)
+            spans += [span for span in counted if span[0] < span[1]]
         if not spans:
-            return []
-        last = [message for message in chat.messages if message["role"] == "assistant"][-1]
-        return [self._closed(Counted(ids[: spans[-1][1]], spans), last)]
+            return [], unthought
+        return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])], unthought
+
+    def _in_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens and their characters of a text, none of which goes beyond a cut, where a prompt ends."""
+        ids, places = list[int](), list[tuple[int, int]]()
+        for start, stop in pairwise([0, *cuts, len(text)]):
+            made = self._tokens(text[start:stop], return_offsets_mapping=True)
+            ids += made.input_ids
+            places += [(start + first, start + end) for first, end in made.offset_mapping]
+        return ids, places
+
+    def _blocks(self, form: Form, messages: int) -> tuple[str, list[tuple[int, int]]]:
+        """Text of the first messages, and the characters of its {% generation %} blocks."""
+        return generated_spans(self._tokenizer, form.messages[:messages], tools=form.tools, **form.variables)
+
+    def _unsupplied(self, openings: list[list[int]], ids: list[int], start: int, stop: int) -> int:
+        """The first token of a block that no generation prompt supplies; prompts may begin before the block."""
+        ends = [
+            start - back + len(opening)
+            for opening in (openings[:1] if self._counts_empty_thinking else openings)
+            for back in range(len(opening))
+            if start >= back and _starts(ids[start - back :], opening)
+        ]
+        return max([start, *(end for end in ends if end <= stop)])
+
+    def _loses_reasoning(self, form: Form, place: int, before: list[int], written: list[int]) -> bool:
+        """Whether tokens that count hold a turn without its reasoning. Raises TurnError where they lack more."""
+        texts = Texts(self._tokenizer.decode(before), self._tokenizer.decode(written), self._respelled)
+        return not holds_reasoning(form.messages[place], f"message {place + 1} ('assistant')", texts)
+
+    def _respelled(self, text: str) -> str:
+        """A text as tokens spell it."""
+        return self._tokenizer.decode(self._tokens(text).input_ids)
 
     def _end(self, ids: list[int], start: int, stop: int) -> int:
         """The end of a span: behind its first token that ends a text, or that follows it; without blanks behind it."""
@@ -263,24 +404,24 @@ class ChatEncoder:
     @cached_property
     def _opening(self) -> int | None:
         """The token that ends a text and is in a message of the user; None where there is none."""
-        ids = self._tokenize(self._render(Chat([{"role": "user", "content": ""}]), 1))
+        ids = self._tokenize(self._render(Form([{"role": "user", "content": ""}], None, {}), 1))
         return next((one for one in ids if one in self._ends), None)
 
-    def _prompt(self, chat: Chat, place: int) -> tuple[list[int], list[list[int]]]:
-        """Tokens of the messages before a turn, and those that generation prompts put behind, the plain one first."""
+    def _prompt(self, form: Form, place: int) -> Prompt:
+        """What stands before a turn, in every mode in which that differs."""
         history, seen = list[int](), dict[str, list[int]]()
         for mode in MODES:
-            text = self._render(chat, place, add_generation_prompt=True, **mode)
+            text = self._render(form, place, add_generation_prompt=True, **mode)
             if text not in seen:
-                prompt, messages = self._tokenize(text), self._tokenize(self._render(chat, place, **mode))
+                prompt, messages = self._tokenize(text), self._tokenize(self._render(form, place, **mode))
                 same = _common(prompt, messages)
                 history = history if seen else prompt[:same]
                 seen[text] = prompt[same:]
-        return history, list(seen.values())
+        return Prompt(history, list(seen.values()), list(seen))
 
-    def _render(self, chat: Chat, messages: int, **variables: Any) -> str:
-        arguments = {**chat.variables, **variables}
-        return str(apply_template(self._tokenizer, chat.messages[:messages], tools=chat.tools, **arguments))
+    def _render(self, form: Form, messages: int, **variables: Any) -> str:
+        arguments = {**form.variables, **variables}
+        return apply_template(self._tokenizer, form.messages[:messages], tools=form.tools, **arguments)
 
     def _tokenize(self, text: str) -> list[int]:
         """Tokens of a text; what it shares with an earlier one is not tokenized again."""
@@ -288,18 +429,48 @@ class ChatEncoder:
             start, place = known.shared(text)
             if 2 * start > len(text):
                 return known.ids[:place] + self._tokens(text[start:]).input_ids
+        return self._whole(text)[0]
+
+    def _whole(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text, remembered for texts that begin as it does, and the characters of each."""
         made = self._tokens(text, return_offsets_mapping=True)
-        ids: list[int] = made.input_ids
+        ids, characters = list[int](made.input_ids), list[tuple[int, int]](made.offset_mapping)
         places = [place for place, token in enumerate(ids) if token in self._added]
-        starts = [made.offset_mapping[place][0] for place in places]
-        self._known.appendleft(Tokenized(text, ids, places, starts))
-        return ids
+        self._known.appendleft(Tokenized(text, ids, places, [characters[place][0] for place in places]))
+        return ids, characters
 
     def _tokens(self, text: str, **more: bool) -> "BatchEncoding":
         return self._tokenizer(text, add_special_tokens=False, verbose=False, **more)
 
     def _shown(self, ids: list[int]) -> str:
         return repr(self._tokenizer.decode(ids[:8])) if ids else "nothing more"
+
+
+def _check_roles(chat: Chat, template: str) -> None:
+    """Raises TurnError for a role that is none of the usual ones, and none that the template names."""
+    for number, message in enumerate(chat.messages, start=1):
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            usual = ", ".join(role for role in ROLES if role != "call")
+            raise TurnError(
+                f"message {number} has the role '{role}', which the chat template does not name; give one of {usual}"
+            )
+
+
+def _tokens_of(places: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """The tokens of characters, by the characters of every token."""
+    first = bisect_right(places, start, key=lambda place: place[1])
+    return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, those that touch as one."""
+    made = list[tuple[int, int]]()
+    for start, stop in spans:
+        if made and start <= made[-1][1]:
+            start = made.pop()[0]
+        made.append((start, stop))
+    return made
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -335,29 +506,73 @@ def write_chats(
     counts_empty_thinking: bool,
     workers: int,
     settings: dict[str, Any],
+    masks_history: bool = False,
+    skips_bad_lines: bool = False,
 ) -> dict[str, Any]:
     """Write the chats in lines of .jsonl files, in their order; the rest as in `write_corpus`.
 
     Args:
         encoder: names the tokenizer.
-        counts_empty_thinking: as in `ChatEncoder`.
+        counts_empty_thinking, masks_history: as in `ChatEncoder`.
+        skips_bad_lines: whether to leave out lines that cannot be trained on; the result says how many, and why.
 
     Raises:
-        ValueError: a line is no chat or the template refuses it, or nothing counts in any.
+        ValueError: lines are no chats or are refused, or nothing counts in any.
     """
-    counted, left_out = 0, 0
-    start = functools.partial(_chat_work, encoder.folder, encoder.trust_remote_code, counts_empty_thinking)
+    counted, without, left_out, bad = 0, 0, Counter[str](), list[str]()
+    start = functools.partial(
+        _chat_work, encoder.folder, encoder.trust_remote_code, counts_empty_thinking, masks_history
+    )
     with worked(start, lines, workers) as encoded, dataset_writer(prefix, encoder, has_modes=True) as writer:
-        for _, of_chat in encoded:
-            left_out += not of_chat
+        for _, (of_chat, of_reasons, refusal) in encoded:
+            without += not of_chat
+            left_out += of_reasons
+            if refusal is not None:
+                left_out["bad_lines"] += 1
+                bad += [refusal.removeprefix("--chat: ").rstrip(".")] if len(bad) < SHOWN_LINES else []
             for ids, spans in of_chat:
                 sizes = np.diff([0, *(edge for span in spans for edge in span)]).tolist()
                 parts = [(size, place % 2) for place, size in enumerate(sizes) if size]
                 writer.add(ids, *zip(*parts, strict=True))
                 counted += sum(sizes[1::2])
+        if bad and not skips_bad_lines:
+            raise ValueError(_refusal(bad, left_out["bad_lines"], len(lines)))
         if not counted:
-            raise ValueError("--chat: no token counts, since no chat has an answer of the assistant; give other chats.")
-        return writer.finish(settings, chats=len(lines), counted_tokens=counted, chats_without_counted_tokens=left_out)
+            said = "; ".join(lines_of(left_out, len(lines), bad))
+            raise ValueError(
+                f"--chat: no token counts, since no chat has an answer of the assistant to train on: {said}."
+            )
+        return writer.finish(
+            settings,
+            chats=len(lines),
+            counted_tokens=counted,
+            chats_without_counted_tokens=without,
+            left_out=dict(left_out),
+            bad_lines=bad,
+        )
+
+
+def _refusal(bad: list[str], count: int, lines: int) -> str:
+    shown = "".join(f"\n  {reason}" for reason in bad)
+    more = f"\n  and {count - len(bad):,} more" if count > len(bad) else ""
+    return (
+        f"--chat: {count:,} of {lines:,} lines cannot be trained on:{shown}{more}\n"
+        "Correct or remove them, or leave them out with --chat-skip-bad-lines."
+    )
+
+
+def lines_of(left_out: dict[str, int], chats: int, bad: Sequence[str]) -> list[str]:
+    """Lines that say what is not trained on.
+
+    Args:
+        left_out: counts, by the names in `LEFT_OUT`.
+        chats: lines of all files.
+        bad: the first bad lines, with place and reason.
+    """
+    said = [
+        text.format(f"{left_out[name]:,}", chats=f"{chats:,}") for name, text in LEFT_OUT.items() if left_out.get(name)
+    ]
+    return [*said, *(f"left out: {reason}" for reason in bad)]
 
 
 def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, settings: dict[str, Any]) -> str:
@@ -383,13 +598,32 @@ def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, set
     return str((found[0].parent / "cache" if cache is None else Path(cache)) / f"chat-{digest.hexdigest()[:16]}")
 
 
-def _chat_work(folder: str, trust_remote_code: bool, counts_empty_thinking: bool) -> Work:
-    encoder = ChatEncoder(read_tokenizer(Path(folder), trust_remote_code), counts_empty_thinking)
+class Made(NamedTuple):
+    """What a worker makes of a line.
 
-    def encode(chunk: list[Document]) -> list[list[tuple[np.ndarray, list[tuple[int, int]]]]]:
-        return [[(np.array(ids, dtype=np.int32), spans) for ids, spans in encoder.documents(line)] for line in chunk]
+    Attributes:
+        documents: tokens, and the spans of them that count.
+        left_out: counts of what does not count, by the names in `LEFT_OUT`.
+        refusal: why the line is refused; None where it is not.
+    """
 
-    return encode
+    documents: list[tuple[np.ndarray, list[tuple[int, int]]]]
+    left_out: Counter[str]
+    refusal: str | None = None
+
+
+def _chat_work(folder: str, trust_remote_code: bool, counts_empty_thinking: bool, masks_history: bool) -> Work:
+    encoder = ChatEncoder(read_tokenizer(Path(folder), trust_remote_code), counts_empty_thinking, masks_history)
+
+    def encode(line: Document) -> Made:
+        left_out = Counter[str]()
+        try:
+            documents = encoder.documents(line, left_out)
+        except ValueError as error:
+            return Made([], Counter(), str(error))
+        return Made([(np.array(ids, dtype=np.int32), spans) for ids, spans in documents], left_out)
+
+    return lambda chunk: [encode(line) for line in chunk]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -162,7 +162,7 @@ class DatasetWriter:
         self.record["tokens"] += len(ids)
         self.record["max_token_id"] = max(self.record["max_token_id"], int(ids.max()))
 
-    def finish(self, settings: dict[str, Any], **counts: int) -> dict[str, Any]:
+    def finish(self, settings: dict[str, Any], **counts: Any) -> dict[str, Any]:
         """Write index and sidecar, with these counts and settings in it; returns the sidecar."""
         self._builder.finalize(self.paths["idx"])
         encoder = self._encoder

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,18 +206,50 @@ def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return decoded
 
 
-def apply_template(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tokenize: bool = False, **arguments: Any
-) -> Any:
+def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **arguments: Any) -> str:
     """Apply transformers' chat template to messages, whose calls may have their arguments as JSON."""
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=tokenize, **arguments)
+    return _applied(tokenizer, messages, arguments)[0]
+
+
+def generated_spans(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **arguments: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of `apply_template`, and first character and the one behind the last of every {% generation %} block."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        conversations=[_applied(tokenizer, messages, arguments)[1]],
+        chat_template=tokenizer.get_chat_template(tools=arguments.get("tools")),
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **arguments},
+    )
+    return str(texts[0]), [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+def _applied(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], arguments: dict[str, Any]
+) -> tuple[str, list[dict[str, Any]]]:
+    """The text of messages, and the form of them that it is made of: arguments of calls as objects, or else as JSON.
+
+    A template that joins them as text, such as DeepSeek-V3's, fails with objects, or writes them as Python does.
+    """
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     decoded = _decoded_calls(messages)
-    try:
-        return render(decoded)
-    except TypeError:  # a template that joins arguments as text, such as DeepSeek-V3's
-        if decoded == messages:
-            raise
-        return render(messages)
+    with suppress(TypeError) if decoded != messages else nullcontext():
+        text = str(render(decoded))
+        if decoded == messages or not any(_is_python(one, text) for message in decoded for one in _arguments(message)):
+            return text, decoded
+    return str(render(messages)), messages
+
+
+def _arguments(message: dict[str, Any]) -> list[dict[str, Any]]:
+    functions = [call.get("function") for call in message.get("tool_calls") or ()]
+    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return [one for one in given if isinstance(one, dict)]
+
+
+def _is_python(value: dict[str, Any], text: str) -> bool:
+    return str(value) in text and str(value) != json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

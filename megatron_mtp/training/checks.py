@@ -42,6 +42,7 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers, check_layers, default_layers
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.datasets import counted_part, example, named_prefixes, read_answers
+from megatron_mtp.training.flags import CHAT_FLAGS
 from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.short_log import say
 
@@ -229,6 +230,12 @@ def _of_data(args: Namespace) -> Sentences:
             "--mtp-mask-prompts was given with --mock-data or chats, which are no data of megatron-mtp sample; drop "
             "one of the two."
         )
+    for name in CHAT_FLAGS:
+        if getattr(args, name) and not args.chat:
+            yield (
+                f"{flag_of(name)} was given without --chat, and data that is tokenized already has made that choice; "
+                "give --chat, or give the flag to preprocess --chat."
+            )
     if args.show_example and not args.reads_chats:
         yield "--show-example shows a chat, and the data is none; give --chat, or drop the flag."
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:

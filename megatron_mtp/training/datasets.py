@@ -23,7 +23,16 @@ from megatron.core.datasets.utils import Split
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.data.chat import COUNTS, Counted, best_fit, marked, prefix_in_cache, spans_of, write_chats
+from megatron_mtp.data.chat import (
+    COUNTS,
+    Counted,
+    best_fit,
+    lines_of,
+    marked,
+    prefix_in_cache,
+    spans_of,
+    write_chats,
+)
 from megatron_mtp.data.checks import read_index, read_sidecar
 from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
@@ -187,15 +196,21 @@ def make_chats(args: Namespace) -> None:
             f"--chat was given with --tokenizer-type {args.tokenizer_type} and --tokenizer-model {folder}; give "
             "HuggingFaceTokenizer and the folder of a tokenizer with a chat template."
         )
-    counts_empty = bool(args.chat_count_empty_thinking)
-    settings = {"seed": args.seed, "chat_count_empty_thinking": counts_empty}
+    empty, last = bool(args.chat_count_empty_thinking), bool(args.chat_mask_history)
+    skips = bool(args.chat_skip_bad_lines)
+    settings = {
+        "seed": args.seed,
+        "chat_count_empty_thinking": empty,
+        "chat_mask_history": last,
+        "chat_skip_bad_lines": skips,
+    }
     prefix = prefix_in_cache(args.chat, folder, args.data_cache_path, settings)
     args.data_path, done = [prefix], Path(f"{prefix}.idx")
     if args.rank == 0 and not done.is_file():
         lines = choose_documents(list_documents(find_files(args.chat, ["*.jsonl"], "--chat")), None, args.seed, True)
         encoder = Encoder.from_folder(folder, trust_remote_code=trusts)
         with one_writer(Path(prefix), f"--chat: '{prefix}'"):
-            write_chats(lines, encoder, prefix, counts_empty, os.cpu_count() or 1, settings)
+            write_chats(lines, encoder, prefix, empty, os.cpu_count() or 1, settings, last, skips)
     _await(prefix, done, args.distributed_timeout_minutes)
 
 
@@ -325,8 +340,7 @@ def counted_part(prefix: str, positions: int) -> list[str]:
         raise ValueError(f"--seq-length is {positions}, within which no token counts of any chat in '{prefix}'.")
     chats, without = about.get("chats", len(lengths)), about.get("chats_without_counted_tokens", 0)
     lines = [f"chats in '{prefix}': {counted.sum():,} of {lengths.sum():,} tokens count, in {len(lengths):,} documents"]
-    if without:
-        lines.append(f"{without:,} of {chats:,} chats are left out, since they hold no answer of the assistant")
+    lines += lines_of(about.get("left_out", {}), chats, about.get("bad_lines", ()))
     if len(lengths) > chats - without:
         lines.append(
             f"{len(lengths) - chats + without:,} documents are earlier turns, which the chat template renders "

@@ -63,7 +63,7 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--tokenizer-model; what the assistant writes counts. They are tokenized once, into --data-cache-path or the "
         "folder cache beside the first file.",
     )
-    add_counting_argument(group)
+    add_counting_arguments(group)
     group.add_argument(
         "--show-example",
         action="store_true",
@@ -72,14 +72,31 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def add_counting_argument(group: _ActionsContainer) -> None:
-    """The flag of every verb that makes chats into a dataset."""
+CHAT_FLAGS = ("chat_count_empty_thinking", "chat_mask_history", "chat_skip_bad_lines")
+"""Flags that change nothing without --chat."""
+
+
+def add_counting_arguments(group: _ActionsContainer) -> None:
+    """The flags of every verb that makes chats into a dataset."""
     group.add_argument(
         "--chat-count-empty-thinking",
         action="store_true",
         default=None,
         help="Count an empty thinking block that the chat template can supply by its generation prompt. Default: not, "
         "since the model does not write it.",
+    )
+    group.add_argument(
+        "--chat-mask-history",
+        action="store_true",
+        default=None,
+        help="Train on the assistant's last message of every chat alone (mask_history, last_round or train_on_last of "
+        "other trainers). Default: on all that no field of theirs leaves out, such as 'weight': 0.",
+    )
+    group.add_argument(
+        "--chat-skip-bad-lines",
+        action="store_true",
+        default=None,
+        help="Leave out lines that cannot be trained on, and say how many. Default: refuse them, all at once.",
     )
 
 

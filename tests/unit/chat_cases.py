@@ -182,7 +182,8 @@ SHAPES = {
         "{% if m.reasoning_content and (loop.last or m.tool_calls) %}<|channel|>analysis<|message|>"
         "{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}{% if m.tool_calls %}"
         "<|channel|>commentary to=add<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}"
-        "<|channel|>final<|message|>{{ m.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endif %}»"
+        "<|channel|>final<|message|>{{ m.content }}"
+        "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endif %}»"
         "{% elif m.role == 'tool' %}<|start|>add<|message|>{{ m.content }}<|end|>{% else %}<|start|>{{ m.role }}"
         "<|message|>"
         "{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",

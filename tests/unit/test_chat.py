@@ -1,8 +1,10 @@
 """Chats by templates in the shapes of twelve families: which tokens count, by hand; files, rows and depths of them."""
 
+import dataclasses
 import itertools
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_cases import CALL, CASES, ONE, SHAPES, SYSTEM, THOUGHT, TOOLS, TWO, said, user
+from chat_cases import CALL, CASES, ONE, SHAPES, SYSTEM, THOUGHT, TOOLS, TWO, Shape, said, user
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from packed_runs import set_packed_run
+from transformers import PreTrainedTokenizerBase
 
+from megatron_mtp.cli.preprocess import main as preprocess
 from megatron_mtp.data import corpus
 from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
 from megatron_mtp.data.checks import check_split, read_index
 from megatron_mtp.data.corpus import list_documents
+from megatron_mtp.data.messages import TurnError
 from megatron_mtp.data.prompts import UserTurns
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.training import datasets, forward_step
@@ -92,20 +97,27 @@ def lines_of(file: Path, *rows: dict[str, Any]) -> list[Any]:
     ("shape", "messages", "because"),
     [
         ("MiniMax", ONE.messages, "message 2 is rendered as 'a[e~[\\n', where the generation prompt has '<think>\\n'"),
-        ("Qwen2.5", [user("q"), said("\nanswer")], "message 2 is rendered as '\\n\\nanswer"),
         ("Gemma", [user("q"), user("q"), said("a")], "turns must alternate"),
     ],
 )
 def test_a_template_whose_prompt_does_not_begin_the_turn_is_refused(
     shape: str, messages: list[dict[str, Any]], because: str, tmp_path: Path
 ) -> None:
-    """Qwen2.5 does not trim: the break that ends its prompt and the one that begins this answer are one token."""
     encoder = ChatEncoder(SHAPES[shape].tokenizer(tmp_path, tagged=False))
     _, line = lines_of(tmp_path / "chats.jsonl", {"messages": ONE.messages}, {"messages": messages})
     with pytest.raises(ValueError, match="refuses") as raised:
         encoder.documents(line)
     assert f"the chat template of '{tmp_path}' refuses '{tmp_path}/chats.jsonl', line 2 (" in str(raised.value)
     assert because in str(raised.value)
+
+
+def test_an_answer_may_begin_with_the_token_that_ends_the_prompt(tmp_path: Path) -> None:
+    """Two breaks are one token, but a model sees its prompt end with one and writes the other."""
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=False)
+    (document,) = ChatEncoder(tokenizer).encode(Chat([SYSTEM, user("q"), said("\nanswer")]))
+    assert marked(tokenizer, document).endswith("<|im_start|>assistant\n⟦\nanswer<|im_end|>⟧")
+    ((start, _),) = document.spans
+    assert tokenizer.convert_ids_to_tokens(document.ids[start - 1 : start + 1]) == ["Ċ", "Ċ"]
 
 
 def test_what_ends_a_turn_counts_where_it_pads_too(tmp_path: Path) -> None:
@@ -124,6 +136,116 @@ def test_a_chat_that_begins_with_the_assistant_counts_from_its_next_turn(tmp_pat
     assert ChatEncoder(tokenizer).encode(Chat([said("hello"), user("q")])) == []
     tagged = ChatEncoder(SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=True))
     assert [len(document.spans) for document in tagged.encode(Chat([said("hello"), user("q")]))] == [1]
+
+
+# --- what templates do to a turn -------------------------------------------------------------------------------------
+
+HEAD, TAIL = (
+    "{% for m in messages %}<B>{{ m.role }}¶",
+    "<E>{% endfor %}{% if add_generation_prompt %}<B>assistant¶{% endif %}",
+)
+QUESTION = "<B>user\nq<E><B>assistant\n"
+MADE = Shape("<B> <E>", "<E>", HEAD + "{{ m.content }}" + TAIL)
+
+
+def of_template(template: str, folder: Path, tagged: bool = False) -> PreTrainedTokenizerBase:
+    return dataclasses.replace(MADE, template=template).tokenizer(folder, tagged)
+
+
+def test_a_call_that_a_template_drops_is_refused(tmp_path: Path) -> None:
+    encoder = ChatEncoder(of_template(HEAD + "{{ m.content }}" + TAIL, tmp_path))
+    with pytest.raises(TurnError, match="makes '<E>' of it, which does not hold its call of 'add'; give a template"):
+        encoder.encode(CALL)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ c.function.name + ' ' + c.function.arguments }}",
+        "{{ c.function.name }} {{ c.function.arguments }}",
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}",
+    ],
+    ids=["joins text", "prints", "tojson"],
+)
+@pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
+@pytest.mark.parametrize("given", [{"a": 2}, '{"a": 2}'], ids=["object", "text"])
+def test_arguments_are_json_however_a_template_takes_them(body: str, tagged: bool, given: Any, tmp_path: Path) -> None:
+    calls = "{% for c in m.tool_calls or [] %}" + body + "{% endfor %}"
+    body = "{{ m.content }}{% if m.role == 'assistant' %}«" + calls + "<E>»{% else %}<E>{% endif %}"
+    tokenizer = of_template(HEAD + body + TAIL.removeprefix("<E>"), tmp_path, tagged)
+    function = {"name": "add", "arguments": given}
+    chat = Chat([user("q"), {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}])
+    (document,) = ChatEncoder(tokenizer).encode(chat)
+    assert marked(tokenizer, document) == QUESTION + '⟦add {"a": 2}<E>⟧'
+
+
+HEADS_TAGGED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<B>assistant¶{{ m.content }}<E>"
+    "{% endgeneration %}{% else %}<B>{{ m.role }}¶{{ m.content }}<E>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<B>assistant¶{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([said("a"), said("b")], QUESTION + "⟦a<E>⟧<B>assistant\n⟦b<E>⟧"),
+        ([said("a") | {"weight": 0}, said("b")], QUESTION + "a<E><B>assistant\n⟦b<E>⟧"),
+        ([said("a"), said("b") | {"weight": 0}], QUESTION + "⟦a<E>⟧"),
+    ],
+)
+def test_answers_in_a_row_count_each(messages: list[dict[str, Any]], expected: str, tmp_path: Path) -> None:
+    """The tags are around the heads too, so that the blocks of the two answers touch."""
+    tokenizer = of_template(HEADS_TAGGED, tmp_path)
+    (document,) = ChatEncoder(tokenizer).encode(Chat([user("q"), *messages]))
+    assert marked(tokenizer, document) == expected
+
+
+def test_a_turn_may_have_several_tagged_blocks(tmp_path: Path) -> None:
+    """As of a template that tags reasoning and answer apart."""
+    body = (
+        "{% if m.role == 'assistant' %}{% if m.thinking %}«{{ m.thinking }}»|{% endif %}«{{ m.content }}<E>»{% else %}"
+    )
+    tokenizer = of_template(HEAD + body + "{{ m.content }}{% endif %}" + TAIL, tmp_path, tagged=True)
+    chat = Chat([user("q"), said("a", "t"), user("q"), said("b", "u") | {"loss": False}, user("q"), said("c")])
+    (document,) = ChatEncoder(tokenizer).encode(chat)
+    assert marked(tokenizer, document) == (QUESTION + "⟦t⟧|⟦a<E>⟧<E>" + QUESTION + "u|b<E><E>" + QUESTION + "⟦c<E>⟧")
+
+
+def test_a_tagged_answer_may_begin_with_the_token_that_ends_the_prompt(tmp_path: Path) -> None:
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged=True)
+    (document,) = ChatEncoder(tokenizer).encode(Chat([SYSTEM, user("q"), said("\nanswer")]))
+    assert marked(tokenizer, document).endswith("<|im_start|>assistant\n⟦\nanswer<|im_end|>⟧")
+
+
+def test_content_that_ends_a_text_is_refused(tmp_path: Path) -> None:
+    encoder = ChatEncoder(of_template(MADE.template, tmp_path))
+    with pytest.raises(TurnError, match="makes 'a<E>' of it, which does not hold its content 'a<E>b'"):
+        encoder.encode(Chat([user("q"), said("a<E>b")]))
+
+
+def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> None:
+    chat = Chat([{"role": "critic", "content": "c"}, user("q"), said("a")])
+    with pytest.raises(TurnError, match="message 1 has the role 'critic', which the chat template does not name; give"):
+        ChatEncoder(of_template(MADE.template, tmp_path)).encode(chat)
+    named = ChatEncoder(of_template("{% set known = 'critic' %}" + MADE.template, tmp_path))
+    assert len(named.encode(chat)) == 1
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
+def test_what_is_not_trained_on_is_counted(tagged: bool, tmp_path: Path) -> None:
+    tokenizer = SHAPES["Qwen2.5"].tokenizer(tmp_path, tagged)
+    left_out = Counter[str]()
+    turns = [user("q"), said("a", "t"), user("r"), said("b") | {"loss": 0}, user("s"), said("c")]
+    ChatEncoder(tokenizer).encode(Chat(turns), left_out)
+    assert left_out == {"masked_turns": 1, "unthought_turns": 1}
+    ChatEncoder(tokenizer, masks_history=True).encode(Chat(turns), left_out)
+    assert left_out == {"masked_turns": 2, "unthought_turns": 1, "history_turns": 1}
+    ChatEncoder(tokenizer).encode(Chat([user("q")]), left_out)
+    ChatEncoder(tokenizer).encode(Chat([user("q"), said("a") | {"train": False}]), left_out)
+    assert (left_out["chats_without_answer"], left_out["chats_without_trained_answer"]) == (1, 1)
+    ChatEncoder(tokenizer).encode(Chat([said("hello"), user("q"), said("")]), left_out)
+    assert (left_out["opening_turns"], left_out["empty_turns"]) == (0 if tagged else 1, 1)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -156,9 +278,9 @@ def made(tmp_path: Path) -> Callable[..., str]:
     """A dataset of chats by Qwen3's template."""
     SHAPES["Qwen3"].tokenizer(tmp_path / "tokenizer", tagged=False)
 
-    def make(*rows: dict[str, Any], workers: int = 1, name: str = "made") -> str:
+    def make(*rows: dict[str, Any], workers: int = 1, name: str = "made", **how: bool) -> str:
         lines = lines_of(tmp_path / "chats.jsonl", *rows)
-        write_chats(lines, Encoder.from_folder(tmp_path / "tokenizer"), str(tmp_path / name), False, workers, {})
+        write_chats(lines, Encoder.from_folder(tmp_path / "tokenizer"), str(tmp_path / name), False, workers, {}, **how)
         return str(tmp_path / name)
 
     return make
@@ -195,6 +317,61 @@ def test_any_number_of_workers_makes_the_same_dataset(
     one, two = (made(*rows, workers=workers, name=f"by{workers}") for workers in (1, 2))
     for ending in ("bin", "idx"):
         assert Path(f"{one}.{ending}").read_bytes() == Path(f"{two}.{ending}").read_bytes()
+
+
+BAD = [
+    {"messages": [user("q") | {"content": [{"type": "image_url"}]}, said("a")]},
+    {"messages": [user("q"), said("a") | {"weight": 0.5}]},
+    {"text": "a"},
+]
+
+
+def test_all_bad_lines_are_refused_at_once(made: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--chat: 9 of 10 lines cannot be trained on:") as raised:
+        made({"messages": ONE.messages}, *BAD * 3)
+    _, *shown, more, advice = str(raised.value).splitlines()
+    assert [line.split("chats.jsonl', ")[1][:30] for line in shown] == [
+        "line 2: message 1 ('user') has",
+        "line 3: message 2 ('assistant'",
+        "line 4 is no chat; give lines ",
+        "line 5: message 1 ('user') has",
+        "line 6: message 2 ('assistant'",
+    ]
+    assert (more, advice) == (
+        "  and 4 more",
+        "Correct or remove them, or leave them out with --chat-skip-bad-lines.",
+    )
+    assert not list(tmp_path.glob("made.*"))
+
+
+def test_bad_lines_are_left_out_if_they_shall(made: Callable[..., str]) -> None:
+    good = {"messages": [user("q"), said("a") | {"weight": 0}, user("r"), said("b")]}
+    prefix = made(good, *BAD * 2, skips_bad_lines=True)
+    first, *lines = counted_part(prefix, 200)
+    assert "in 1 documents" in first
+    assert lines[:2] == [
+        "6 of 7 lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
+        "1 turns of the assistant do not count, as fields of theirs say (weight, loss, train or the like)",
+    ]
+    assert [line.split("chats.jsonl', ")[1][:6] for line in lines[2:]] == [f"line {place}" for place in range(2, 7)]
+
+
+def test_preprocess_says_what_it_leaves_out(
+    made: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made({"messages": TWO.messages}, {"messages": [user("q")]})
+    paths = ["--chat", str(tmp_path / "chats.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1"]
+    assert preprocess([*paths, "--output-prefix", str(tmp_path / "last"), "--chat-mask-history"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "1 of 2 chats are left out, since they hold no answer of the assistant",
+        "1 turns of the assistant do not count, since others follow (--chat-mask-history)",
+    ]
+    assert "⟦a" not in example(str(tmp_path / "last"), str(tmp_path / "tokenizer"))
+    assert preprocess([*paths, "--output-prefix", str(tmp_path / "last")]) == 2
+    assert "made with another --chat-mask-history" in capsys.readouterr().err
+    text = ["--input", str(tmp_path / "chats.jsonl"), "--output-prefix", str(tmp_path / "text")]
+    assert preprocess([*text, "--chat-skip-bad-lines"]) == 2
+    assert "--chat-skip-bad-lines was given without --chat" in capsys.readouterr().err
 
 
 def test_nothing_that_counts_is_refused(made: Callable[..., str], tmp_path: Path) -> None:
@@ -368,6 +545,8 @@ def flags(tmp_path: Path, **given: Any) -> Namespace:
             "data_cache_path": None,
             "trust_remote_code": False,
             "chat_count_empty_thinking": None,
+            "chat_mask_history": None,
+            "chat_skip_bad_lines": None,
             "seed": 1,
             "rank": 0,
             "distributed_timeout_minutes": 10,
@@ -389,7 +568,10 @@ def test_chats_are_made_into_a_dataset_once(made: Callable[..., str], tmp_path: 
         make_chats(again)
         assert again.data_path == [prefix]
     assert Path(f"{prefix}.idx").stat().st_mtime_ns == written
-    others = {"seed": 2}, {"chat_count_empty_thinking": True}, {"data_cache_path": str(tmp_path / "other")}
+    others = (
+        *({"seed": 2}, {"data_cache_path": str(tmp_path / "other")}),
+        *({name: True} for name in ("chat_count_empty_thinking", "chat_mask_history", "chat_skip_bad_lines")),
+    )
     for other in others:
         changed = flags(tmp_path, **other)
         make_chats(changed)

@@ -65,6 +65,7 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         (f"{PATTERN} M-/*- {MAMBA} --reset-attention-mask", "recurrent layers of --hybrid-layer-pattern M-/*- take"),
         ("--chat x", "data comes from one source alone: give one of --chat, --mock-data"),
         ("--show-example", "--show-example shows a chat, and the data is none; give --chat"),
+        ("--chat-mask-history", "--chat-mask-history was given without --chat, and data that is tokenized already"),
         ("--full-validation", "--full-validation works with --multiple-validation-sets alone"),
         ("--data-path x", "data comes from one source alone: give one of --chat, --mock-data"),
         (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --mock-data or chats"),

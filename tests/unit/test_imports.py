@@ -160,8 +160,8 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
 
 
 LOADED = {
-    "checkpoint.audit.auditing": 47,
-    "checkpoint.convert.import_hf": 39,
+    "checkpoint.audit.auditing": 48,
+    "checkpoint.convert.import_hf": 40,
     "cli.generate": 55,
     "cli.serve": 60,
     "cli.train": 57,

@@ -14,10 +14,12 @@ from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, HFSide, Parts
 from megatron_mtp.checkpoint.convert.plan import lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.family import class_tensors
+from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
-LOST = "export the depths as well, or set the number of depths in the config to what the files hold"
+GRAFT = "graft those of the model that it was made from (megatron-mtp convert graft)"
+LOST, FETCH = f"export the depths as well, or {GRAFT}", f"fetch the depths, or {GRAFT}"
 AGAIN = "export or fetch the tensors again"
 FRAME = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 """What a depth of Megatron has around its layer; parallel heads have the last alone, ERNIE's depths the others."""
@@ -29,7 +31,8 @@ def contents(side: Side) -> list[Finding]:
     """Findings on what a side lacks or has too many of, by its own config."""
     if not side.tensors:
         return []
-    parts, held, said = side.parts, {*side.tensors, *side.unread}, side.said_depths
+    wrong = side.misnamed if isinstance(side, HFSide) else {}
+    parts, held, said = side.parts, {*side.tensors, *side.unread, *wrong.values()} - wrong.keys(), side.said_depths
     there = parts.numbered(TRUNK, held)
     found, known = list[Finding](), side.layers
     if isinstance(side, MegatronSide):
@@ -99,7 +102,7 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
         says = f"No key of the config counts the {counted(held, 'depth')} of the files ('{known.keys[0]}')"
     elif said is None and known is not None and held < known.published:
         published = f"Models of this family are published with {counted(known.published, 'depth')}, and no key of the "
-        advice = f'fetch the depths, or put "{known.keys[0]}": {held} into the config if they were dropped on purpose'
+        advice = f"{FETCH}; a folder that is meant to have fewer depths says so by '{known.keys[0]}'"
         guess = "depth missing" if held else "MTP dropped"
         yield Finding(
             guess, f"{published}config counts others; the files hold {held}.", advice, WARNING, known.keys[:1]
@@ -111,12 +114,16 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
 
 
 def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:
-    wanted = set(plan)
+    if side.misnamed and side.family is not None:
+        says = f"The files have {renaming(side.misnamed, side.family.title)}."
+        advice = "rename them in the files and in the index: loaders look for the family's names alone"
+        yield Finding("tensor misnamed", says, advice, names=tuple(side.misnamed))
+    wanted = {*plan, *side.misnamed}
     left = [name for name in side.tensors if name not in wanted] if plan else []
     if left and side.config is not None:
         says = f"{counted(len(left), 'tensor')} of the files are no part of a '{side.config.model_type}' model as its "
         says += f"config says: {listed(left)}."
-        advice = "correct the config, or remove them: loaders ignore them or refuse the folder"
+        advice = "correct the config or the names: loaders ignore such tensors or refuse the folder"
         yield Finding("tensor left over", says, advice, names=tuple(left))
 
 

@@ -86,7 +86,7 @@ def _read_tensors(side: HFSide) -> None:
         says = f"transformers does not open '{file}', which no index lists: it holds {counted(len(lost), 'tensor')}"
         says += f"{f', {depths} of them of depths' if depths else ''}: {listed(lost)}."
         read = "convert the folder, which reads it (hf-to-mcore) and writes one index (mcore-to-hf)"
-        side.add("unindexed file", says, f"name its tensors in {INDEX}, {read}, or remove it", names=lost)
+        side.add("unindexed file", says, f"name its tensors in {INDEX}, or {read}", names=lost)
     check_parts(side)
     side.findings += check_quantization(side)
 

@@ -316,10 +316,10 @@ class HFSide(Opened):
         """The layout that the tensors' names decide, with so many depths; None without a family whose rules fit."""
         if self.family is None or self.config is None:
             return None
-        known = self.family.depths
-        counts = {} if known is None else dict.fromkeys(known.keys, known.stored(self.tensors))
+        known, names = self.family.depths, [self.misnamed.get(name, name) for name in self.tensors]
+        counts = {} if known is None else dict.fromkeys(known.keys, known.stored(names))
         with suppress(*UNFIT):
-            found = self.family.layout(replace(self.config, keys={**self.config.keys, **counts}), self.tensors)
+            found = self.family.layout(replace(self.config, keys={**self.config.keys, **counts}), names)
             return replace(found, depths=depths)
         return None
 
@@ -344,6 +344,14 @@ class HFSide(Opened):
     @cached_property
     def plan(self) -> list[Rule]:
         return self.rules()
+
+    @cached_property
+    def misnamed(self) -> dict[str, str]:
+        """Tensors that loaders find by no name of the family, each with its right name."""
+        if self.family is not None and self.config is not None:
+            with suppress(*UNFIT):
+                return self.family.misnamed(self.config, self.tensors)
+        return {}
 
     def is_counterpart(self, key: str) -> bool:
         """True if a checkpoint's tensor is of the model, and no list or drafter beside it."""

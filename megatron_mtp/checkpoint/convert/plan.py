@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.family import class_tensors
+from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
@@ -62,7 +63,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
     for name, stored in left.items():
         raise ValueError(
             f"'{name}'{_more(left)} in {stored.file} is no tensor of a '{config.model_type}' model as {source} "
-            "describes it; nothing is dropped silently, so remove it, or correct the config."
+            "describes it, and nothing is dropped silently; correct the config, or the name."
         )
 
 
@@ -175,8 +176,8 @@ def check_mcore(rules: list[Rule], reader: DistReader) -> None:
             raise ValueError(f"'{key}' in {reader.folder} {wrong}; one of the two is wrong.")
     if left:
         raise ValueError(
-            f"'{min(left)}'{_more(left)} in {reader.folder} has no place in this family; nothing is dropped silently, "
-            "so export to another family, or from a model without it."
+            f"'{min(left)}'{_more(left)} in {reader.folder} has no place in this family, and nothing is dropped "
+            "silently; export to another family (--family)."
         )
 
 
@@ -230,13 +231,16 @@ class HFModel:
         With `lost_depths` the config may count depths of which the folder has no tensor: transformers drops them.
 
         Raises:
-            ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself.
+            ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself, or its tensors
+                have names that no loader looks for.
         """
         check_kind(path)
         config = HFConfig.read(path)
         family = family_of(config)
         config = family.complete(config)
         folder = HFFolder(path, QuantizationSettings.of(path, config.keys).numbers, config.flag(TIED))
+        if wrong := family.misnamed(config, folder.tensors):
+            raise ValueError(f"{path} has {renaming(wrong, family.title)}.")
         if lost_depths and family.depths is not None and not family.depths.stored(folder.tensors):
             counts = [key for key in family.depths.keys if config.has(key)]
             config = replace(config, keys=config.keys | dict.fromkeys(counts, 0))

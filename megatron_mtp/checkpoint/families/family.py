@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.checkpoint.families.naming import misnamed, unwrapped
 from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 
 CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
@@ -202,19 +203,39 @@ class Family:
         """Rules for all tensors: those of the text model, and the carried ones."""
         return self.rules(config, layout) + [rename(name, f"{CARRIED}{name}", None) for name in layout.carried]
 
+    def misnamed(self, config: HFConfig, names: Iterable[str]) -> dict[str, str]:
+        """Tensors that other software finds by no name of this family, each with its right name (`naming.py`).
+
+        Depths are looked for even if the config counts none. ValueError where the rules do not fit the config.
+        """
+        names = {*names}
+        inner = [unwrapped(name) for name in names]
+        features = {name for name, pattern in self.features.items() if _any_matches(pattern, inner)}
+        most = 0
+        if self.depths is not None:
+            most = max(self.depths.configured(config) or 0, self.depths.stored(inner), self.depths.published, 1)
+        rules = self.rules(config, Layout(most, frozenset(features)))
+        return misnamed(names, [tensor.name for rule in rules for tensor in rule.hf])
+
     def _stored_depths(self, config: HFConfig, names: list[str]) -> int:
         if self.depths is None:
             return 0
         stored, configured = self.depths.stored(names), self.depths.configured(config)
         if configured not in (None, stored):
+            held = f"the tensors of {stored} depth(s)" if stored else "no tensor of an MTP layer"
+            remedy = f'put "{self.depths.keys[0]}": {stored} there, since engines load no depth that is not counted'
+            if stored < (configured or 0):
+                remedy = (
+                    "fetch or export the folder again, or put the MTP layers of the model that it was made from on its "
+                    "trunk (megatron-mtp convert graft)"
+                )
             raise ValueError(
-                f"{config.source} says '{self.depths.keys[0]}' {configured}, but the folder holds the tensors of "
-                f"{stored} depth(s); put {stored} there to convert what the folder holds."
+                f"{config.source} says '{self.depths.keys[0]}' {configured}, but the folder holds {held}; {remedy}."
             )
         if self.depths.limit is not None and stored > self.depths.limit:
             raise ValueError(
-                f"{config.source}: {self.title} holds at most {self.depths.limit} depth(s), not {stored}; drop the "
-                "others."
+                f"{config.source}: {self.title} holds at most {self.depths.limit} depth(s), not {stored}; correct the "
+                "model_type, or fetch the folder again."
             )
         return stored
 
@@ -264,8 +285,7 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.__dict__.pop("quantization_config", None)
+        config = _class_config(folder)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
@@ -273,6 +293,41 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         return {}
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def class_keys(folder: Path) -> dict[str, Any]:
+    """Keys of a folder's config with the defaults of transformers' class; without such a class, those of the file."""
+    try:
+        keys: dict[str, Any] = _class_config(folder).to_dict()
+    except Exception:  # transformers raises many kinds of errors for a config that it does not know
+        return dict(read_json(folder / CONFIG))
+    return keys
+
+
+def _class_config(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config.__dict__.pop("quantization_config", None)
+    return config
+
+
+NAMES_ALONE = (
+    "architectures auto_map dtype torch_dtype transformers_version _name_or_path quantization_config use_cache "
+    "initializer_range attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id output_attentions "
+    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config compression_config"
+).split()
+"""Keys that do not change the logits of text."""
+
+
+def computing(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The keys of a config that may change the logits of text, nested ones as `outer.inner`."""
+    found: dict[str, Any] = {}
+    for name, value in keys.items():
+        if name in NAMES_ALONE:
+            continue
+        found |= computing(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def _any_matches(pattern: str, names: list[str]) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_mtp.checkpoint.families.family import computing
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
@@ -326,22 +327,4 @@ def whole_config(folder: Path) -> dict[str, Any]:
         keys = config_of(folder)[1].to_dict()
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         keys = read_json(folder / CONFIG)
-    return dict(_flat(keys))
-
-
-NAMES_ALONE = (
-    "architectures auto_map dtype torch_dtype transformers_version _name_or_path quantization_config use_cache "
-    "initializer_range attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id output_attentions "
-    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config compression_config"
-).split()
-"""Keys that do not change the logits of text."""
-
-
-def _flat(keys: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, value in keys.items():
-        if isinstance(value, dict) and name not in NAMES_ALONE:
-            found += _flat(value, f"{prefix}{name}.")
-        elif name not in NAMES_ALONE:
-            found.append((f"{prefix}{name}", value))
-    return found
+    return computing(keys)

@@ -293,7 +293,14 @@ DEPTHS_ONLY: tuple[Family, ...] = (
     _carried("MiniCPM3", "MiniCPM3", "minicpm3", "factors of embedding, logits and residual beside latent attention"),
     _carried("AFMoE", "Trinity", "afmoe", AFTER),
     _carried("Kimi Linear", "Kimi Linear", "kimi_linear", "Kimi's delta attention"),
-    _carried("Mellum", "Mellum 2", "mellum", "rotary positions that differ by layer"),
+    _with_depths(
+        "Mellum",
+        "Mellum 2",
+        ("mellum",),
+        "rotary positions that differ by layer",
+        replace(ONE_DEPTH, keys=("num_nextn_predict_layers", "num_mtp_layers"), carried=r"mtp\.()"),
+        [r"(model|lm_head)\.", r"mtp\.layers\.0\."],
+    ),
     _carried("Laguna", "Laguna", "laguna", "gated attention whose heads and positions differ by layer"),
     _carried("Llama 4, text", "Llama 4, text", "llama4_text", "attention in chunks, and scores on the experts' input"),
 )

@@ -319,7 +319,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
         return
     has = f"{reader.folder} has {layout.depths} MTP depth(s)"
     if family.depths is None:
-        remedy = "export it to a family with MTP (--family), or without the depths (drop-mtp)"
+        remedy = "export it to a family with MTP (--family); for the trunk alone, drop-mtp writes a copy"
         raise ValueError(f"{has}, for which {family.title} folders have no place; {remedy}.")
     if family.depths.limit is not None and layout.depths > family.depths.limit:
         most = f"{family.title} holds at most {family.depths.limit}"
@@ -327,7 +327,7 @@ def _check_depths(family: Family, reader: DistReader, layout: Layout) -> None:
     if not StoredDepths.of(reader.keys).sequential:
         raise ValueError(
             f"{reader.folder} has parallel heads (--mtp-architecture parallel), which no Hugging Face family stores; "
-            "export it without them (drop-mtp)."
+            "for the trunk alone, drop-mtp writes a copy."
         )
 
 

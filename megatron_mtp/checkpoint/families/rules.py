@@ -311,7 +311,7 @@ class Copies:
                 if self.tied:
                     raise ValueError(
                         f"'{name}' differs from '{self.names[0]}', but 'tie_word_embeddings' in config.json makes them "
-                        "one; set it to false to keep the stored head, or remove that tensor."
+                        "one; set it to false if the model has a head of its own, or fetch the folder again."
                     )
                 raise ValueError(
                     f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "

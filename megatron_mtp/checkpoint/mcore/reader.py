@@ -355,8 +355,8 @@ def absent_layers(
     if stored.layers > layers and not drops:
         raise ValueError(
             f"the checkpoint {folder} (--load) has {stored.layers} MTP layers, and the model is to have {layers}; give "
-            f"--mtp-num-layers {stored.layers} without --mtp-use-repeated-layer, or take the others out with "
-            f"megatron-mtp convert drop-mtp --keep {layers}."
+            f"--mtp-num-layers {stored.layers} without --mtp-use-repeated-layer, or load a copy with "
+            f"the first {layers}, which megatron-mtp convert drop-mtp --keep {layers} writes."
         )
     if stored.layers and stored.sequential != sequential:
         trained = "sequential" if stored.sequential else "parallel"

@@ -145,7 +145,7 @@ class Engine:
         if self.counts == "depths" and count != depths:
             raise ValueError(
                 f"--num-speculative-tokens is {count}, but {self.title} drafts with all depths of the folder, here "
-                f"{depths}; leave it out, or make a folder of other depths (convert drop-mtp --keep {count})."
+                f"{depths}; leave it out, or give a copy with {count} (convert drop-mtp --keep {count})."
             )
         if self.counts == "multiple" and count > depths and count % depths:
             raise ValueError(

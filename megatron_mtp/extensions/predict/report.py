@@ -86,7 +86,7 @@ def as_text(case: Case, foretold: Foretold) -> str:
     parts = ["\n".join(head), _rates(case, foretold)]
     if case.rules.limit is not None and case.depths > case.rules.limit:
         parts.append(
-            f"It loads {_number(case.rules.limit, 'depth')} at most: export that many "
+            f"It loads {_number(case.rules.limit, 'depth')} at most: export a copy with that many "
             f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.rules.limit})."
         )
     parts.append(_causes(case, foretold))

@@ -180,7 +180,9 @@ def _set_donor(args: Namespace) -> None:
 
     from megatron_mtp.checkpoint.convert.graft import open_side
 
-    if not (depths := open_side(args.donor, is_trunk=False).depths):
+    donor = open_side(args.donor)
+    donor.check_runs()
+    if not (depths := donor.depths):
         raise ValueError(f"--donor is {args.donor}, which has no MTP layers; give a model that has some.")
     if args.mtp_layers not in (None, depths):
         raise ValueError(f"--mtp-layers is {args.mtp_layers}, and {args.donor} has {depths} MTP layers; leave it out.")

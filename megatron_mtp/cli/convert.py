@@ -88,15 +88,17 @@ def convert(args: Namespace) -> int:
 
 def write(args: Namespace) -> dict[str, Any]:
     """Write what a command plans, or describe it where --dry-run is given."""
-    text = getattr(args, "text", None)
+    text, graft = getattr(args, "text", None), args.command == "graft"
     if text is not None and not text.exists():
         raise ValueError(f"--text is {text}, which is not there; give a file or a folder of text.")
     how = options(args)
     plan = plan_of(args, how)
+    if text is not None:
+        check_measurable(args, [local_folder(args.donor), local_folder(args.source)] if graft else [args.source])
     if args.dry_run:
         return plan.described(args.target)
     done = plan.write(args.target, how)
-    if text is not None and args.command == "graft":
+    if text is not None and graft:
         models = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
         done["acceptance"] = acceptances(models, args.target, args)
     elif text is not None:
@@ -182,6 +184,22 @@ def init(args: Namespace) -> "Init":
     if args.mtp_init == "fitted" and not args.data_path:
         raise ValueError("--mtp-init fitted has no text; give --data-path, the prefix of a .bin and .idx.")
     return Init(args.mtp_init, args.seed, FitData(**given) if given else None)
+
+
+def check_measurable(args: Namespace, models: list[Path]) -> None:
+    """Raises ValueError where `acceptances` could not run a model, or has no tokenizer of it to read --text with."""
+    from megatron_mtp.checkpoint.convert.graft import open_side
+    from megatron_mtp.data.tokenizer import read_tokenizer
+
+    for path in models:
+        side = open_side(path)
+        try:
+            side.check_runs()
+            if side.tokenizer is None:
+                raise ValueError(f"{path} has no tokenizer; put the files of its tokenizer there.")
+            read_tokenizer(side.tokenizer, args.trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"--text cannot be measured, and nothing was written: {error}") from error
 
 
 def acceptances(models: dict[str, Path], checkpoint: Path, args: Namespace) -> dict[str, dict[str, float]]:
@@ -405,7 +423,7 @@ COMMANDS = {
         "Write a Megatron checkpoint of a trunk that was trained further, with the MTP layers of the model that it was "
         "made from; both are Hugging Face folders or Megatron checkpoints.",
         {"donor": "DONOR", "source": "TARGET", "target": "OUT"},
-        WRITES | TRUSTS | GRAFTS,
+        WRITES | DTYPE | TRUSTS | GRAFTS,
     ),
     "draft-vocab": Command(
         "Copy a Megatron checkpoint, and let its MTP layers draft only some tokens, which is faster.",

@@ -1,6 +1,7 @@
 """`convert graft`: the donor's MTP layers and the target's trunk, bit by bit, or one sentence on what differs."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from itertools import product
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import Tensors, make, read, write
+from hf_models import COPIES, MODELS, WIDE, Tensors, make, read, write
 from judged_models import QUIET
+from test_audit_alone import with_depth
 from test_hf_form import trained
+from test_misnamed import mellum_head
 from test_quantized import quantized
 from test_resumed_conversions import failing, files
 from tiers import tiered
+from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert import stream
@@ -24,16 +28,27 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import verify
+from megatron_mtp.cli.audit import main as audit_main
 from megatron_mtp.cli.convert import main
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.model.head import DRAFT_VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 
 
+OCR = "model.language_model.layers."
+
+
 def lost(folder: Path) -> Path:
     """The same folder as transformers saves it: without MTP layers, which its config still counts."""
-    tensors, layers = read(folder), json.loads((folder / "config.json").read_text()).get("num_hidden_layers", 0)
-    of_depths = ("model.mtp_layers.", "mtp.", *(f"model.layers.{layers + k}." for k in range(3)))
+    tensors, keys = read(folder), json.loads((folder / "config.json").read_text())
+    layers = keys.get("text_config", keys).get("num_hidden_layers", 99)
+    of_depths = (
+        "model.mtp",
+        "mtp.",
+        *(f"model.layers.{layers + k}." for k in range(3)),
+        *(f"{OCR}{3 + k}." for k in range(3)),
+    )
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(of_depths)}
     assert len(kept) < len(tensors)
     write(folder, kept)
@@ -55,11 +70,18 @@ def tensors(folder: Path) -> Tensors:
     return {key: reader.read(key) for key in reader.keys}
 
 
+def faults(folder: Path) -> list[dict[str, Any]]:
+    return [found for found in audit(folder)["findings"] if found["severity"] != "note"]
+
+
+OF_DEPTHS = re.compile(rf"mtp\.|carried\.((model\.)?mtp|{OCR}[345]\.)")
+
+
 def assert_parts(out: Path, donor: Path, trunk: Path) -> None:
     """The checkpoint holds the MTP layers of one checkpoint and the trunk of another, and nothing else."""
     found, theirs, own = tensors(out), tensors(donor), tensors(trunk)
-    wanted = {key: tensor for key, tensor in theirs.items() if key.startswith("mtp.")}
-    wanted |= {key: tensor for key, tensor in own.items() if not key.startswith("mtp.")}
+    wanted = {key: tensor for key, tensor in theirs.items() if OF_DEPTHS.match(key)}
+    wanted |= {key: tensor for key, tensor in own.items() if not OF_DEPTHS.match(key)}
     assert found.keys() == wanted.keys()
     assert [key for key in found if not torch.equal(found[key], wanted[key])] == []
     weights = [key for key in theirs if key in own and key.endswith("linear_proj.weight")]
@@ -142,7 +164,6 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
     "base": (("mimo", 1, rope(rope_theta=5e5)), ("qwen2", 0, {}), "rotary_base 500000, and the trunk 10000"),
     "scaling": (("mimo", 1, rope(rope_type="llama3", **LLAMA_3)), ("qwen2", 0, {}), "rope_scaling True, and the trunk"),
     "epsilon": (("mimo", 1, {"rms_norm_eps": 1e-3}), ("qwen2", 0, {}), "layernorm_epsilon 0.001, and the trunk 1e-06"),
-    "rows": (("mimo", 1, {"vocab_size": 100}), ("qwen2", 0, {}), "rows of the vocabulary 100, and the trunk 96"),
     "inner norms": (("mimo", 1, {}), ("qwen3", 0, {}), "qk_layernorm False, and the trunk True"),
     "biases": (("mimo", 1, {}), ("llama", 0, {"rms_norm_eps": 1e-6}), "'self_attention.linear_qkv.bias' is 128 in"),
     "tied": (("mimo", 1, {}), ("qwen2", 0, {"tie_word_embeddings": True}), "share_embeddings_and_output_weights False"),
@@ -150,8 +171,11 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
     "last layer": (("glm4_moe", 1, {}), ("glm4_moe", 0, SMALL), "is 6x48x48 in their layer, and absent in"),
     "hybrid": (("qwen3_next", 1, {}), ("qwen2", 0, {}), "is a hybrid, and"),
     "no MTP layers": (("qwen2", 0, {}), ("qwen2", 0, {}), "has no MTP layers to graft; give a donor that has some."),
-    "MTP layers": (("mimo", 1, {}), ("mimo", 1, {}), "has MTP layers already; take them out with drop-mtp"),
+    "MTP layers": (("mimo", 1, {}), ("mimo", 1, {}), "has MTP layers already; drop-mtp writes a copy of"),
     "untrainable": (("exaone_moe", 1, {}), ("qwen2", 0, {}), "is a model that Megatron cannot run (layers"),
+    "untrainable trunk": (("mimo", 1, {}), ("exaone_moe", 0, {}), "and {donor} has another."),
+    "carried settings": (("glm_ocr", 1, {}), ("glm_ocr", 0, {"rms_norm_eps": 1e-3}), "rms_norm_eps 1e-05, and the"),
+    "carried layers": (("ernie4_5_moe", 1, {}), ("ernie4_5_moe", 0, {"num_hidden_layers": 2}), "num_hidden_layers 3"),
 }  # fmt: skip
 """Kind, MTP layers and changed config of the donor and of the target, and what is said."""
 
@@ -165,8 +189,155 @@ def test_what_does_not_fit_is_one_sentence(fault: str, tmp_path: Path, capsys: p
     for dry in ([], ["--dry-run"]):
         assert main(["graft", *(str(tmp_path / name) for name in ("donor", "target", "out")), *dry]) == 2
         said = capsys.readouterr().err
-        assert (says in said, said.count("\n")) == (True, 1), said
+        assert (says.format(donor=tmp_path / "donor") in said, said.count("\n")) == (True, 1), said
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_donor_that_lost_its_head_has_none_to_graft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    donor, target = lost(make(tmp_path / "donor", "mimo", 1)), lost(make(tmp_path / "target", "mimo", 1))
+    capsys.readouterr()
+    assert main(["graft", str(donor), str(target), str(tmp_path / "out")]) == 2
+    assert f"{donor} has no MTP layers to graft; give a donor that has some." in capsys.readouterr().err
+
+
+def resized(folder: Path, by: int) -> Path:
+    """The same trunk with more tokens or fewer, as fine-tuning leaves it: the first rows are as before."""
+    tensors, keys = read(folder), json.loads((folder / "config.json").read_text())
+    text = keys.get("text_config", keys)
+    rows, text["vocab_size"] = text["vocab_size"], text["vocab_size"] + by
+    assert all(tensors[name].shape[0] == rows for name in tensors if name.endswith(COPIES))
+    for name in (name for name in tensors if name.endswith((*COPIES, "lm_head.weight"))):
+        tensor = tensors[name]
+        tensors[name] = torch.cat([tensor, tensor[:by]]) if by > 0 else tensor[:by].clone()
+    write(folder, tensors)
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+RESIZED = [("mimo", 8), ("deepseek_v3", -8), ("qwen3_next", 1), ("glm_ocr", 8), ("ernie4_5_moe", -8)]
+
+
+@pytest.mark.parametrize(("name", "by"), tiered(RESIZED, [("deepseek_v3", -8)]))
+def test_a_trunk_with_more_tokens_or_fewer_takes_the_same_mtp_layers(name: str, by: int, tmp_path: Path) -> None:
+    """They have no rows of their own; copies of embedding and head are written anew from the trunk's."""
+    donor, whole = make(tmp_path / "donor", name, 1), make(tmp_path / "whole", name, 1, seed=8)
+    target = resized(lost(Path(shutil.copytree(whole, tmp_path / "target"))), by)
+    says = (
+        f"rows of the vocabulary: {abs(by)} {'more' if by > 0 else 'fewer'} at the trunk; the MTP layers have none of"
+    )
+    assert says in plan_graft(donor, target, QUIET).notes["fits"][1]
+    for number, side in enumerate((target, checkpoint(resized(whole, by)))):
+        if number:
+            assert main(["drop-mtp", str(side), str(tmp_path / "trunk")]) == 0
+            side = tmp_path / "trunk"
+        out, back = grafted(donor, side, tmp_path / f"out{number}"), tmp_path / f"back{number}"
+        assert_parts(out, checkpoint(donor) if not number else tmp_path / "donor-mcore", tmp_path / "whole-mcore")
+        mcore_to_hf(out, back, QUIET, form_of(out))
+        assert faults(back) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "says"),
+    [
+        ("longcat_flash", 8, "'mtp.layers.0.embedding.word_embeddings.weight' has rows for the donor's 96 tokens, and"),
+        ("step3p5", -8, "'mtp.layers.0.output_layer.weight' has rows for the donor's 96 tokens, and the trunk has 88"),
+    ],
+)
+def test_mtp_layers_with_rows_of_their_own_need_the_same_tokens(name: str, by: int, says: str, tmp_path: Path) -> None:
+    donor, target = make(tmp_path / "donor", name, 1), lost(make(tmp_path / "target", name, 1, seed=8))
+    with pytest.raises(ValueError, match=says):
+        plan_graft(donor, resized(target, by), QUIET)
+
+
+def test_a_draft_vocabulary_of_tokens_that_the_trunk_lost_does_not_fit(tmp_path: Path) -> None:
+    donor = make(tmp_path / "donor", "mimo", 1)
+    torch.save([3, 90], donor / "draft_vocabulary.pt")
+    grown = resized(lost(make(tmp_path / "grown", "mimo", 1)), 8)
+    assert tensors(grafted(donor, grown, tmp_path / "out"))[DRAFT_VOCABULARY].tolist() == [3, 90]
+    with pytest.raises(
+        ValueError, match="they draft the token 90, and the trunk has 88 tokens; give the MTP layers of"
+    ):
+        plan_graft(donor, resized(lost(make(tmp_path / "shrunk", "mimo", 1)), -8), QUIET)
+
+
+BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16
+CAST = [
+    ("glm4_moe", BFLOAT, FLOAT, None),
+    ("glm4_moe", FLOAT, BFLOAT, None),
+    ("qwen3_next", BFLOAT, FLOAT, None),
+    ("glm_ocr", BFLOAT, FLOAT, None),
+    ("mimo", BFLOAT, BFLOAT, FLOAT),
+    ("mimo", FLOAT, BFLOAT, HALF),
+]
+"""Model, types of donor and trunk, and --dtype."""
+
+
+@pytest.mark.parametrize(("name", "donors", "trunks", "given"), tiered(CAST, CAST[:1]))
+def test_the_mtp_layers_take_the_type_of_the_trunk(
+    name: str, donors: torch.dtype, trunks: torch.dtype, given: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Upwards with equal numbers; routers' biases stay in float32, and an audit finds nothing."""
+    donor, whole = make(tmp_path / "donor", name, 1, donors), make(tmp_path / "whole", name, 1, trunks, seed=8)
+    target, theirs = lost(Path(shutil.copytree(whole, tmp_path / "target"))), read(donor)
+    assert main(["drop-mtp", str(checkpoint(whole)), str(tmp_path / "trunk")]) == 0
+    flags = [] if given is None else ["--dtype", str(given).removeprefix("torch.")]
+    for number, (one, other) in enumerate([(donor, target), (checkpoint(donor), tmp_path / "trunk")]):
+        out, back = tmp_path / f"{number}", tmp_path / f"{number}-back"
+        assert main(["graft", str(one), str(other), str(out), *flags]) == 0
+        mcore_to_hf(out, back, QUIET, form_of(out))
+        found, own = read(back), read(whole)
+        heads = found.keys() - read(target).keys() - {key for key in found if key.endswith(COPIES)}
+        assert heads
+        for key in found:
+            wanted = (theirs if key in heads else own)[key]
+            kind = FLOAT if key.endswith(WIDE) else given or trunks
+            assert (found[key].dtype, torch.equal(found[key], wanted.to(kind))) == (kind, True), key
+        assert faults(back) == []
+
+
+CARRIED = (
+    "glm_ocr ernie4_5_moe exaone4_5 mimo_v2_flash longcat_flash step3p5 step3p7 glm_moe_dsa deepseek_v32 exaone_moe "
+    "mellum"
+).split()
+
+
+def carried_model(folder: Path, name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model with the most depths that its family has here; that of GLM-5 and DeepSeek is the last layer of three."""
+    depths = MODELS[name].depths[-1] if name in MODELS else 0
+    make(folder, LEFT.get(name, name), depths, dtype, seed=seed)
+    if name == "mellum":
+        mellum_head(folder)
+    elif name in LEFT:
+        with_depth(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", tiered(CARRIED, ["glm_ocr", "mimo_v2_flash", "glm_moe_dsa"]))
+def test_mtp_layers_behind_a_trunk_that_megatron_cannot_run_are_grafted(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head's bits are the donor's, all others the trunk's, folder or checkpoint; the audit exits with 0."""
+    donor, whole = (carried_model(tmp_path / side, name, seed) for side, seed in (("donor", 7), ("whole", 8)))
+    target = lost(Path(shutil.copytree(whole, tmp_path / "target")))
+    theirs, own = read(donor), read(target)
+    heads = theirs.keys() - own.keys()
+    assert heads
+    assert not any(torch.equal(theirs[key], read(whole)[key]) for key in heads if key.endswith("proj.weight"))
+    assert main(["drop-mtp", str(checkpoint(whole)), str(tmp_path / "trunk")]) == 0
+    for number, (one, other) in enumerate([(donor, target), (checkpoint(donor), tmp_path / "trunk")]):
+        out, back = tmp_path / f"{number}", tmp_path / f"{number}-back"
+        assert main(["graft", str(one), str(other), str(out)]) == 0
+        assert main(["mcore-to-hf", str(out), str(back)]) == 0
+        found = read(back)
+        assert found.keys() == theirs.keys()
+        repeated = {key for key in heads if key.endswith(COPIES) and "longcat" not in name}
+        wanted = {key: theirs[key].to(found[key].dtype) for key in heads - repeated} | own
+        assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+        assert (audit_main([str(out)], "audit"), audit_main([str(back)], "audit")) == (0, 0), capsys.readouterr().out
+        assert json.loads((back / "config.json").read_text()) == json.loads((whole / "config.json").read_text())
+    assert main(["graft", str(donor), str(target), str(tmp_path / "x"), "--text", str(donor / "config.json")]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("x*"))
 
 
 OF_TRUNKS = {

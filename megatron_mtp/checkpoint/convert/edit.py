@@ -126,7 +126,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
     if any(key.startswith("mtp.") for key in reader.keys):
-        raise ValueError(f"{source} has MTP depths already; drop-mtp makes a checkpoint without them.")
+        raise ValueError(f"{source} has MTP depths already; drop-mtp writes a copy without them.")
     template = Template.of(reader)
     arguments: dict[str, Any] = {**OF_DEPTHS, "mtp_num_layers": depths}
     if template.pattern is not None:
@@ -174,12 +174,25 @@ def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str
     return frozenset(name for name in carried if (depth := stored.depth_of(config, name)) is not None and depth >= keep)
 
 
-def correct_origin(kept: Path, depths: int, dropped: Set[str] = frozenset(), added: Set[str] = frozenset()) -> None:
-    """Correct the record of the tensors in the kept files: number of depths, dropped tensors, added forms."""
+def correct_origin(
+    kept: Path,
+    depths: int,
+    dropped: Set[str] = frozenset(),
+    added: Set[str] = frozenset(),
+    carried: Set[str] = frozenset(),
+) -> None:
+    """Correct the record of the tensors in the kept files.
+
+    Args:
+        kept: the folder of these files.
+        depths: number of MTP layers.
+        dropped, carried: names of carried tensors that are no longer there, and of those that came.
+        added: forms that came.
+    """
     if origin := kept_origin(kept):
         layout = origin.get("layout", {})
-        carried = [name for name in layout.get("carried", []) if name not in dropped]
-        changed = {"depths": depths, "carried": carried, "features": sorted({*layout.get("features", []), *added})}
+        names = sorted({*layout.get("carried", []), *carried} - dropped)
+        changed = {"depths": depths, "carried": names, "features": sorted({*layout.get("features", []), *added})}
         (kept / ORIGIN).write_text(json.dumps({**origin, "layout": {**layout, **changed}}, indent=2) + "\n")
 
 

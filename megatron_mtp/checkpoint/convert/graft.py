@@ -1,23 +1,33 @@
 """graft: the MTP layers of a donor on another trunk, which was fine-tuned, merged or trained by RL without them.
 
 In:  a donor with MTP layers and a target without, each a Hugging Face folder or a Megatron checkpoint.
-Out: a Megatron checkpoint of the target's trunk and the donor's MTP layers, bit by bit; quantized ones as bfloat16.
+Out: a Megatron checkpoint of the target's trunk and the donor's MTP layers, bit by bit; quantized ones as bfloat16. If
+     the trunk has another type, the MTP layers are cast to it.
 
 Both sides are read by Megatron's keys, a layer at a time, so that their families may differ:
 
     model.layers.46.eh_proj.weight of the donor  ->  mtp.layers.0.eh_proj.weight  ->  the target's name in mcore-to-hf
 
 An MTP layer computes with the sizes, positions and norms of its trunk, and with the trunk's embedding and head. So
-both models must agree in everything that Megatron's configuration says of a layer, and in the ids of their tokens.
+both models must agree in everything that Megatron's configuration says of a layer, and in the ids of their tokens. The
+trunk may have more tokens, or fewer, as long as the MTP layers have no rows for each of them.
+
+A model that Megatron cannot run has no such configuration. Its tensors are carried under their own names, so both must
+be of one `model_type`, with equal keys in their configs.
 """
 
 import filecmp
+import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied, correct_origin
@@ -31,22 +41,73 @@ from megatron_mtp.checkpoint.convert.import_hf import (
     origin,
 )
 from megatron_mtp.checkpoint.convert.plan import HFModel
-from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, Options, keep_files
-from megatron_mtp.checkpoint.families.family import COPIES
+from megatron_mtp.checkpoint.convert.stream import (
+    STAYS_WIDE,
+    CheckpointFiles,
+    Conversion,
+    Entry,
+    Group,
+    Options,
+    keep_files,
+)
+from megatron_mtp.checkpoint.families import CARRIED, Family, family_of
+from megatron_mtp.checkpoint.families.family import COPIES, STORED_HEAD, class_keys, computing
 from megatron_mtp.checkpoint.families.rules import Shape
-from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.checkpoint.families.trunk import ORIGINAL
+from megatron_mtp.checkpoint.families.wrapped import PREFIXES
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.mcore import other_key
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, has_tokenizer, is_checkpoint, run_tokenizer
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
-from megatron_mtp.model.arguments import SHARDED_STACK, trunk_and_depths
+from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, trunk_and_depths
+from megatron_mtp.model.head import DRAFT_VOCABULARY
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 DEPTHS = "mtp."
 """Beginning of the keys of MTP layers and of their draft vocabulary."""
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
 """Settings in which the trunks may differ: their layers, and the longest text."""
+OF_TOKENS = {"vocab_size", "max_position_embeddings"}
+"""Keys in which the configs of models that Megatron cannot run may differ, beside those that count depths."""
+_OWN_ROWS = re.compile(r"mtp\..*\b(word_embeddings|output_layer)\.weight$")
+"""Embedding and head of a depth, where it does not use the trunk's."""
+_OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
+"""What stands before a tensor's name in its layer."""
+
+
+@dataclass(frozen=True)
+class CarriedModel:
+    """A model that Megatron cannot run.
+
+    Attributes:
+        family: says which of the carried tensors are of MTP layers.
+        config: its config, complete.
+        folder: the folder of its `config.json`.
+    """
+
+    family: Family
+    config: HFConfig
+    folder: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> "CarriedModel":
+        """The model of this folder's `config.json`; ValueError where there is none, or it is of no family."""
+        config = HFConfig.read(folder)
+        family = family_of(config)
+        return cls(family, family.complete(config), folder)
+
+    def is_of_depth(self, name: str) -> bool:
+        """True if the carried tensor of this Hugging Face name is of an MTP layer."""
+        return self.family.depths is not None and self.family.depths.depth_of(self.config, name) is not None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys that say how it computes, without those in which trunks may differ."""
+        counts = {"num_mtp_layers", *(self.family.depths.keys if self.family.depths else ())}
+        keys = computing(class_keys(self.folder))
+        return {name: value for name, value in keys.items() if name.split(".")[-1] not in OF_TOKENS | counts}
 
 
 @dataclass(frozen=True)
@@ -64,6 +125,7 @@ class GraftSide:
         record: differs when the model differs.
         common: what a checkpoint of it stores beside tensors.
         keep: copies config and tokenizer into the folder of a new checkpoint.
+        carried: the model that its tensors are carried of; None if Megatron can run it.
     """
 
     path: Path
@@ -76,20 +138,35 @@ class GraftSide:
     record: dict[str, Any]
     common: dict[str, Any]
     keep: Callable[[Path], None]
+    carried: CarriedModel | None
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The entry of every tensor, or of a slab of it, by its key."""
+        return {key: entry for part in self.parts for group in part for entry in group.entries for key in entry.keys}
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor by its key."""
-        entries = [entry for part in self.parts for group in part for entry in group.entries]
-        return {key: entry.whole or entry.shape for entry in entries for key in entry.keys}
+        return {key: entry.whole or entry.shape for key, entry in self.entries.items()}
+
+    def is_of_depth(self, key: str) -> bool:
+        """True if the tensor of this key is of an MTP layer, or of their draft vocabulary."""
+        if self.carried is not None and key.startswith(CARRIED):
+            return self.carried.is_of_depth(key.removeprefix(CARRIED))
+        return key.removeprefix(ORIGINAL).startswith(DEPTHS)
 
     def parts_of(self, of_depths: bool) -> list[list[Group]]:
         """The tensors of the MTP layers, or all others."""
 
         def wanted(group: Group) -> bool:
-            return any(key.startswith(DEPTHS) for entry in group.entries for key in entry.keys) == of_depths
+            return any(self.is_of_depth(key) for entry in group.entries for key in entry.keys) == of_depths
 
         return [part for whole in self.parts if (part := [*filter(wanted, whole)])]
+
+    def check_runs(self) -> None:
+        """Raises ValueError if Megatron cannot run the model."""
+        check_trainable(self.args, str(self.path))
 
     @property
     def depths(self) -> int:
@@ -108,28 +185,26 @@ class GraftSide:
         return max(int(key.split(".")[2]) for key in self.shapes if key.startswith("decoder.layers."))
 
 
-def open_side(path: Path, is_trunk: bool, options: Options | None = None) -> GraftSide:
+def open_side(path: Path, options: Options | None = None) -> GraftSide:
     """Open a folder or a checkpoint; no weights are read.
+
+    The config of a folder may count MTP layers that the folder lacks, since transformers drops them.
 
     Args:
         path: the folder or checkpoint.
-        is_trunk: whether the config may count MTP layers that the folder lacks, since transformers drops them.
-        options: how to convert a folder.
+        options: how to convert it.
 
     Raises:
-        ValueError: it is damaged, or Megatron cannot run its model.
+        ValueError: it is damaged.
     """
+    options = options or Options()
     if is_checkpoint(path) and not (path / CONFIG).is_file():
-        side = _checkpoint_side(path)
-    else:
-        side = _folder_side(path, is_trunk, options or Options())
-    if reason := getattr(side.args, "megatron_mtp_untrainable", None):
-        raise ValueError(f"{path} is a model that Megatron cannot run ({reason}); MTP layers are not grafted on such.")
-    return side
+        return _checkpoint_side(path, options)
+    return _folder_side(path, options)
 
 
-def _folder_side(path: Path, lost_depths: bool, options: Options) -> GraftSide:
-    model = HFModel.read(path, lost_depths)
+def _folder_side(path: Path, options: Options) -> GraftSide:
+    model = HFModel.read(path, lost_depths=True)
     model.check_numbers()
     args = megatron_arguments(model)
     return GraftSide(
@@ -143,25 +218,37 @@ def _folder_side(path: Path, lost_depths: bool, options: Options) -> GraftSide:
         record=fingerprint_of(model, options),
         common=common_of(model, args),
         keep=lambda folder: keep_hf_files(path, folder / HF_FILES, origin(model)),
+        carried=CarriedModel.of(path) if _is_carried(args) else None,
     )
 
 
-def _checkpoint_side(path: Path) -> GraftSide:
+def _is_carried(args: Namespace) -> bool:
+    return bool(getattr(args, "megatron_mtp_untrainable", None))
+
+
+def _checkpoint_side(path: Path, options: Options) -> GraftSide:
     reader = DistReader(path)
     args, kept = reader.common()["args"], reader.home
     tokenizer = run_tokenizer(args, kept)
     groups = [copied(reader, key) for key in reader.keys]
+    usual = _usual_type(entry for group in groups for entry in group.entries)
+    carried = CarriedModel.of(kept / HF_FILES) if _is_carried(args) else None
+    if carried is not None:
+        rows = carried.config.integer("vocab_size")
+    else:
+        rows = getattr(args, "vocab_size", None) or Tokens.of(tokenizer, args).vocabulary(reader)
     return GraftSide(
         path,
         args,
-        parts=[groups],
+        parts=[[_cast(group, lambda key, own: options.cast(key, own) if own == usual else own) for group in groups]],
         tokenizer=tokenizer,
-        rows=getattr(args, "vocab_size", None) or Tokens.of(tokenizer, args).vocabulary(reader),
+        rows=rows,
         features=frozenset(kept_origin(kept / HF_FILES).get("layout", {}).get("features", ())),
         has=frozenset(),
-        record=reader.fingerprint(),
+        record=reader.fingerprint() | {"dtype": str(options.dtype)},
         common=changed_args(reader),
         keep=partial(keep_files, kept),
+        carried=carried,
     )
 
 
@@ -177,30 +264,39 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
     Raises:
         ValueError: the MTP layers do not fit, or a side is damaged.
     """
-    given = open_side(donor, is_trunk=False, options=options)
-    trunk = open_side(target, is_trunk=True, options=options)
+    given, trunk = open_side(donor, options), open_side(target, options)
     _check_depths(given, trunk)
-    fits = [f"settings: the same {_check_computation(given, trunk)} of Megatron's configuration"]
-    _check_layers(given, trunk)
+    if given.carried is None and trunk.carried is None:
+        fits = [f"settings: the same {_check_computation(given, trunk)} of Megatron's configuration"]
+        _check_layers(given, trunk)
+        changes = {name: getattr(given.args, name, value) for name, value in OF_DEPTHS.items()}
+    else:
+        fits = [f"settings: the same {_check_carried(given, trunk)} keys of the config"]
+        changes = {"mtp_num_layers": given.depths}
+    fits += _compare_rows(given, trunk)
     tokens, new_tokens = _compare_tokens(given, trunk, trust_remote_code)
-    changes = {name: getattr(given.args, name, value) for name, value in OF_DEPTHS.items()}
     if trunk.layers[0] is not None:
         pattern = trunk.args.hybrid_layer_pattern.split("/")[0]
         changes["hybrid_layer_pattern"] = "/".join([pattern, *given.layers[1]])
 
+    types = _types_of(trunk)
     common = trunk.common | {"args": Namespace(**{**vars(trunk.args), **changes})}
 
     def keep(folder: Path) -> None:
         trunk.keep(folder)
         # copies of embedding and head in the donor's folder that the target's family has in MTP layers, too
         added = given.features & trunk.has & COPIES.keys()
-        correct_origin(folder / HF_FILES, given.depths, added=added)
+        if given.carried is not None:
+            added = given.features - STORED_HEAD.keys()
+        names = {key.removeprefix(CARRIED) for key in given.entries if key.startswith(CARRIED)}
+        carried = {name for name in names if given.is_of_depth(CARRIED + name)}
+        correct_origin(folder / HF_FILES, given.depths, added=added, carried=carried)
 
     return Conversion(
         (target, donor),
         "Megatron",
         given.depths,
-        [*trunk.parts_of(False), *given.parts_of(True)],
+        [*trunk.parts_of(False), *([_cast(group, types) for group in part] for part in given.parts_of(True))],
         {"donor": given.record, "target": trunk.record},
         lambda folder, _: CheckpointFiles(folder.path, common),
         keep,
@@ -215,7 +311,9 @@ def _check_depths(donor: GraftSide, target: GraftSide) -> None:
     if not donor.depths:
         raise ValueError(f"{donor.path} has no MTP layers to graft; give a donor that has some.")
     if target.depths:
-        raise ValueError(f"{target.path} has MTP layers already; take them out with drop-mtp, and graft on that.")
+        raise ValueError(
+            f"{target.path} has MTP layers already; drop-mtp writes a copy of a checkpoint without them: graft on that."
+        )
     kinds = ["a GPT" if side.layers[0] is None else "a hybrid" for side in (donor, target)]
     if kinds[0] != kinds[1]:
         raise ValueError(
@@ -232,15 +330,78 @@ def _refused(donor: GraftSide, target: GraftSide, what: str) -> ValueError:
 
 
 def _check_computation(donor: GraftSide, target: GraftSide) -> int:
-    """Count Megatron's settings of both models; ValueError where one or the rows of the vocabularies differ."""
+    """Count Megatron's settings of both models; ValueError where one differs."""
     one, other = (
         {name: value for name, value in settings_of(side.args).items() if name not in OF_TRUNKS}
-        | {"rows of the vocabulary": side.rows}
         for side in (donor, target)
     )
     if different := differences(one, other, "and the trunk"):
         raise _refused(donor, target, f"the donor has {different[0]}")
     return len(one)
+
+
+def _check_carried(donor: GraftSide, target: GraftSide) -> int:
+    """Count the keys of both configs; ValueError where one differs, or Megatron can run one of the models."""
+    one, other = donor.carried, target.carried
+    if one is None or other is None or one.config.model_type != other.config.model_type:
+        side, beside = (donor, target) if one is not None else (target, donor)
+        raise ValueError(
+            f"{side.path} is a model that Megatron cannot run ({side.args.megatron_mtp_untrainable}); MTP layers are "
+            f"grafted between such models only if both have one model_type, and {beside.path} has another."
+        )
+    if different := differences(one.settings, other.settings, "and the trunk"):
+        raise _refused(donor, target, f"the donor has {different[0]}")
+    if (donor.features ^ target.features) & PREFIXES.keys():
+        raise _refused(donor, target, "their folders have the text model under different prefixes")
+    return len(one.settings)
+
+
+def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
+    """Say how many tokens more or fewer the trunk has; ValueError where MTP layers need a row for each token."""
+    if DRAFT_VOCABULARY in donor.entries:
+        (group,) = (group for part in donor.parts for group in part if DRAFT_VOCABULARY in group.entries[0].keys)
+        if (largest := int(group.make()[0].max())) >= target.rows:
+            raise _refused(donor, target, f"they draft the token {largest}, and the trunk has {target.rows} tokens")
+    if donor.rows == target.rows:
+        return []
+    if own := sorted(filter(_OWN_ROWS.match, donor.entries)):
+        rows = f"rows for the donor's {donor.rows} tokens, and the trunk has {target.rows}"
+        raise _refused(donor, target, f"'{own[0]}' has {rows}")
+    more = f"{abs(target.rows - donor.rows)} {'more' if target.rows > donor.rows else 'fewer'} at the trunk"
+    return [f"rows of the vocabulary: {more}; the MTP layers have none of their own"]
+
+
+def _usual_type(entries: Iterable[Entry]) -> torch.dtype:
+    """The type of most floating-point numbers."""
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += prod(entry.shape) * entry.dtype.is_floating_point
+    return sizes.most_common(1)[0][0]
+
+
+def _types_of(trunk: GraftSide) -> Callable[[str, torch.dtype], torch.dtype]:
+    """The type of an MTP layer's tensor, from its key and its own type: as of the same weight of the trunk's layers."""
+    usual = _usual_type(trunk.entries.values())
+    layers = {_OUTSIDE.sub("", key): one.dtype for key, one in trunk.entries.items() if _OUTSIDE.match(key)}
+
+    def type_of(key: str, own: torch.dtype) -> torch.dtype:
+        if not own.is_floating_point:
+            return own
+        return layers.get(_OUTSIDE.sub("", key), own if key.endswith(STAYS_WIDE) else usual)
+
+    return type_of
+
+
+def _cast(group: Group, type_of: Callable[[str, torch.dtype], torch.dtype]) -> Group:
+    """The group with its tensors in other types."""
+    entries = [replace(entry, dtype=type_of(entry.keys[0], entry.dtype)) for entry in group.entries]
+    if entries == group.entries:
+        return group
+    return Group(
+        entries,
+        group.size,
+        lambda: [tensor.to(entry.dtype) for tensor, entry in zip(group.make(), entries, strict=True)],
+    )
 
 
 def _check_layers(donor: GraftSide, target: GraftSide) -> None:

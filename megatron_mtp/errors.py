@@ -9,11 +9,13 @@ Plain Python: a verb that is interrupted while it imports torch ends in the same
 
 import errno
 import os
+import re
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, override
 
@@ -24,6 +26,9 @@ SPOKEN_AFTER = 20.0
 
 LONGEST = 600
 """Letters of a library's message that are shown."""
+
+LIKENESS = 0.65
+"""Of a name that is offered in the place of an unknown word, by `difflib`."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
 """Messages of torch where memory is exhausted."""
@@ -42,8 +47,34 @@ class Parser(ArgumentParser):
         super().__init__(*args, **{"formatter_class": RawDescriptionHelpFormatter, **settings})
 
     @override
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parsers: list[ArgumentParser] = [self]
+            for action in self._actions:
+                if isinstance(action, _SubParsersAction):
+                    parsers.append(action.choices[getattr(found, action.dest)])
+            flags = [flag for parser in parsers for flag in parser._option_string_actions]
+            wrong = [word.split("=")[0] for word in unknown if word.startswith("--")]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags)}")
+        return found
+
+    @override
     def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            message += did_you_mean([choice[1]], re.findall(r"[^', ]+", choice[2]))
         fail(self.prog, f"{message} (--help lists the flags)")
+
+
+def did_you_mean(words: Sequence[str], names: Iterable[str]) -> str:
+    """A question that ends a sentence on unknown words: the names most like them; empty without any.
+
+    Underscores count as hyphens.
+    """
+    plain = {name.replace("_", "-"): name for name in names}
+    close = [get_close_matches(word.replace("_", "-"), plain, cutoff=LIKENESS) for word in words]
+    best = dict.fromkeys(plain[found[0]] for found in close if found)
+    return f"; did you mean {' and '.join(best)}?" if best else ""
 
 
 def named(text: str) -> Path:

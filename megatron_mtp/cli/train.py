@@ -119,10 +119,11 @@ def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
     from megatron_mtp.training.startup import explained
 
     with explained(program):
-        flags = all_parser(program)
+        flags = full_parser(program)
         words = [] if given.config is None else flags_of(Path(given.config), flags)
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the MTP layers too; give --config.")
         words, rest = without_unset(words, rest, flags)
+        flags.parse_args([*words, *rest])  # Megatron's parser lacks the flags of the run, which may be meant
     sys.argv = [program, *words, *rest]
     return sys.argv

@@ -16,7 +16,6 @@
 from argparse import ArgumentParser, BooleanOptionalAction, _ActionsContainer
 from collections.abc import Iterator
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import MethodType
 from typing import get_args
@@ -24,12 +23,13 @@ from typing import get_args
 import yaml
 
 from megatron_mtp.config import MTPConfig, add_yarn_arguments, flag_of
-from megatron_mtp.errors import Parser
+from megatron_mtp.errors import Parser, did_you_mean
 from megatron_mtp.losses import LOSSES
 
 
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    parser.parse_args = MethodType(Parser.parse_args, parser)  # type: ignore[method-assign]
     parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
     for action in parser._actions:  # `--help` of megatron-core 0.19 fails at a percent sign
         try:
@@ -138,9 +138,8 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         if name in NOT_IN_A_FILE:
             raise ValueError(f"{where}: '{key.value}' cannot be in a file; give {flag} on the command line.")
         if action is None:
-            close = get_close_matches(flag, parser._option_string_actions, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "--help-megatron lists all flags."
-            raise ValueError(f"{where}: there is no flag {flag}; {hint}")
+            hint = did_you_mean([flag], parser._option_string_actions) or "; --help-megatron lists all flags."
+            raise ValueError(f"{where}: there is no flag {flag}{hint}")
         if name in seen:
             raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")
         seen[name] = line

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,34 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
         Parser("x").parse_args(["--no-such-flag"])
     assert end.value.code == 2
     assert capsys.readouterr().err == "x: error: unrecognized arguments: --no-such-flag (--help lists the flags)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("trian", "train"),
+        ("eval", "evaluate"),
+        ("doctor --jsn", "--json"),
+        ("train --mtp_num_layers 1 --mtp_num_layers=2", "--mtp-num-layers"),
+        ("train --tensor-parallel-size 2", "--tensor-model-parallel-size"),
+        ("train --micro_batchsize 2 --mtp_los ce", "--micro-batch-size and --mtp-loss"),
+        ("train --dry_run 8", "--dry-run"),
+        ("train --lr-decay-style cosin", "cosine"),
+        ("convert hf_to_mcore a b", "hf-to-mcore"),
+        ("convert hf-to-mcore a b --dytpe x", "--dtype"),
+        ("convert hf-to-mcore a b --speculative-config x", None),
+    ],
+)
+def test_an_unknown_word_is_compared_with_those_that_exist(
+    line: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Verbs, commands, flags and values; a command's flags are its own."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(line.split())
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    asked = re.search(r"; did you mean (.*)\? \(--help lists the flags\)$", said)
+    assert (asked and asked[1]) == meant
 
 
 def test_output_that_is_not_read_to_its_end() -> None:

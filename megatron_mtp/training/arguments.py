@@ -38,6 +38,7 @@ from megatron_mtp.training.checks import (
     check_hub,
     check_ranges,
     check_supported,
+    check_trunk,
     drafter_arguments,
     leave_out_evaluations,
     set_depths,
@@ -97,11 +98,13 @@ def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
 def parse_run_args(
     extra_args_provider: ArgumentsProvider | None = None,
     args_defaults: dict[str, Any] | None = None,
-    mends: bool = True,
+    plans: bool = False,
 ) -> Namespace:
-    """The same without a look at the corpus and the checkpoint's depths; the first two arguments are Megatron's.
+    """Parse the flags of a run, filling in those that the checkpoint stores. Does not open the corpus.
 
-    `mends` puts right the tracker of --load after a save that was cut short.
+    Args:
+        extra_args_provider, args_defaults: Megatron's.
+        plans: of a job that does not start here: nothing is written, and the trunk need not be here.
 
     Raises:
         ValueError: a flag has a value that is not allowed.
@@ -121,7 +124,9 @@ def parse_run_args(
     given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
-    check_load(given, mends)
+    if not plans:
+        check_trunk(given)
+    check_load(given, mends=not plans)
     stored = checkpoint_arguments(given) | older
     if (drafter := given.drafter or stored.get("drafter")) is not None:
         is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp

@@ -100,6 +100,7 @@ class Unsupported(NamedTuple):
 
 _SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
 _SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
+_NO_DEPTHS = "Megatron's GPT has no depths beside such layers, and its hybrid model has"
 _UNPREPARED = "this model's plan for that schedule does not prepare what takes activations out of memory"
 _GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
 UNSUPPORTED = (
@@ -132,6 +133,12 @@ UNSUPPORTED = (
         False,
     ),
     Unsupported("--overlap-moe-expert-parallel-comm --moe-paged-stash", _UNPREPARED, "drop one of the two", False),
+    Unsupported(
+        "--experimental-attention-variant gated_delta_net",
+        _NO_DEPTHS,
+        "give --hybrid-layer-pattern, with G in its place",
+    ),
+    Unsupported("--experimental-attention-variant dsa", _NO_DEPTHS, "give --hybrid-layer-pattern, with D in its place"),
     Unsupported("--heterogeneous-layers-config-path", _SIZES),
     Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
     Unsupported(
@@ -313,14 +320,6 @@ def _with_depths(args: Namespace) -> Sentences:
             "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
             "read; give 2 or more depths, or drop the flag."
         )
-    if (args.mtp_init or args.mtp_train_only) and not any(
-        map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
-    ):
-        flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
-        yield (
-            f"{flag} was given with --load {args.load}, where there is no checkpoint of a trunk; give one that exists, "
-            "or --pretrained-checkpoint."
-        )
     if args.mtp_init == "last-layer" and not _ends_with_a_depth(args.hybrid_layer_pattern or ""):
         yield (
             f"--mtp-init is last-layer, but the last stage of the trunk in {PATTERN} {args.hybrid_layer_pattern} does "
@@ -335,6 +334,17 @@ def _with_depths(args: Namespace) -> Sentences:
         yield (
             "--moe-router-load-balancing-type is quantile_balancing, which cannot leave out the positions that a depth "
             "shifts in; give another type, such as aux_loss or none."
+        )
+
+
+def check_trunk(args: Namespace) -> None:
+    """Raises ValueError where depths go with a trunk that is not loaded from anywhere (ours)."""
+    starts = map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
+    if args.mtp_num_layers is not None and (args.mtp_init or args.mtp_train_only) and not any(starts):
+        flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
+        raise ValueError(
+            f"{flag} was given with --load {args.load}, where there is no checkpoint of a trunk; give one that exists, "
+            "or --pretrained-checkpoint."
         )
 
 

@@ -1,52 +1,94 @@
 """`--dry-run`: the plan of a job with a layout of any size, made by one process without a GPU.
 
-Megatron's own parser reads and checks the flags. The model of the first rank of every pipeline stage is built on the
-meta device, over process groups that never send anything, so that parameters are counted. Memory is Megatron's own
-estimate for the trunk, and the same formulas for the depths. What needs libraries of GPUs changes no number:
-the plan is made without it, and names the libraries.
+Megatron's own parser reads and checks the flags, as on a machine with GPUs and all libraries. The model of the first
+rank of every pipeline stage is built on the meta device, over process groups that never send anything, so that
+parameters are counted. Memory is Megatron's own estimate for the trunk, and the same formulas for the depths. What
+needs libraries of GPUs changes no number: the model is built without it, and the plan names the libraries. Files that
+are not on this machine are left out, and the plan names them too.
 """
 
+import copy
 import math
 import os
+import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core import utils as megatrons_versions
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 from megatron.training.theoretical_memory_usage import (
     compute_activation_memory_without_sp,
     compute_weight_and_optimizer_memory,
 )
+from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mtp.config import trained_depths
-from megatron_mtp.model.arguments import CUDA, MTPModelConfig, flags_without
+from megatron_mtp.config import flag_of, trained_depths
+from megatron_mtp.model import hybrid
+from megatron_mtp.model.arguments import CUDA, MTPModelConfig, arguments_without
 from megatron_mtp.model.build import build
+from megatron_mtp.model.portable import PortableLinear, having
+from megatron_mtp.model.recurrent import PortableGatedDeltaNet
 from megatron_mtp.model.trunk import DRAFTER_BLOCK
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
-from megatron_mtp.training.checks import check_data
+from megatron_mtp.training.checks import check_data, check_hub, check_trunk
+from megatron_mtp.training.datasets import named_prefixes
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 
 GIB = 2**30
 RESOLVED = ("ffn_hidden_size", "global_batch_size", "kv_channels", "padded_vocab_size")
 """Sizes that Megatron derives if no flag gives them."""
 
+TE_NAME = "Transformer Engine"
 OF_LIBRARIES: dict[str, tuple[str, Any]] = {
-    "fp8": ("Transformer Engine", None),
-    "fp4": ("Transformer Engine", None),
-    "fp8_param_gather": ("Transformer Engine", False),
-    "moe_permute_fusion": ("Transformer Engine", False),
-    "moe_router_fusion": ("Transformer Engine", False),
-    "tp_comm_overlap": ("Transformer Engine", False),
+    "fp8": (TE_NAME, None),
+    "fp4": (TE_NAME, None),
+    "fp8_param": (TE_NAME, False),
+    "fp4_param": (TE_NAME, False),
+    "moe_permute_fusion": (TE_NAME, False),
+    "moe_router_fusion": (TE_NAME, False),
+    "tp_comm_overlap": (TE_NAME, False),
+    "fine_grained_activation_offloading": (TE_NAME, False),
     "moe_enable_deepep": ("DeepEP", False),
 }
-"""Arguments that need a library, and what they are in a plan."""
+"""Fields of a configuration that need a library, and their values without it."""
+
+CHECKED_KERNELS = {
+    rope_utils: ("fused_apply_rotary_pos_emb",),
+    moe_utils: (
+        *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
+        *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
+    ),
+}
+"""Kernels of Transformer Engine that Megatron looks for where it checks flags, by the module that imports them."""
+
+CHECKED_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_GRAPHS_USE_NODE_PRIORITY": "1",
+    "NVTE_CPU_OFFLOAD_V1": "1",
+}
+"""Variables of a job's environment that Megatron asks for where it checks flags."""
 
 PARTS = {
     "trunk": "decoder.",
@@ -60,15 +102,25 @@ PARTS = {
 def plan(argv: list[str], ranks: int) -> str:
     """The plan of a job of so many ranks (0: the fewest that the layout takes), in lines.
 
+    Args:
+        argv: `sys.argv` itself, which Megatron's parser reads; flags of files that are not here are taken out.
+        ranks: of the job.
+
     Raises:
         ValueError: the flags are wrong, or the layout does not fit the ranks.
     """
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks or _fewest_ranks())})
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # the kernels for experts need it
-    argv += flags_without(CUDA)
-    args = parse_run_args(mends=False)
-    flags, needed = _flags(args), without_libraries(args)
-    config = checked_model_config(args)
+    os.environ.setdefault("WORLD_SIZE", "1")
+    given = parse_args(add_mtp_arguments)
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks or _fewest_ranks(given))})
+    absent = without_absent_files(argv, given)
+    for name, value in CHECKED_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    with machine_of_the_job():
+        args = parse_run_args(plans=True)
+        if not absent.keys() & {*CHECKPOINT}:
+            check_trunk(args)
+        config = checked_model_config(args)
+    needed = without_libraries(config.transformer)
     config.transformer.perform_initialization = False
     total, lines = Counter[str](), list[str]()
     # Stages are the outermost dimension of the ranks, unless a flag makes it data.
@@ -82,30 +134,185 @@ def plan(argv: list[str], ranks: int) -> str:
         lines.append(f"a rank of stage {stage} holds {local.total():,} parameters: {parts}")
     counted = [f"parameters: {total.total():,}", *(f"  {part:<10}{total[part]:>20,}" for part in PARTS)]
     lines += ["", *_memory(args, local["depths"])]
-    if args.chat is None:  # chats are tokenized when the job starts
+    if args.chat is None and not absent.keys() & {*DATA_LISTS}:  # chats are tokenized when the job starts
         try:
             check_data(args, true_vocab_size(args))
         except ValueError as error:
             lines.append(f"data: {error}")
-    return "\n".join([*flags, "", *needed, *_layout(args), "", *counted, "", *lines])
+    return "\n".join(
+        [*_flags(given, args, absent), "", *needed, *absent.values(), *_layout(args), "", *counted, "", *lines]
+    )
 
 
-def without_libraries(args: Namespace) -> list[str]:
-    """Leave out what needs libraries that this machine may lack; a line names them."""
+# --- what is not on this machine -------------------------------------------------------------------------------------
+
+TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file")
+CHECKPOINT = ("load", "pretrained_checkpoint")
+DATA_LISTS = ("data_args_path", "per_split_data_args_path")
+FILES = (*TOKENIZER, *CHECKPOINT, *DATA_LISTS, "mtp_draft_vocab_file", "te_precision_config_file")
+"""Arguments that name files which are read before a run."""
+
+
+def without_absent_files(argv: list[str], given: Namespace) -> dict[str, str]:
+    """Take the flags of files that are not on this machine out of the words; a line for each, by the argument's name.
+
+    Raises:
+        ValueError: no plan can be made without one of them.
+    """
+    named = {name: getattr(given, name) for name in FILES if getattr(given, name) is not None}
+    absent = {name: path for name, path in named.items() if "://" not in path and not Path(path).exists()}
+    if given.load == given.save:
+        absent.pop("load", None)  # the job starts anew
+    for name in CHECKPOINT:
+        if name in absent and given.use_checkpoint_args:
+            raise ValueError(
+                f"--use-checkpoint-args was given, but {flag_of(name)} {absent[name]} is not on this machine; give "
+                "the flags of its model in the place of --use-checkpoint-args."
+            )
+    instead: list[str] = []
+    if _needs_tokenizer(given, absent):
+        absent.setdefault("tokenizer_type", given.tokenizer_type)
+        instead = ["--tokenizer-type", "NullTokenizer"]
+    if given.mtp_draft_vocab_size is not None and _data_is_elsewhere(given, absent):
+        absent["mtp_draft_vocab_size"] = f"{given.mtp_draft_vocab_size}, which counts tokens of --data-path"
+    argv[:] = [*_without(argv, {flag_of(name) for name in absent}), *instead]
+    return {name: f"not on this machine, and planned without: {flag_of(name)} {path}" for name, path in absent.items()}
+
+
+def _needs_tokenizer(given: Namespace, absent: dict[str, str]) -> bool:
+    """Return whether --vocab-size has to stand for a tokenizer that is not here.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    try:
+        check_hub(given)
+    except ValueError as error:
+        if given.vocab_size is None:
+            said = str(error).rpartition(";")[0]
+            raise ValueError(f"{said}; give --vocab-size, and the plan needs no tokenizer.") from None
+        return True
+    if given.vocab_size is None and given.tokenizer_type == "HuggingFaceTokenizer":
+        absent.pop("tokenizer_model", None)  # it comes from the Hub
+    for name in TOKENIZER:
+        if name in absent and given.vocab_size is None:
+            raise ValueError(
+                f"{flag_of(name)} is {absent[name]}, which is not on this machine; give --vocab-size, and the plan "
+                "needs no tokenizer."
+            )
+    return any(name in absent for name in TOKENIZER)
+
+
+def _data_is_elsewhere(given: Namespace, absent: dict[str, str]) -> bool:
+    if any(name in absent for name in DATA_LISTS):
+        return True
+    return not all(Path(f"{prefix}.idx").exists() for prefix in named_prefixes(given))
+
+
+def _without(argv: list[str], flags: set[str]) -> list[str]:
+    """The words of a command line without these flags, each of which has one value."""
+    kept, words = list[str](), iter(argv)
+    for word in words:
+        if word in flags:
+            next(words, None)
+        elif word.split("=")[0] not in flags:
+            kept.append(word)
+    return kept
+
+
+@contextmanager
+def machine_of_the_job() -> Iterator[None]:
+    """While this lasts, Megatron checks flags as on a machine with a GPU of any kind and every library."""
+    newest = SimpleNamespace(major=99)
+    manager = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
+    parts = manager.split(".")
+    stubs = {".".join(parts[: end + 1]): ModuleType(part) for end, part in enumerate(parts)}
+    stubs[manager].LocalCheckpointManager = object  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, stubs))
+        stack.enter_context(having([megatrons_versions], _te_version=Version("99")))
+        stack.enter_context(
+            having(
+                [torch.cuda],
+                get_device_capability=lambda *_: (newest.major, 0),
+                get_device_properties=lambda *_: newest,
+            )
+        )
+        for module, names in CHECKED_KERNELS.items():
+            stack.enter_context(having([module], **dict.fromkeys(names, object())))
+        yield
+
+
+def without_libraries(config: TransformerConfig) -> list[str]:
+    """Take out of a checked configuration what this machine may lack; a line names the libraries."""
     needed = dict[str, None]()
-    for name, (library, plain) in OF_LIBRARIES.items():
-        if getattr(args, name) != plain:
-            setattr(args, name, plain)
+    for name, (library, without) in OF_LIBRARIES.items():
+        if getattr(config, name) != without:
+            setattr(config, name, without)
             needed[library] = None
-    if args.moe_token_dispatcher_type == "flex":
-        needed["HybridEP" if args.moe_flex_dispatcher_backend == "hybridep" else "DeepEP"] = None
-        args.moe_token_dispatcher_type = "alltoall"
+    if config.experimental_attention_variant is not None:
+        needed[TE_NAME] = None
+    if config.moe_token_dispatcher_type == "flex":
+        needed["HybridEP" if config.moe_flex_dispatcher_backend == "hybridep" else "DeepEP"] = None
+    dispatcher = "alltoall" if config.moe_token_dispatcher_type == "flex" else config.moe_token_dispatcher_type
+    plain = arguments_without(CUDA) | {"moe_token_dispatcher_type": dispatcher, "cuda_graph_impl": "none"}
+    for name, value in plain.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     return [f"planned as for a machine with {' and '.join(needed)}", ""] if needed else []
 
 
-def _fewest_ranks() -> int:
-    os.environ.setdefault("WORLD_SIZE", "1")
-    args = parse_args(add_mtp_arguments)
+class _PlannedModules(LocalSpecProvider):  # type: ignore[misc]  # Megatron's classes have no types
+    """Modules of the sizes that those of Transformer Engine have; the norm before a projection is the layer's own."""
+
+    def linear(self) -> type:
+        return PortableLinear
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return ColumnParallelLinear
+
+
+def _planned_layers(config: TransformerConfig, backend: LocalSpecProvider) -> list[ModuleSpec]:
+    """All layers of the trunk; Megatron makes those of --experimental-attention-variant of TE's modules alone."""
+    kind = config.experimental_attention_variant
+    is_linear = variants.is_linear_attention_variant(kind)
+    pattern = variants.get_linear_attention_pattern(config) if is_linear else [1] * config.num_layers
+    attention = variants.get_experimental_attention_variant_module_spec(config, backend)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    layers = get_gpt_decoder_layer_specs(plain, use_transformer_engine=False, normalization=config.normalization)
+    return [
+        replace(layer, submodules=replace(layer.submodules, self_attention=attention)) if has_variant else layer
+        for has_variant, layer in zip(pattern, layers, strict=True)
+    ]
+
+
+def _planned_stack(config: TransformerConfig, others: Callable[[TransformerConfig], Any]) -> Any:
+    """The layers of a hybrid, sparse attention (D) among them."""
+    made = others(config)
+    if config.experimental_attention_variant is None:
+        return made
+    attention = variants.get_experimental_attention_variant_module_spec(config, _PlannedModules())
+    norm = made.mla_layer.submodules.input_layernorm
+    return replace(made, dsa_layer=hybrid._mixing_layer(norm, attention))
+
+
+def _planned_variants() -> AbstractContextManager[None]:
+    """While this lasts, layers that need Transformer Engine's modules are made without it, of the same sizes."""
+    return having(
+        [variants, absorbed_mla, hybrid],
+        _local_submodules=partial(_planned_stack, others=hybrid._local_submodules),
+        TELinear=PortableLinear,
+        _get_backend_spec_provider=lambda config: _PlannedModules(),
+        get_transformer_layer_with_experimental_attention_variant_spec=_planned_layers,
+        GatedDeltaNet=PortableGatedDeltaNet,
+    )
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _fewest_ranks(args: Namespace) -> int:
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     return int(args.pipeline_model_parallel_size * math.lcm(dense, experts))
@@ -114,7 +321,7 @@ def _fewest_ranks() -> int:
 def _parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Counter[str], Counter[str]]:
     """Parameters by part: of a rank, and of its stage over all ranks without copies, such as a tied head."""
     local, whole = Counter[str](), Counter[str]()
-    with _job(args, rank):
+    with _job(args, rank), _planned_variants():
         chunks = args.virtual_pipeline_model_parallel_size
         for chunk in range(chunks) if chunks else [None]:
             if chunk is not None:
@@ -159,18 +366,19 @@ def _job(args: Namespace, rank: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _flags(args: Namespace) -> list[str]:
-    """The flags of the run with the values that Megatron has derived, without those of this machine."""
-    parser, machine = all_parser("train"), set(flags_without(CUDA))
-    given, defaults = parse_args(add_mtp_arguments), parser.parse_args([])
+def _flags(given: Namespace, args: Namespace, absent: Collection[str]) -> list[str]:
+    """The flags of the run with the values that Megatron has derived; those of absent files as they were given."""
+    parser = all_parser("train")
+    defaults = parser.parse_args([])
     lines = []
     for action in parser._actions:
-        if not hasattr(given, action.dest) or machine & set(action.option_strings):
+        if not hasattr(given, action.dest):
             continue
         value = getattr(given, action.dest)
         if value != getattr(defaults, action.dest) or action.dest in RESOLVED:
             is_off = isinstance(action, BooleanOptionalAction) and not value
-            shown = "" if action.nargs == 0 else f" {getattr(args, action.dest, value)}"  # Megatron drops older names
+            derived = value if action.dest in absent else getattr(args, action.dest, value)  # it drops older names
+            shown = "" if action.nargs == 0 else f" {derived}"
             lines.append(f"  {action.option_strings[-1 if is_off else 0]}{shown}")
     return ["flags, without those at Megatron's defaults:", *sorted(lines)]
 

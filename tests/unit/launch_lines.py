@@ -473,6 +473,11 @@ LINES: dict[str, Line] = {
         --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk 10
         --make-vocab-size-divisible-by 1187 --micro-batch-size 1 --global-batch-size 512
         --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --enable-experimental {_OVERLAPPED}""",
+        refused=Refusal(
+            "--experimental-attention-variant gated_delta_net was given with --mtp-num-layers",
+            drop="--experimental-attention-variant gated_delta_net",
+            add=f"--hybrid-layer-pattern {12 * 'GEGEGE*E'}/*E",
+        ),
     ),
     "deepseek-v3-h100-overlapped-experts": Line(
         1024,

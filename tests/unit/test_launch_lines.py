@@ -12,7 +12,7 @@ import torch
 from launch_lines import LINES, Line
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import unset_global_variables
 from packaging.version import Version
 from tiers import tiered
@@ -21,7 +21,6 @@ from megatron_mtp.decoding import load
 from megatron_mtp.model.arguments import TE, flags_without
 from megatron_mtp.training.arguments import parse_checked_args
 from megatron_mtp.training.checks import check_precision
-from megatron_mtp.training.dry_run import OF_LIBRARIES, without_libraries
 from megatron_mtp.training.flags import add_mtp_arguments
 
 KERNELS = [
@@ -146,16 +145,3 @@ def test_a_line_that_depths_cannot_train_with_is_refused(line: Line, monkeypatch
     launch(line, line.flags, monkeypatch)
     with pytest.raises((ValueError, AssertionError), match=line.refused.says):  # ours or Megatron's
         parse_checked_args()
-
-
-def test_a_plan_needs_no_library_of_gpus() -> None:
-    """--dry-run ended with what the machine lacks; the flags are Megatron's, so that none is misspelt."""
-    names = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
-    assert names >= OF_LIBRARIES.keys() - {"fp4"} | {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
-    plain = {name: value for name, (_, value) in OF_LIBRARIES.items()}
-    backend = {"moe_flex_dispatcher_backend": "deepep"}
-    args = Namespace(**plain, moe_token_dispatcher_type="flex", **backend)
-    args.fp8, args.moe_permute_fusion = "e4m3", True
-    assert without_libraries(args)[0] == "planned as for a machine with Transformer Engine and DeepEP"
-    assert vars(args) == plain | {"moe_token_dispatcher_type": "alltoall"} | backend
-    assert without_libraries(args) == []

@@ -67,7 +67,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 """Allowed values, and the arguments that Megatron takes with other values too."""
 
-WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main")
+WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
 """Settings of ours that a run without depths has a use for."""
 
 
@@ -436,6 +436,28 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
     return {**loss, **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS)}
 
 
+def leave_out_depths(args: Namespace) -> list[str]:
+    """Set what --mtp-num-layers 0 leaves without a use to its default, in a line of flags that has depths (ours).
+
+    Returns:
+        The flags that were given.
+
+    Raises:
+        ValueError: nothing would be left to train.
+    """
+    if args.mtp_train_only:
+        raise ValueError(
+            "--mtp-train-only was given with --mtp-num-layers 0, which leaves nothing to train; give 1 or more depths, "
+            "or drop --mtp-train-only to train the trunk."
+        )
+    own = [one for one in fields(MTPConfig) if one.name not in WITHOUT_DEPTHS and "drafter" not in one.name]
+    defaults = {one.name: one.default for one in own}
+    defaults |= {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}
+    given = [name for name, default in defaults.items() if getattr(args, name) != default]
+    vars(args).update(defaults)
+    return [flag_of(name) for name in given]
+
+
 def set_depths(args: Namespace) -> None:
     """Count the depths of --hybrid-layer-pattern as --mtp-num-layers, as Megatron does later, and 0 as none (ours).
 
@@ -449,6 +471,9 @@ def set_depths(args: Namespace) -> None:
         args.mtp_num_layers = args.mtp_num_layers or None
         return
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
+    if args.mtp_num_layers == 0 and depths:
+        trunk = args.hybrid_layer_pattern.partition(Symbols.MTP_SEPARATOR)[0]
+        raise ValueError(f"--mtp-num-layers is 0, but {PATTERN} has depths behind its trunk; give {PATTERN} '{trunk}'.")
     if args.mtp_num_layers not in (None, depths):
         raise ValueError(
             f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} depths "

@@ -17,6 +17,7 @@ from megatron.training.global_vars import unset_global_variables
 from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import main as cli
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
@@ -134,6 +135,11 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "--mtp-loss-scaling-factor is 0, with which --mtp-train-only trains nothing",
         ),
         (f"{ROPE} {MOCK} --mtp-train-only", "--mtp-train-only was given without --mtp-num-layers"),
+        (f"{ROPE} {MOCK} --mtp-train-only --mtp-num-layers 0", "--mtp-num-layers 0, which leaves nothing to train"),
+        (
+            f"{MOCK} --hybrid-layer-pattern *-*-/*- --mtp-num-layers 0",
+            "behind its trunk; give --hybrid-layer-pattern '*-*-'.",
+        ),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-train-only", "there is no checkpoint of a trunk; give one that exists"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-weights 1,2,3", "--mtp-loss-weights is '1,2,3'; give 2 numbers"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-token-fraction 0", "--mtp-token-fraction is 0.0; give a number above 0"),
@@ -288,6 +294,32 @@ def test_older_ways_of_saying_mean_what_they_mean_to_megatron(
     args, model = parse_checked_args()
     assert (args.mtp_num_layers, model.transformer.mtp_num_layers) == (depths, depths)
     assert args.position_embedding_type == position
+
+
+UNUSED = (
+    "--mtp-use-repeated-layer --mtp-unroll 3 --mtp-repeated-layer-shares-kv --mtp-detach-heads --mtp-init last-layer "
+    "--mtp-acceptance-interval 5 --mtp-hidden-state-mixing --mtp-lr 1e-3 --mtp-clip-grad 1 --mtp-loss mix "
+    "--mtp-loss-mix ce=1,tv=1 --mtp-temperature 2 --mtp-lk-eta 2 --mtp-label-smoothing 0.1 --mtp-z-loss 0.1 "
+    "--mtp-loss-weights 1,2 --mtp-loss-schedule step --mtp-loss-schedule-steps 3 --mtp-loss-final-factor 0.1 "
+    "--mtp-token-fraction 0.5 --mtp-draft-vocab-size 9 --mtp-loss-scaling-factor 0.3"
+)
+
+
+def test_depths_are_switched_off_in_a_line_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As --mtp-num-layers 0 behind a script's flags does it; each of these flags was refused."""
+    words = f"{MODEL} {ROPE} {MOCK} {UNUSED} --mtp-linear-ce-main --mtp-num-layers 0"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split(), *flags_without(CUDA)])
+    args, model = parse_checked_args()
+    assert args.mtp_num_layers is model.transformer.mtp_num_layers is None
+    assert model.mtp == MTPConfig(mtp_linear_ce_main=True)
+    assert not args.mtp_use_repeated_layer
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("> --mtp-num-layers is 0: "))
+    assert "without --mtp-architecture" not in said
+    assert set(said.split()) >= {word for word in UNUSED.split() if word.startswith("--")} - {
+        "--mtp-loss-scaling-factor"
+    }
 
 
 def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(

@@ -260,16 +260,22 @@ def default_layers(layers: int, kind: str = EAGLE3, depth: int | None = None) ->
     """The layers that are read of a trunk of so many.
 
     A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does. EAGLE-3
-    reads after 2, after half and after all but three of them; a block drafter reads as many as it has layers of its
-    own, from the second to the last but two at equal distances.
+    reads those of engines, and of a trunk that is too short for them after the first, after half and before the last;
+    a block drafter reads as many as it has layers of its own, from the second to the last but two at equal distances.
     """
     if kind == EAGLE3:
-        return 2, layers // 2, layers - 3
+        chosen = engine_layers(layers)
+        return chosen if can_read(chosen, layers) else (1, layers // 2, layers - 1)
     count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
     if count == 1:
         return (min(layers // 2 + 1, layers - 1),)
     made = {2 + round(number * (last - 2) / (count - 1)) for number in range(count)}
     return tuple(sorted(made))
+
+
+def engine_layers(layers: int) -> tuple[int, ...]:
+    """The layers that engines read for an EAGLE-3 drafter that names none: after 2, after half and all but three."""
+    return 2, layers // 2, layers - 3
 
 
 def can_read(chosen: Sequence[int], layers: int, kind: str = EAGLE3) -> bool:
@@ -280,6 +286,12 @@ def can_read(chosen: Sequence[int], layers: int, kind: str = EAGLE3) -> bool:
 
 def check_layers(chosen: tuple[int, ...], layers: int, kind: str = EAGLE3) -> None:
     """Raises ValueError where `can_read` does not hold."""
+    least = FEATURES + 1 if kind == EAGLE3 else 2
+    if layers < least:
+        raise ValueError(
+            f"--drafter {kind} reads {FEATURES if kind == EAGLE3 else 'one or more'} layers before the trunk's last, and the trunk has {layers}; give "
+            f"a trunk of at least {least} layers."
+        )
     if not can_read(chosen, layers, kind):
         count = f"{FEATURES} " if kind == EAGLE3 else ""
         raise ValueError(

@@ -48,7 +48,6 @@ from megatron_mtp.training.checks import (
 from megatron_mtp.training.datasets import make_chats, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.loading import check_load, check_stored, draft_vocabulary
-from megatron_mtp.training.short_log import say
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -116,15 +115,13 @@ def parse_run_args(
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
     given = parse_args(add_arguments)
-    has_none = given.mtp_num_layers == 0 and given.drafter is None
+    unused = leave_out_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
     older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
     vars(given).update(older)  # which Megatron does after it has checked the positions of depths
     check_ranges(given)
     check_hub(given)
     set_drafter(given)
     set_depths(given)
-    if has_none and (unused := leave_out_depths(given)) and given.rank == 0:
-        say(f"> --mtp-num-layers is 0: training without depths, and without {' '.join(unused)}")
     given.reads_chats = reads_chats(given)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
@@ -145,10 +142,7 @@ def parse_run_args(
     args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
     if given.mtp_use_repeated_layer:
         args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
-    if has_none:
-        args.mtp_num_layers = None
-    if has_none and args.drafter is None:
-        leave_out_depths(args)
+    vars(args).update(unused)
     args.reads_chats = given.reads_chats
     args.create_attention_mask_in_dataloader &= args.reset_attention_mask and not args.reads_chats  # causal without one
     args.drafter_beside_mtp = bool(stored.get(BESIDE_MTP))

@@ -436,11 +436,11 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
     return {**loss, **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS)}
 
 
-def leave_out_depths(args: Namespace) -> list[str]:
+def leave_out_depths(args: Namespace) -> dict[str, Any]:
     """Set what --mtp-num-layers 0 leaves without a use to its default, in a line of flags that has depths (ours).
 
     Returns:
-        The flags that were given.
+        The arguments of a run without depths.
 
     Raises:
         ValueError: nothing would be left to train.
@@ -451,11 +451,12 @@ def leave_out_depths(args: Namespace) -> list[str]:
             "or drop --mtp-train-only to train the trunk."
         )
     own = [one for one in fields(MTPConfig) if one.name not in WITHOUT_DEPTHS and "drafter" not in one.name]
-    defaults = {one.name: one.default for one in own}
-    defaults |= {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}
-    given = [name for name, default in defaults.items() if getattr(args, name) != default]
+    defaults = {one.name: one.default for one in own} | {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}
+    given = [flag_of(name) for name, default in defaults.items() if getattr(args, name) != default]
+    if given and args.rank == 0:
+        say(f"> --mtp-num-layers is 0: training without depths, and without {' '.join(given)}")
     vars(args).update(defaults)
-    return [flag_of(name) for name in given]
+    return defaults | {"mtp_num_layers": None}
 
 
 def set_depths(args: Namespace) -> None:

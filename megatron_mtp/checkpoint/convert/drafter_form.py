@@ -30,7 +30,7 @@ from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_k
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
-from megatron_mtp.model.arguments import as_mtp_layers, can_read, default_layers
+from megatron_mtp.model.arguments import as_mtp_layers, can_read, engine_layers
 from megatron_mtp.model.head import DRAFTER
 
 ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
@@ -193,7 +193,7 @@ class DrafterForm:
         """Kind, layers that are read, tokens and blocks, in a line."""
         kind, drafted = self.kind, len(self.order_N)
         tokens = "all" if drafted == self.sizes["vocab_size"] else drafted
-        layers = "engines' default" if kind.layers == default_layers(sys.maxsize) else " ".join(map(str, kind.layers))
+        layers = "engines' default" if kind.layers == engine_layers(sys.maxsize) else " ".join(map(str, kind.layers))
         block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
         return f"{kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens{block}"
 
@@ -430,7 +430,7 @@ def _layers_of(path: Path, keys: dict[str, Any], layers: int, name: str) -> tupl
     """Numbers of the layers that are read, from any of the keys; without one, engines' default."""
     if name == EAGLE3:
         inner = (keys.get("eagle_config") or {}).get(LAYERS)
-        found = keys.get(LAYERS) or ([number + 1 for number in inner] if inner else default_layers(layers))
+        found = keys.get(LAYERS) or ([number + 1 for number in inner] if inner else engine_layers(layers))
     else:
         found = [number + 1 for number in keys.get(BLOCK_LAYERS_READ) or ()]
     if not can_read(found, layers, name):

@@ -262,7 +262,7 @@ class MTPConfig:
     drafter_layers: Sequence[int] | None = _flag(
         None,
         "Layers of the trunk whose states the drafter reads, counted from 1; 'eagle3' reads three. Default: the "
-        "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 where L is below 7); "
+        "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
         "of others as many as they have layers, from the second to the third from the end.",
         type=int,
         nargs="+",

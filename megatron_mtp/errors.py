@@ -47,8 +47,8 @@ class Parser(ArgumentParser):
         super().__init__(*args, **{"formatter_class": RawDescriptionHelpFormatter, **settings})
 
     @override
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(None if args is None else [*args], namespace)
         if unknown:
             parsers: list[ArgumentParser] = [self]
             for action in self._actions:

@@ -71,6 +71,7 @@ class Runner:
         auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
         source: the checkpoint that it was loaded from, with all iterations; None for none.
+        tokens: the ids of the tokenizer's tokens; None where no tokenizer is known.
         alarm: compares what is accepted with what was recorded.
         trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence; of a drafter, one depth.
         recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
@@ -103,6 +104,7 @@ class Runner:
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
         self.source: Path | None = None
+        self.tokens: dict[str, int] | None = None
         self.alarm = Alarm()
         self._scope = Scope()
         self._place_caches()

@@ -288,9 +288,10 @@ def check_layers(chosen: tuple[int, ...], layers: int, kind: str = EAGLE3) -> No
     """Raises ValueError where `can_read` does not hold."""
     least = FEATURES + 1 if kind == EAGLE3 else 2
     if layers < least:
+        many = FEATURES if kind == EAGLE3 else "one or more"
         raise ValueError(
-            f"--drafter {kind} reads {FEATURES if kind == EAGLE3 else 'one or more'} layers before the trunk's last, and the trunk has {layers}; give "
-            f"a trunk of at least {least} layers."
+            f"--drafter {kind} reads {many} layers before the trunk's last, and the trunk has {layers}; give a trunk "
+            f"of at least {least} layers."
         )
     if not can_read(chosen, layers, kind):
         count = f"{FEATURES} " if kind == EAGLE3 else ""

@@ -262,7 +262,7 @@ def without_libraries(config: TransformerConfig) -> list[str]:
     return [f"planned as for a machine with {' and '.join(needed)}", ""] if needed else []
 
 
-class _PlannedModules(LocalSpecProvider):  # type: ignore[misc]  # Megatron's classes have no types
+class _PlannedModules(LocalSpecProvider):
     """Modules of the sizes that those of Transformer Engine have; the norm before a projection is the layer's own."""
 
     def linear(self) -> type:

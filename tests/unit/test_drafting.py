@@ -530,6 +530,19 @@ def test_a_draft_model_with_another_vocabulary_or_fewer_positions_is_refused() -
         generate(runner_of(), [[1]], 4, speculative=settings, drafter=drafter)
 
 
+def test_a_draft_model_whose_ids_mean_other_tokens_is_refused() -> None:
+    """Of the same size: its drafts were words of another language, accepted by chance."""
+    settings = {"method": "draft_model", "model": "-", "num_speculative_tokens": 2}
+    target, drafter = runner_of(), runner_of()
+    target.tokens, drafter.tokens = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}
+    with pytest.raises(
+        ValueError, match="the id 1 is 'c' in its own, and 'b' in the target's; give a draft model with the"
+    ):
+        generate(target, [[1]], 4, speculative=settings, drafter=drafter)
+    drafter.tokens = {"a": 0, "b": 1}  # an id without a token has no other meaning
+    assert generate(target, [[1]], 4, speculative=settings, drafter=drafter).token_ids
+
+
 def test_joint_takes_longer_drafts_the_lower_its_threshold() -> None:
     target, prompts = runner_of(), prompts_of(8)
     lengths = []

@@ -36,7 +36,7 @@ class DraftModel(OneCache):
     """`drafter` is the small model; it drafts without any state of the target.
 
     Raises:
-        ValueError: the small model is missing, or has another vocabulary or fewer positions than the target.
+        ValueError: the small model is missing, or has other tokens, more or fewer, or fewer positions than the target.
     """
 
     line = "a small checkpoint of the same vocabulary"
@@ -53,6 +53,15 @@ class DraftModel(OneCache):
             raise ValueError(
                 f"the draft model has a vocabulary of {drafter.vocab_size} tokens and the target one of "
                 f"{runner.vocab_size}; give a draft model with the same tokenizer."
+            )
+        own = {number: token for token, number in (runner.tokens or {}).items()}
+        others = {number: token for token, number in (drafter.tokens or {}).items()}
+        differ = [number for number, token in others.items() if own.get(number, token) != token]
+        if differ:
+            number = min(differ)
+            raise ValueError(
+                f"the draft model has another tokenizer than the target: the id {number} is {others[number]!a} in its "
+                f"own, and {own[number]!a} in the target's; give a draft model with the same tokenizer."
             )
         if drafter.positions < runner.positions:
             raise ValueError(

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from hf_models import VOCABULARY, Tensors, make, read, write
+from judged_models import QUIET
 from quantized_models import with_keys
 from safetensors.torch import load_file, save_file
 from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+
+pytestmark = pytest.mark.usefixtures("megatron")
 
 Spoil = Callable[[Path], None]
 INDEX = "model.safetensors.index.json"
@@ -27,7 +31,7 @@ def on(names: str, change: Callable[[Tensor], Tensor]) -> Spoil:
     return renamed(lambda name, held: change(held[name]) if re.search(names, name) else held[name])
 
 
-def copied(names: str, to: str) -> Spoil:
+def copied(names: str, to: str | Callable[[re.Match[str]], str]) -> Spoil:
     """Tensors whose names have the pattern get the numbers of others, which the replacement names."""
 
     def value(name: str, held: Tensors) -> Tensor:
@@ -259,3 +263,76 @@ def test_a_sound_folder_raises_no_alarm(name: str, tmp_path: Path) -> None:
     made = make(tmp_path / "hf", family, depths, dtype)
     change(made)
     assert alarms(made) == []
+
+
+# --- beside the original ----------------------------------------------------------------------------------------------
+
+HOLDS = "side B's {} holds side A's {}"
+BESIDE: dict[str, tuple[Spoil, str, str]] = {
+    "layers exchanged": (
+        copied(r"^model\.layers\.([12])\.", lambda found: f"model.layers.{3 - int(found[1])}."),
+        "other numbers", HOLDS.format("model.layers.1", LAST[:-1]),
+    ),
+    "norms exchanged": (
+        renamed(lambda name, held: held[_exchanged(name, "enorm", "hnorm")]), "other numbers",
+        HOLDS.format(f"{DEPTH}enorm", f"{DEPTH}hnorm"),
+    ),
+    "experts rotated": (
+        copied(r"2\.mlp\.experts\.(\d)\.", lambda found: f"2.mlp.experts.{(int(found[1]) + 1) % 6}."),
+        "other numbers", HOLDS.format(f"{LAST}mlp.experts.0", f"{LAST}mlp.experts.1"),
+    ),
+    "a layer written over": (
+        copied(r"layers\.2\.", "layers.1."), "other numbers", HOLDS.format(LAST[:-1], "model.layers.1"),
+    ),
+    "other numbers": (on(r"3\.eh_proj", lambda one: one * 2), "other numbers", "has other numbers"),
+    "another value of a key": (keys(rope_parameters={"rope_type": "default", "rope_theta": 7.0}), "config", "theta"),
+}  # fmt: skip
+"""What is planted in side B, the finding's explanation, and a part of its sentence."""
+SAME: dict[str, tuple[Spoil, str]] = {
+    "a key that no class knows": (keys(pretraining_tp=1, my_note="x"), "'my_note' of the config differ, which"),
+    "float32 of the same numbers": (
+        both(renamed(lambda name, held: held[name].float()), keys(dtype="float32")),
+        "equal numbers in another type: float32, not bfloat16",
+    ),
+}
+"""What changes nothing that matters, and the note."""
+
+
+def _exchanged(name: str, one: str, other: str) -> str:
+    parts = {one: other, other: one}
+    return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("damage", tiered(BESIDE, ("layers exchanged", "experts rotated", "another value of a key")))
+def test_damage_is_found_beside_the_original(damage: str, folder: Path, tmp_path: Path) -> None:
+    spoil, guess, says = BESIDE[damage]
+    spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
+    spoil(spoilt)
+    found = [one for one in audit(folder, spoilt)["findings"] if one["severity"] == "error"]
+    assert {one["guess"] for one in found} == {guess}
+    assert any(says in one["says"] for one in found)
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_changes_nothing_is_a_note(change: str, folder: Path, tmp_path: Path) -> None:
+    spoil, says = SAME[change]
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    spoil(other)
+    result = audit(folder, other)
+    assert result["ok"]
+    assert any(says in one["says"] for one in result["findings"])
+
+
+def test_bits_that_a_checkpoint_has_elsewhere_are_named(folder: Path, tmp_path: Path) -> None:
+    hf_to_mcore(folder, tmp_path / "saved", QUIET)
+    spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
+    copied(r"layers\.2\.", "layers.1.")(spoilt)
+    says = [one["says"] for one in audit(tmp_path / "saved", spoilt)["findings"] if one["severity"] == "error"]
+    assert HOLDS.format(LAST[:-1], "model.layers.1") in says[0]
+
+
+def test_a_renamed_tensor_is_named(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    write(other, {name.replace("3.enorm", "3.norm_e"): tensor for name, tensor in read(folder).items()})
+    notes = [one["says"] for one in audit(folder, other)["findings"] if one["severity"] == "note"]
+    assert any(HOLDS.format(f"{DEPTH}norm_e", f"{DEPTH}enorm") in one for one in notes)

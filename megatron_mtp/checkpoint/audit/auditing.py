@@ -6,14 +6,14 @@
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, ordered
+from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, listed, ordered
 from megatron_mtp.checkpoint.audit.comparing import (
     Pairing,
     check_differences,
@@ -75,7 +75,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         compared = read_all(list(sides.values()), paired, bar)
     if len(sides) == 2:
         one, other = sides.values()
-        findings += [*check_differences(compared), *check_lacking(one, other, paired)]
+        findings += [*check_differences(compared, one, other), *check_lacking(one, other, paired)]
         result["compared"] = {"equal": sum(found.kind is None for found in compared)}
         shares = not any(Parts(None).of(name).kind == HEAD for name in (*paired.only_a, *paired.only_b))
         shares = shares and not any(found.guess == "tied copy" for found in findings)
@@ -94,8 +94,8 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         folder, saved = sorted(sides.values(), key=lambda side: isinstance(side, MegatronSide))
         wrong, result["logits"] = _logits(run, folder.path, saved.path)
         findings += wrong
-    listed = ordered(findings)
-    return {**result, "findings": [asdict(one) for one in listed], "ok": all(one.severity == NOTE for one in listed)}
+    every = ordered(findings)
+    return {**result, "findings": [asdict(one) for one in every], "ok": all(one.severity == NOTE for one in every)}
 
 
 def _check_pair(*sides: Side, computes: bool) -> None:
@@ -204,7 +204,18 @@ def settings(a: Side, b: Side, same_head: bool) -> list[Finding]:
         if ours.get(name) != theirs.get(name) and not (name in TIE and same_head):
             says = f"'{name}' is {ours.get(name)!r:.80} on side A, and {theirs.get(name)!r:.80} on side B."
             found.append(Finding("config", says, "take the value of the training", names=(name,)))
-    return found
+    return [*found, *_strange(a, b)]
+
+
+def _strange(a: Side, b: Side) -> Iterator[Finding]:
+    """A note on keys that transformers' class does not know, and that one side has otherwise than the other."""
+    from megatron_mtp.checkpoint.verify.reference_forms import unknown_keys
+
+    if isinstance(a, HFSide) and isinstance(b, HFSide) and a.keys != b.keys:
+        ours, theirs = (unknown_keys(side.path) if side.keys else {} for side in (a, b))
+        if names := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            says = f"{listed(names)} of the config differ, which transformers' class of the model does not know."
+            yield Finding("config", says, severity=NOTE, names=tuple(names))
 
 
 def _settings(*sides: Side) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ one finding.
 import math
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.audit import ERROR, NOTE, WARNING, Finding, counted, listed
+from megatron_mtp.checkpoint.audit import ERROR, NOTE, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.contents import lacking
-from megatron_mtp.checkpoint.audit.looks import Look
+from megatron_mtp.checkpoint.audit.looks import Bits, Look
 from megatron_mtp.checkpoint.audit.numbers import EARLIER, differ
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
@@ -45,7 +45,6 @@ CLOSE = 0.1
 PIECE = 2**20
 """Numbers that are subtracted at a time."""
 ADVICE: dict[str, str] = {
-    "type": "load both in the same type; convert --dtype writes another one",
     "rounded": "export in the type of side A, if side B is to have the same numbers",
     "other numbers": "check that both are the same model and the same step",
     "not finite": EARLIER,
@@ -67,11 +66,13 @@ class Compared:
         name: on side A, or on the side that has it.
         kind: the difference; None for equal ones.
         figure: the largest difference of numbers; None if none was computed.
+        bits: of different ones, the bits of side A and of side B.
     """
 
     name: str
     kind: Kind | None = None
     figure: float | None = None
+    bits: tuple[Bits, Bits] | None = None
 
 
 @dataclass
@@ -255,6 +256,11 @@ def check_lacking(a: Side, b: Side, found: Pairing) -> Iterator[Finding]:
     if found.unread:
         says = f"{counted(len(found.unread), 'weight')} in forms that are not read were not compared: "
         yield Finding("not compared", f"{says}{listed(found.unread)}.", severity=NOTE, names=tuple(found.unread))
+    homes = {bits: name for name in found.only_a if (bits := _bits_of(name, a)) is not None}
+    known = {name: bits for name in found.only_b if (bits := _bits_of(name, b)) in homes and bits is not None}
+    if renamed := {name: homes[bits] for name, bits in known.items()}:
+        says = f"{counted(len(renamed), 'tensor')} have other names on side B: {_places(renamed)}."
+        yield Finding("tensor missing", says, severity=NOTE, names=tuple(renamed))
     parts = (a if isinstance(a, HFSide) else b).parts
     for only, lacks, letters in ((found.only_a, b, "AB"), (found.only_b, a, "BA")):
         if lacks.tensors:
@@ -325,7 +331,9 @@ def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
         kind = explain(left, right)
         if form and kind[0] == "other numbers" and (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
             kind = "rounded", f"differs by rounding: side {form} with scales"
-        return Compared(name, kind, difference(left, right))
+        looks = Look.of(left), Look.of(right)
+        both = None if any(look.is_constant for look in looks) else tuple(look.bits for look in looks)
+        return Compared(name, kind, difference(left, right), both)
 
 
 def explain(a: Tensor, b: Tensor) -> Kind:
@@ -335,7 +343,7 @@ def explain(a: Tensor, b: Tensor) -> Kind:
     if a.dtype != b.dtype:
         ours, name = (str(one.dtype).removeprefix("torch.") for one in (a, b))
         if equal_bits(a.double(), b.double()):
-            return "type", f"is of type {name}, not {ours}, with the same numbers"
+            return "type", f"are equal numbers in another type: {name}, not {ours}"
         if equal_bits(a.to(b.dtype), b) or equal_bits(b.to(a.dtype), a):
             return "rounded", f"is of type {name}, not {ours}: one side was rounded"
         b = b.to(a.dtype)
@@ -362,19 +370,49 @@ def difference(a: Tensor, b: Tensor) -> float | None:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def check_differences(compared: Iterable[Compared]) -> Iterator[Finding]:
-    """Find what differs; a finding for all differences of one kind."""
+def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterator[Finding]:
+    """Find what differs; a finding for all differences of one kind, and one for tensors that stand elsewhere on side A.
+
+    Args:
+        compared: all tensors of both sides.
+        a, b: the sides, one of which has noted the bits of equal tensors under the name of the pair.
+    """
+    held = {one.name: one.bits[0] if one.bits else _bits_of(one.name, a, b) for one in compared}
+    homes = {bits: name for name, bits in reversed(held.items()) if bits is not None}
+    moved = {one.name: homes[one.bits[1]] for one in compared if one.bits is not None and one.bits[1] in homes}
+    if moved:
+        says = f"{counted(len(moved), 'tensor')} of side B stand under another name on side A: {_places(moved)}."
+        advice = "give the tensors the names that side A has, or correct the names in the program that wrote side B"
+        yield Finding("other numbers", says, advice, names=tuple(moved))
     groups: dict[Kind, list[Compared]] = defaultdict(list)
     for one in compared:
-        if one.kind is not None:
+        if one.kind is not None and one.name not in moved:
             guess, says = one.kind
             groups[guess, "" if guess == "shape" else says].append(one)
     for (guess, _), members in groups.items():
         names = [one.name for one in members]
         figure = max((one.figure for one in members if one.figure is not None), default=None)
-        by = f" (largest difference {figure:.3g})" if figure is not None else ""
+        by = f" (largest difference {figure:.3g})" if figure else ""
         kinds, (_, differs) = unnumbered(names), members[0].kind or ("", "")
         named = kinds if len(kinds) < 200 else listed(names)
         says = f"{counted(len(members), 'tensor')}, {named}: side B's {differs}{by}."
-        severity = WARNING if guess == "type" else ERROR
-        yield Finding(guess, says, ADVICE.get(guess, REMAKE), severity, tuple(names), figure=figure)
+        severity, advice = (NOTE, "") if guess == "type" else (ERROR, ADVICE.get(guess, REMAKE))
+        yield Finding(guess, says, advice, severity, tuple(names), figure=figure)
+
+
+def _bits_of(name: str, *sides: Side) -> Bits | None:
+    """The bits of a tensor, as far as they tell it from others."""
+    look = next((side.looks[name] for side in sides if name in side.looks), None)
+    return None if look is None or look.is_constant else look.bits
+
+
+def _places(moved: Mapping[str, str]) -> str:
+    """`side B's model.layers.1 holds side A's model.layers.2 (9 tensors)`, without what both names end with."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, home in moved.items():
+        ours, theirs = name.split("."), home.split(".")
+        while len(ours) > 1 < len(theirs) and ours[-1] == theirs[-1]:
+            del ours[-1], theirs[-1]
+        counts[".".join(ours), ".".join(theirs)] += 1
+    each = [f"side B's {ours} holds side A's {theirs} ({counted(n, 'tensor')})" for (ours, theirs), n in counts.items()]
+    return "; ".join(each[:4]) + (f"; and {len(each) - 4} more" if len(each) > 4 else "")

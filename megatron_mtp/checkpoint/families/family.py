@@ -315,7 +315,8 @@ def _class_config(folder: Path) -> Any:
 NAMES_ALONE = (
     "architectures auto_map dtype torch_dtype transformers_version _name_or_path quantization_config use_cache "
     "initializer_range attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id output_attentions "
-    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config compression_config"
+    "output_hidden_states return_dict output_router_logits router_aux_loss_coef vision_config compression_config "
+    "pretraining_tp"
 ).split()
 """Keys that do not change the logits of text."""
 

@@ -7,6 +7,7 @@ In names, {k} is the depth from 0, and {n} the index after the trunk's layers. I
 counts the layers of all depths, and {first} and {last} are the first and last layer of the depth.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_mtp.checkpoint.families.family import computing
+from megatron_mtp.checkpoint.families.family import NAMES_ALONE, computing
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
@@ -318,13 +319,38 @@ FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)
 def whole_config(folder: Path) -> dict[str, Any]:
     """Every key that may change the logits of text, nested keys as `outer.inner`.
 
-    Without a class in transformers for the `model_type`, these are the keys of the file alone.
+    Keys that transformers' class does not know are left out. Without a class for the `model_type`, these are the keys
+    of the file alone.
 
     Args:
         folder: a folder with a `config.json`.
     """
     try:
-        keys = config_of(folder)[1].to_dict()
+        config = config_of(folder)[1]
+        keys = config.to_dict()
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
-        keys = read_json(folder / CONFIG)
-    return computing(keys)
+        return computing(read_json(folder / CONFIG))
+    unknown = _unknown(config, keys)
+    return computing({name: value for name, value in keys.items() if name not in unknown})
+
+
+def unknown_keys(folder: Path) -> dict[str, Any]:
+    """The keys of a folder's config that transformers' class does not know; none where it has no class."""
+    try:
+        config = config_of(folder)[1]
+        keys = config.to_dict()
+    except Exception:  # as above
+        return {}
+    return {name: keys[name] for name in _unknown(config, keys)}
+
+
+def _unknown(config: Any, keys: dict[str, Any]) -> set[str]:
+    """Names that neither the class nor an engine reads, which takes counts of depths and rotary settings elsewhere."""
+    try:
+        known = type(config)().to_dict()
+    except Exception:  # a class without defaults
+        return set()
+    return {name for name in keys if name not in known and name not in NAMES_ALONE and not _READ.search(name)}
+
+
+_READ = re.compile(r"mtp|nextn|dspark|draft|rope|rotary")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, make, read, write
+from hf_models import MODELS, Tensors, make, read, write
 from quantized_models import DEPTH, FORMS, FP8, coded, fp8, quantized, with_keys
 from trunk_models import LEFT
 
@@ -171,6 +171,109 @@ def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_pat
     (found,) = alarms(folder)
     assert found.startswith("damaged file: ")
     assert ("is both in" if shard else "or remove the index, if model.safetensors is the model") in found
+
+
+def of_deepseek_v4(folder: Path, lost: str = "none") -> Path:
+    """Two layers and a depth by DeepSeek-V4's names: FP8 and FP4 experts whose scales, E8M0, are called `.scale`."""
+    tensors: Tensors = {name: torch.randn(8, 32) for name in ("embed.weight", "head.weight", "mtp.0.e_proj.weight")}
+    for part in ("layers.0.", "layers.1.", "mtp.0."):
+        numbers = {"attn.wkv": torch.ones(32, 32).to(torch.float8_e4m3fn), "ffn.experts.0.w1": torch.ones(32, 16)}
+        scales = {"attn.wkv": torch.ones(1, 1), "ffn.experts.0.w1": torch.ones(32, 1)}
+        tensors |= {f"{part}{name}.scale": one.to(torch.float8_e8m0fnu) for name, one in scales.items()}
+        tensors[f"{part}attn.wkv.weight"] = numbers["attn.wkv"]
+        tensors[f"{part}ffn.experts.0.w1.weight"] = numbers["ffn.experts.0.w1"].to(torch.int8)
+    folder.mkdir()
+    write(folder, {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)})
+    keys = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 8}
+    keys |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "quantization_config": FP8}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+def counts(folder: Path) -> tuple[int, int, int]:
+    """Layers, depths and tensors that an audit describes."""
+    (side,) = audit(folder)["sides"]
+    return side["layers"]["files"], side["depths"]["files"], side["tensors"]
+
+
+def test_a_model_of_an_unknown_type_is_described_by_its_names(tmp_path: Path) -> None:
+    sound, lost = of_deepseek_v4(tmp_path / "sound"), of_deepseek_v4(tmp_path / "lost", "mtp.")
+    assert (alarms(sound), counts(sound)) == ([], (2, 1, 9))
+    (found,) = alarms(lost)
+    assert found.startswith("MTP dropped: The config says 1 depth, the files hold 0")
+
+
+@pytest.mark.parametrize(("family", "depths"), [("glm4_moe", 2), ("longcat_flash", 1)])
+def test_a_config_without_a_model_type_is_described_by_its_names(family: str, depths: int, tmp_path: Path) -> None:
+    """LongCat-2.0 is published so; its depth has an embedding of its own, which is no copy of the trunk's."""
+    folder = make(tmp_path / "hf", family, depths)
+    layers, held, tensors = counts(folder)
+    with_keys(folder, model_type=None)
+    assert alarms(folder) == []
+    assert counts(folder) == (layers, held, tensors)
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    notes = [one["says"] for one in audit(folder)["findings"]]
+    assert any(one.startswith(f"The config has no model_type (architectures {name})") for one in notes)
+
+
+def bare_fp8(tensors: Tensors) -> None:
+    tensors[Q] = tensors[Q].to(torch.float8_e4m3fn)
+
+
+def stray_scale(tensors: Tensors) -> None:
+    tensors[f"{Q}_scale_inv"] = torch.ones(1, 1)
+
+
+def retyped(dtype: torch.dtype) -> Callable[[Tensors], None]:
+    def spoil(tensors: Tensors) -> None:
+        tensors[Q] = torch.zeros(tensors[Q].shape).to(dtype)
+
+    return spoil
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "FP8 without a scale": (bare_fp8, f"'{Q}' is FP8 without '{Q}_scale_inv'"),
+    "a scale beside a whole weight": (stray_scale, f"'{Q}' is float32, but '{Q}_scale_inv' beside it is the scale"),
+    "the type of scales": (retyped(torch.float8_e8m0fnu), "of type 'float8_e8m0fnu', which is the type of scales"),
+    "a complex type": (retyped(torch.complex64), f"has '{Q}' of type 'C64', which is none of F64, F32"),
+    "a type of other processors": (retyped(torch.float8_e4m3fnuz), f"has '{Q}' of type 'F8_E4M3FNUZ', which is none"),
+}
+"""One tensor that is no weight, and what is said of it."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("strange", STRANGE)
+def test_one_strange_tensor_is_named_and_all_else_is_described(strange: str, lost: bool, tmp_path: Path) -> None:
+    """Whether the depths are there is seen as well."""
+    spoil, says = STRANGE[strange]
+    folder = make(tmp_path / "hf", "glm4_moe", 1)
+    tensors = {
+        name: tensor for name, tensor in read(folder).items() if not (lost and name.startswith("model.layers.3"))
+    }
+    spoil(tensors)
+    write(folder, tensors)
+    found = alarms(folder)
+    assert any(says in one for one in found), found
+    assert len(found) == (2 if lost else 1)
+    assert any(one.startswith("MTP dropped") for one in found) == lost
+    held = len(tensors) - (strange == "a scale beside a whole weight")
+    assert counts(folder) == (3, 0 if lost else 1, held)
+
+
+def test_a_shard_that_is_missing_or_broken_is_named_and_the_others_are_described(tmp_path: Path) -> None:
+    """The names that the index has for it count as there."""
+    folder = make(tmp_path / "hf", "glm4_moe", 1)
+    tensors = read(folder)
+    first = {name for name in tensors if not name.startswith("model.layers.3")}
+    write(folder, {name: tensors[name] for name in first})
+    files = {name: "model.safetensors" if name in first else "other.safetensors" for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for says in ("into 'other.safetensors', which is not there", "other.safetensors is not a whole safetensors file"):
+        (found,) = alarms(folder)
+        assert says in found
+        assert counts(folder) == (3, 0, len(first))
+        (folder / "other.safetensors").write_bytes(b"half a file")
 
 
 def test_a_warning_of_both_sides_is_no_difference(tmp_path: Path) -> None:

@@ -175,8 +175,7 @@ def test_a_folder_that_cannot_be_read_is_named(
 
 NO_TENSORS = (
     "gguf", "link of the weights", "link of a tokenizer", "truncated", "absurd header", "a folder as a file",
-    "lfs pointer", "lora with a config", "a copy beside the single file", "a copy that the index lacks",
-    "an index of absent files beside the model",
+    "lfs pointer", "lora with a config",
 )  # fmt: skip
 """Kinds whose tensors the reader of folders does not list."""
 

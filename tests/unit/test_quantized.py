@@ -103,8 +103,10 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
 )
 def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:
     """A left-over scale once made a BF16 weight 1,000 times smaller, and every judge read it so."""
+    (weight,) = quantized_weights(stored, Numbers(block=(2, 3))).values()
+    assert says in weight.fault
     with pytest.raises(MisfitError, match=re.escape(says)):
-        quantized_weights(stored, Numbers(block=(2, 3)))
+        weight.decode({})
 
 
 def quantized(folder: Path, tensors: Tensors, settings: dict[str, object]) -> Path:

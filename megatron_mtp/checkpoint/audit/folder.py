@@ -22,8 +22,16 @@ from megatron_mtp.checkpoint.audit.side import (
     StoredTensor,
 )
 from megatron_mtp.checkpoint.families import Layout, family_of
-from megatron_mtp.checkpoint.hf.config import CONFIG, ConfigError, HFConfig, contradictions, read_json, wrong_kinds
-from megatron_mtp.checkpoint.hf.folder import INDEX, HFFolder, check_form, drafter_kind
+from megatron_mtp.checkpoint.hf.config import (
+    CONFIG,
+    ConfigError,
+    HFConfig,
+    are_words,
+    contradictions,
+    read_json,
+    wrong_kinds,
+)
+from megatron_mtp.checkpoint.hf.folder import DTYPES, INDEX, Faults, HFFolder, check_form, drafter_kind
 from megatron_mtp.checkpoint.hf.forms import MisfitError
 
 REFETCH = "fetch or export that file again"
@@ -49,7 +57,8 @@ def open_folder(path: Path) -> HFSide:
 def _read_config(side: HFSide) -> None:
     try:
         keys = read_json(side.path / CONFIG)
-        side.config = HFConfig.from_keys(keys, CONFIG)
+        unnamed = isinstance(keys, dict) and keys.get("model_type") is None and are_words(keys.get("architectures"))
+        side.config = HFConfig.from_keys({**keys, "model_type": ""} if unnamed else keys, CONFIG)
     except ValueError as error:
         advice = f"copy the {CONFIG} of the model that this was made from"
         side.add("damaged config", f"The config cannot be read: {error}", advice, names=[CONFIG])
@@ -65,23 +74,34 @@ def _read_config(side: HFSide) -> None:
         side.family = family_of(side.config)
         side.config = side.family.complete(side.config)
     except ValueError:
-        says = f"The model_type '{side.config.model_type:.60}' is unknown here: tensors are described by their names."
-        side.add("not compared", says, severity=NOTE)
+        named = f"The model_type '{side.config.model_type:.60}' is unknown here"
+        if unnamed:
+            named = f"The config has no model_type (architectures {', '.join(keys['architectures']):.100})"
+        side.add("not compared", f"{named}: tensors are described by their names.", severity=NOTE)
 
 
 def _read_tensors(side: HFSide) -> None:
-    """List the tensors, unless the folder's reader refuses it, and look at what loaders do not open."""
+    """List the tensors, unless the folder's reader refuses it, and look at what loaders do not open.
+
+    A tensor or a file that cannot be read is a finding, and the rest is listed.
+    """
+    faults: Faults = []
     try:
         check_form(side.path)
-        side.folder = folder = HFFolder(side.path, side.quantization.numbers, side.tied)
+        side.folder = folder = HFFolder(side.path, side.quantization.numbers, side.tied, faults)
     except ValueError as error:
-        side.add("quantization" if isinstance(error, MisfitError) else "damaged file", str(error), REFETCH)
+        side.add("damaged file", str(error), REFETCH)
         return
+    for wrong, lost in faults:
+        side.add("quantization" if isinstance(wrong, MisfitError) else "damaged file", str(wrong), REFETCH)
+        side.unread |= set(lost)
     side.tensors = {name: _entry(side, folder, name) for name in folder.tensors}
     for what, says in folder.remarks.items():
         side.add(what, says, severity=NOTE)
     for file in folder.side_files:
-        lost = [name for name, stored in folder.tensors.items() if stored.file.name == file]
+        lost = [name for name, one in folder.tensors.items() if one.file.name == file and name not in side.unread]
+        if not lost:  # what the index puts into a file that is not there
+            continue
         depths = sum(side.parts.of(name).kind == DEPTH for name in lost)
         says = f"transformers does not open '{file}', which no index lists: it holds {counted(len(lost), 'tensor')}"
         says += f"{f', {depths} of them of depths' if depths else ''}: {listed(lost)}."
@@ -93,6 +113,8 @@ def _read_tensors(side: HFSide) -> None:
 
 def _entry(side: HFSide, folder: HFFolder, name: str) -> StoredTensor:
     if (weight := folder.quantized.get(name)) is None:
+        if (kind := folder.tensors[name].kind) not in DTYPES:
+            return StoredTensor(folder.shape(name), kind, folder.bytes_of(name), None)
         dtype = str(folder.dtype(name)).removeprefix("torch.")
         read, pieces = partial(folder.read, name), partial(folder.pieces, name)
         return StoredTensor(folder.shape(name), dtype, folder.bytes_of(name), read, pieces)
@@ -103,8 +125,9 @@ def _entry(side: HFSide, folder: HFFolder, name: str) -> StoredTensor:
             side.scales[name] = fault
         return weight.decode(parts)
 
-    known = weight.form.decode is not None
-    return StoredTensor(weight.shape, weight.form.name, folder.bytes_of(name), decoded if known else None)
+    raw = weight.fault and weight.shape is not None  # the type says more than the nearest form
+    dtype = str(folder.tensors[name].dtype).removeprefix("torch.") if raw else weight.form.name
+    return StoredTensor(weight.shape, dtype, folder.bytes_of(name), decoded if weight.is_read else None)
 
 
 def _read_drafter(side: DrafterSide) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, HFSide, Opened, StoredTensor
-from megatron_mtp.checkpoint.hf.forms import FP8
+from megatron_mtp.checkpoint.hf.forms import E8M0, FORMS, FP8, POWERS, number
 from megatron_mtp.checkpoint.hf.quantized import (
     COMPRESSED,
     MODELOPT,
@@ -37,6 +37,8 @@ PROJECTIONS = frozenset(
 )
 """Modules that engines quantize wherever the config does not except them, even if no layer has them quantized."""
 WHOLE, NOTHING = "not quantized", "no quantization"
+_FORMS = frozenset(form.name for form in FORMS)
+_POWERS = str(E8M0).removeprefix("torch.")
 QUANTIZED_LATER, EXPERTS_ALONE = "bitsandbytes", "mxfp4"
 """The method that quantizes what it loads, and that of gpt-oss, which leaves all but experts as they are."""
 
@@ -47,18 +49,27 @@ def is_quantized(entry: StoredTensor) -> bool:
     return kind in FP8 or not isinstance(kind, torch.dtype)
 
 
+def _is_coded(entry: StoredTensor) -> bool:
+    """True if a weight is stored in a form, or as FP8 whose form is not known."""
+    return entry.dtype in _FORMS or getattr(torch, entry.dtype, None) in FP8[:2]
+
+
 def check_parts(side: HFSide) -> None:
-    """Leave out scales of activations, and further parts beside a weight; name scales without numbers."""
+    """Leave out scales of activations, and further parts beside a weight; name scales without numbers.
+
+    A tensor of type E8M0 is a scale, whatever its name.
+    """
     if not (side.quantized or side.quantization.keys):
         return
     for name in activation_scales(side.tensors):
         del side.tensors[name]
     orphans: dict[str, str] = {}
-    for name in [n for n in side.tensors if SCALES.search(n) or STATE.search(n)]:
-        weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}", ".weight", name)
-        if weight in side.tensors:
+    powers = {name for name, entry in side.tensors.items() if entry.dtype == _POWERS and not name.endswith(".weight")}
+    for name in [n for n in side.tensors if n in powers or SCALES.search(n) or STATE.search(n)]:
+        weight = re.sub(rf"{SCALES.pattern}|{STATE.pattern}|\.scale$", ".weight", name)
+        if weight != name and (weight in side.tensors or weight in side.unread):
             del side.tensors[name]
-        elif SCALES.search(name):
+        elif name in powers or SCALES.search(name):
             orphans[name] = weight
     for part, weight in orphans.items():
         del side.tensors[part]
@@ -78,10 +89,10 @@ def scale_fault(weight: Quantized, tensors: dict[str, Tensor]) -> str:
     """
     scales = {part: one for part, one in tensors.items() if "scale" in part or part == "SCB"}
     for part, scale in scales.items():
-        values = scale.float()
-        if not values.isfinite().all() or (scale.dtype == torch.uint8 and bool((scale == 255).any())):
+        values = number(scale)
+        if not values.isfinite().all():
             return f"'{weight.parts[part]}' has numbers that are NaN or infinite"
-        if scale.dtype == torch.uint8 or values.all():
+        if scale.dtype in POWERS or values.all():
             continue
         ones = {other: torch.ones_like(one.float()).to(one.dtype) for other, one in scales.items()}
         if weight.decode({**tensors, **ones, part: (values == 0).float().to(scale.dtype)}).any():
@@ -105,12 +116,13 @@ def check_scales(side: Opened) -> Iterator[Finding]:
 def check_quantization(side: HFSide) -> Iterator[Finding]:
     """Compare the forms of weights with what config and lists say of them."""
     settings = side.quantization
-    coded = [name for name, entry in side.tensors.items() if is_quantized(entry) and name.endswith(("weight", "_proj"))]
+    yield from _check_types(side)
+    coded = [name for name, entry in side.tensors.items() if _is_coded(entry) and name.endswith(("weight", "_proj"))]
     if coded and settings.keys:
         yield _described(side, settings, coded)
         yield from _check_promises(side, settings, coded)
         yield from _check_names_in_vllm(side, settings, {_leaf(name) for name in coded})
-    elif coded:
+    elif coded := [name for name in coded if name not in side.quantized or not side.quantized[name].fault]:
         says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
         says += f"engines load them without their scales: {listed(coded)}."
         yield Finding(GUESS, says, "copy the key from the release's config.json", names=tuple(coded))
@@ -119,6 +131,13 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
         says = f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): "
         says += "engines build quantized layers, and do not load these tensors."
         yield Finding(GUESS, says, "remove 'quantization_config' from config.json", names=("quantization_config",))
+
+
+def _check_types(side: HFSide) -> Iterator[Finding]:
+    """Find weights in the type of scales."""
+    if strange := [name for name, entry in side.tensors.items() if entry.dtype == _POWERS]:
+        says = f"{listed(strange)}: of type '{_POWERS}', which is the type of scales, but weights are floating-point "
+        yield Finding("type", f"{says}numbers.", "export them again in the type of the model", names=tuple(strange))
 
 
 def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
@@ -145,21 +164,24 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
             continue
         promised = settings.promised(module_of(name))
         whole = not is_quantized(entry)
+        stored = side.quantized.get(name)
+        if (stored is None and not whole) or (stored is not None and stored.fault):  # as another finding says
+            continue
         if promised is None or (whole and not (name.endswith(".weight") and _leaf(name) in leaves)):
             continue
-        forms = set(side.quantized[name].forms) if name in side.quantized else set()
+        forms = set() if stored is None else set(stored.forms)
         if not (whole and not promised) and not forms & set(promised):
             promise = " or ".join(form.name for form in promised) or NOTHING
             against[WHOLE if whole else f"stored as {entry.dtype}", promise].append(name)
     modules = {name.rpartition(".")[0] for name in side.tensors}
     idle = settings.idle([*side.tensors, *modules, *(in_vllm(side, module) for module in modules)])
-    for (stored, promise), members in against.items():
-        if stored == WHOLE and settings.method == QUANTIZED_LATER:
+    for (kind, promise), members in against.items():
+        if kind == WHOLE and settings.method == QUANTIZED_LATER:
             continue
-        says = f"{_weights(side, members)} are {stored}, but the config promises {promise}: engines build other layers "
+        says = f"{_weights(side, members)} are {kind}, but the config promises {promise}: engines build other layers "
         says += f"for them, or take their scales for others: {listed(members)}."
-        remedy = _remedy(side, settings, stored, promise, members)
-        if stored == WHOLE and (meant := [one for one in idle if any(_is_meant(one, name) for name in members)]):
+        remedy = _remedy(side, settings, kind, promise, members)
+        if kind == WHOLE and (meant := [one for one in idle if any(_is_meant(one, name) for name in members)]):
             says += f" The list names {listed(meant)}, under a prefix that no tensor has."
             remedy = f"in {settings.source}, give these entries the prefix of the tensors"
         yield Finding(GUESS, says, remedy, names=tuple(members))

@@ -48,7 +48,7 @@ OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "s
 ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
 """Config keys by which all depths are one layer."""
 OWN = ("longcat", "step3")
-"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own."""
+"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own; of classes, without one."""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -292,6 +292,11 @@ class HFSide(Opened):
         return any(value and ONE_LAYER.match(name) for name, value in keys.items())
 
     @property
+    def _class(self) -> str:
+        """The model's class in small letters; empty if the config names none."""
+        return next(iter(self.keys.get("architectures") or [""])).lower()
+
+    @property
     def parts(self) -> Parts:
         """Patterns of its names."""
         key = None if self.family is None or self.family.depths is None else self.family.depths.layers_key
@@ -303,7 +308,7 @@ class HFSide(Opened):
     @override
     def base_of(self, name: str) -> str | None:
         kind = self.parts.of(name).kind
-        own = self.config is not None and self.config.model_type.startswith(OWN)
+        own = self.config is not None and (self.config.model_type or self._class).startswith(OWN)
         if kind == HEAD and self.tied:
             wanted = EMBEDDING
         elif kind != DEPTH or own or not name.endswith(OF_EMBEDDING + OF_HEAD):

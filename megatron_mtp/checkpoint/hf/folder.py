@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
-from megatron_mtp.checkpoint.hf.forms import MisfitError, Numbers, Shape
+from megatron_mtp.checkpoint.hf.forms import E8M0, MisfitError, Numbers, Shape
 from megatron_mtp.checkpoint.hf.quantized import (
     QuantizationSettings,
     activation_scales,
@@ -74,7 +74,14 @@ class Stored:
     @property
     def bytes(self) -> int:
         """Size in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        if self.kind in DTYPES:
+            return prod(self.shape) * self.dtype.itemsize
+        bits = re.search(r"\d+", self.kind)  # as in F6_E2M3
+        return prod(self.shape) * (int(bits[0]) if bits else 0) // 8
+
+
+Faults = list[tuple[ValueError, list[str]]]
+"""What is wrong in a folder, and the tensors that it lacks for that."""
 
 
 class HFFolder:
@@ -84,6 +91,8 @@ class HFFolder:
         folder: the folder.
         numbers: what its config says of quantized numbers.
         tied: whether the head is the embedding, so that an index may list a head that no file holds.
+        faults: takes what is wrong, with the names of the tensors that are not known for it, and all else is listed;
+            None to raise the first fault.
 
     Attributes:
         tensors: whole and quantized weights, by name.
@@ -96,8 +105,10 @@ class HFFolder:
         ValueError: a file is missing, damaged or no safetensors file, or the files and the index disagree.
     """
 
-    def __init__(self, folder: Path, numbers: Numbers | None = None, tied: bool = False) -> None:
-        self.folder, self._tied = folder, tied
+    def __init__(
+        self, folder: Path, numbers: Numbers | None = None, tied: bool = False, faults: Faults | None = None
+    ) -> None:
+        self.folder, self._tied, self._faults = folder, tied, faults
         self._open = OpenFiles()
         self.tensors: dict[str, Stored] = {}
         self.buffers: list[str] = []
@@ -105,44 +116,60 @@ class HFFolder:
         files = _files(folder)
         home = {name: file for file, names in files.items() for name in names or ()}
         for file, names in files.items():
-            self._add(file, names, home)
-        stored = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
-        try:
-            read = lambda name: self._read(self.tensors[name], name)  # noqa: E731
-            self.quantized = quantized_weights(stored, numbers or Numbers(), read)
-        except MisfitError as error:
-            raise MisfitError(f"{folder}: {error}; or give the model in bfloat16.") from None
+            self._add(file, names or [], home)
+        stored = {name: (one.shape, DTYPES.get(one.kind)) for name, one in self.tensors.items()}
+        read = lambda name: self._read(self.tensors[name], name)  # noqa: E731
+        self.quantized = quantized_weights(stored, numbers or Numbers(), read)
+        if misfits := [one.fault for one in self.quantized.values() if one.fault]:
+            more = f" ({len(misfits) - 1} other weights have faults too)" if len(misfits) > 1 else ""
+            self._wrong(MisfitError(f"{folder}: {misfits[0]}{more}; or give the model in bfloat16."))
         self._parts = {part: self.tensors[part] for one in self.quantized.values() for part in one.parts.values()}
         self._hide_parts()
 
-    def _add(self, file: Path, promised: Sequence[str] | None, home: Mapping[str, Path]) -> None:
-        for name, stored in (found := stored_in(file)).items():
+    def _add(self, file: Path, promised: Sequence[str], home: Mapping[str, Path]) -> None:
+        try:
+            if promised:
+                _check_there(file, self.folder, promised[0])
+            found = stored_in(file)
+        except ValueError as error:
+            self._wrong(error, promised)
+            return
+        own: dict[str, Stored] = {}
+        for name, stored in found.items():
             if BUFFERS.search(name):
                 self.buffers.append(name)
-                continue
             # transformers prefers a whole file to an index, and then loads its copies
-            if home.get(name, file) != file and file.name != SINGLE:
+            elif home.get(name, file) != file and file.name != SINGLE:
                 self.shadowed[name] = home[name], file
-                continue
-            if stored.kind not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise ValueError(f"{file} has '{name}' of type '{stored.kind}', which is none of {known}.")
-            if name in self.tensors:
-                other = self.tensors[name].file
-                raise ValueError(f"'{name}' is both in {other} and in {file}; remove the file that does not belong.")
-            self.tensors[name] = stored
+            else:
+                own[name] = stored
+        if unknown := [name for name, stored in own.items() if stored.kind not in DTYPES]:
+            more = f" (and {len(unknown) - 1} more of such types)" if len(unknown) > 1 else ""
+            kind = f"of type '{own[unknown[0]].kind}'{more}, which is none of {', '.join(DTYPES)}"
+            self._wrong(ValueError(f"{file} has '{unknown[0]}' {kind}."))
+        if twice := [name for name in own if name in self.tensors]:
+            more = f" (and {len(twice) - 1} more)" if len(twice) > 1 else ""
+            both = f"is both in {self.tensors[twice[0]].file} and in {file}"
+            self._wrong(ValueError(f"'{twice[0]}'{more} {both}; remove the file that does not belong."))
+        self.tensors = own | self.tensors
         missing = sorted(
-            name for name in set(promised or ()) - set(found) if not (self._tied and name.endswith("lm_head.weight"))
+            name for name in set(promised) - set(found) if not (self._tied and name.endswith("lm_head.weight"))
         )
         if missing:
-            raise ValueError(f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again.")
+            says = f"{file} lacks the tensor '{missing[0]}' that {INDEX} puts there; fetch the file again."
+            self._wrong(ValueError(says), missing)
+
+    def _wrong(self, error: ValueError, lost: Sequence[str] = ()) -> None:
+        if self._faults is None:
+            raise error
+        self._faults.append((error, list(lost)))
 
     def _hide_parts(self) -> None:
         """List weights in the place of the tensors that hold them, and leave out scales of activations."""
         for name, weight in self.quantized.items():
             first = self._parts[next(iter(weight.parts.values()))]
             for part in weight.parts.values():
-                del self.tensors[part]
+                self.tensors.pop(part, None)  # which two faulty weights may share
             kind = first.kind if weight.shape == first.shape else KINDS[weight.dtype]
             self.tensors[name] = Stored(first.file, weight.shape or (), kind)
         for name in activation_scales(self.tensors.keys()) if self.quantized else ():
@@ -214,8 +241,13 @@ class HFFolder:
                 yield stream.get_slice(name)[start : start + rows]
 
     def check_type(self, name: str, must_be_weight: bool) -> None:
-        """Raises ValueError where a weight, which any tensor named `.weight` is, has no floating-point type."""
+        """Raises ValueError where a weight, which any tensor named `.weight` is, has no type of numbers."""
         dtype, file = self.dtype(name), self.tensors[name].file
+        if dtype == E8M0:
+            raise ValueError(
+                f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, which is the type of scales; "
+                "fetch the weight again, or give the model in bfloat16."
+            )
         if not dtype.is_floating_point and (must_be_weight or name.endswith(".weight")):
             raise ValueError(
                 f"'{name}' in {file} is of type {str(dtype).removeprefix('torch.')}, but weights are "
@@ -275,14 +307,17 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
         raise ValueError(f"{folder / INDEX} has no 'weight_map' from tensors to files; fetch it again.")
     files: dict[Path, list[str]] = {}
     for name, file in weights.items():
-        path = folder / file
-        if Path(file).name != file or not path.is_file():
-            whole = f", or remove the index, if {SINGLE} is the model" if (folder / SINGLE).is_file() else ""
-            raise ValueError(
-                f"{folder / INDEX} puts '{name}' into '{file:.100}', which is not there; fetch that file{whole}."
-            )
-        files.setdefault(path, []).append(name)
+        files.setdefault(folder / file, []).append(name)
     return {**files}
+
+
+def _check_there(file: Path, folder: Path, name: str) -> None:
+    """Raises ValueError where a file that the index names for a tensor is not in the folder."""
+    if file.parent != folder or not file.is_file():
+        whole = f", or remove the index, if {SINGLE} is the model" if (folder / SINGLE).is_file() else ""
+        raise ValueError(
+            f"{folder / INDEX} puts '{name}' into '{file.name:.100}', which is not there; fetch that file{whole}."
+        )
 
 
 def check_kind(folder: Path) -> None:

@@ -12,7 +12,9 @@ others, which gives bfloat16. Letters: O rows (outputs), I columns (inputs), G g
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -24,20 +26,26 @@ Part = tuple[Shape, torch.dtype | None]
 Tensors = Mapping[str, Tensor]
 
 E4M3 = torch.float8_e4m3fn
-FP8 = (E4M3, torch.float8_e5m2, torch.float8_e8m0fnu)
+E8M0 = torch.float8_e8m0fnu
+FP8 = (E4M3, torch.float8_e5m2, E8M0)
 """Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
+Types = tuple[torch.dtype, ...]
+FLOATS: Types = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of scales that are numbers."""
+POWERS: Types = (torch.uint8, E8M0)
+"""Types of scales that are powers of two: the byte b is 2 ** (b - 127), and 255 is NaN (E8M0 of OCP's MX formats)."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Numbers of 4 bits, E2M1."""
 LARGEST_8, LARGEST_4 = 448.0, 6.0
 """The largest numbers of E4M3 and E2M1."""
 BIAS = 127
-"""What is subtracted from a stored exponent."""
+"""What is subtracted from the exponent in a byte of E8M0."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ keeps the numbers 0 .. 7 of a word, in steps of 4 bits."""
 BLOCK = 128
 """Rows and columns of a block, in the releases of DeepSeek and in exports."""
 GROUP_16, GROUP_32 = 16, 32
-"""Columns that share a scale: in NVFP4, in MXFP4."""
+"""Columns that share a scale: in NVFP4, in MXFP4 and MXFP8."""
 
 
 class MisfitError(ValueError):
@@ -94,8 +102,8 @@ class Form:
         name: as the audit and the docs call it.
         numbers: the part that holds the numbers; it comes first in `parts`.
         types: of that part.
-        scales: further parts that there must be; of several in parentheses, one.
-        more: parts that there may be.
+        scales: further parts that there must be, each with its types; of several between bars, one.
+        more: parts that there may be, with their types.
         methods: values of `quant_method` (`modelopt NVFP4`: with the algorithm) that promise the form.
         scheme: type, bits and strategies of a group of compressed-tensors that promise it; None of other libraries.
         shape: the weight's shape, from the parts; it raises `MisfitError`.
@@ -106,11 +114,11 @@ class Form:
 
     name: str
     numbers: str
-    types: tuple[torch.dtype, ...]
-    scales: tuple[str, ...]
+    types: Types
+    scales: Mapping[str, Types]
     shape: Callable[[Mapping[str, Part], Numbers], Shape | None]
     decode: Callable[[Tensors, Numbers], Tensor] | None
-    more: tuple[str, ...] = ()
+    more: Mapping[str, Types] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     scheme: tuple[str, int, tuple[str, ...]] | None = None
     engines: str = ""
@@ -128,19 +136,45 @@ class Form:
 
     def find(self, weight: str, stored: Mapping[str, Part]) -> dict[str, str]:
         """The names of the parts of a weight that are stored, by part."""
-        every = (self.numbers, *(one for part in self.scales for one in part.split("|")), *self.more)
-        return {part: name for part in every if (name := name_of(weight, part)) in stored}
+        return {part: name for part in self._types_of if (name := name_of(weight, part)) in stored}
 
     def lacks(self, parts: Mapping[str, str]) -> list[str]:
         """The parts that are missing, of those that there must be."""
         return [part for part in self.scales if not any(one in parts for one in part.split("|"))]
+
+    def odd(self, parts: Mapping[str, str], stored: Mapping[str, Part]) -> list[str]:
+        """The parts whose type is not one of the form's."""
+        return [part for part, name in parts.items() if stored[name][1] not in self._types_of[part]]
+
+    def check_types(self, parts: Mapping[str, str], stored: Mapping[str, Part]) -> None:
+        """Raises MisfitError for a part of another type than the form has, since its numbers would be read wrongly."""
+        for part in self.odd(parts, stored):
+            *most, last = (in_words(one) for one in self._types_of[part])
+            allowed = f"{', '.join(most)} or {last}" if most else last
+            raise MisfitError(
+                f"has '{parts[part]}' of type {in_words(stored[parts[part]][1])}; in the form '{self.name}' it must be "
+                f"of type {allowed}"
+            )
+
+    @cached_property
+    def _types_of(self) -> dict[str, Types]:
+        """The types of every part, the numbers first."""
+        either = {one: types for part, types in self.scales.items() for one in part.split("|")}
+        return {self.numbers: self.types, **either, **self.more}
 
 
 def name_of(weight: str, part: str) -> str:
     """The name of a weight's part: of `m.weight` and `scales`, `m.scales`."""
     if part.startswith(("weight", "_")):
         return weight + part.removeprefix("weight")
-    return f"{weight.removesuffix('weight')}{part}"
+    return f"{weight.removesuffix('.weight')}.{part}"
+
+
+def in_words(dtype: torch.dtype | None) -> str:
+    """A type in a sentence."""
+    if dtype is None:
+        return "that is not known here"
+    return str(dtype).removeprefix("torch.") + (" (E8M0)" if dtype in POWERS else "")
 
 
 def by(shape: Shape) -> str:
@@ -151,11 +185,20 @@ def by(shape: Shape) -> str:
 # --- FP8 --------------------------------------------------------------------------------------------------------------
 
 
+FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+"""What the scale of FP8 is called: by DeepSeek-V3, by others, by DeepSeek-V4."""
+
+
 def _fp8_scale(parts: Mapping[str, Any]) -> Any:
-    given = [name for name in ("weight_scale_inv", "weight_scale") if name in parts]
-    if len(given) == 2:
-        raise MisfitError("has two scales, 'weight_scale_inv' and 'weight_scale'; remove the wrong one")
+    given = [name for name in FP8_SCALES if name in parts]
+    if len(given) > 1:
+        raise MisfitError(f"has two scales, '{given[0]}' and '{given[1]}'; remove the wrong one")
     return parts[given[0]]
+
+
+def number(scale: Tensor) -> Tensor:
+    """A scale in float32: bytes are powers of two."""
+    return scale.view(E8M0).float() if scale.dtype == torch.uint8 else scale.float()
 
 
 def _blocks_of(shape: Shape, block: tuple[int, int]) -> Shape:
@@ -163,40 +206,53 @@ def _blocks_of(shape: Shape, block: tuple[int, int]) -> Shape:
 
 
 def _shape_of_fp8(by_what: str, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
-    shape, scale = parts["weight"][0], _fp8_scale(parts)[0]
+    shape, (scale, kind) = parts["weight"][0], _fp8_scale(parts)
     fits = {
         "block": len(shape) > 1 and scale == _blocks_of(shape, numbers.block),
-        "row": len(shape) > 0 and scale == (*shape[:1], 1),
+        "row": len(shape) > 1 and scale in ((*shape[:-1], 1), shape[:-1]),
         "tensor": all(size == 1 for size in scale) and not ("weight_scale_inv" in parts and len(scale) > 1),
+        "group": len(shape) > 1 and shape[-1] % GROUP_32 == 0 and scale == (*shape[:-1], shape[-1] // GROUP_32),
     }
     if fits[by_what]:
         return shape
     turned = scale in (_blocks_of(shape, numbers.block)[::-1], (1, *shape[:1])) and len(scale) == 2
+    groups = f", nor one for {GROUP_32} numbers of a row (MXFP8)" if kind in POWERS else ""
     raise MisfitError(
         f"is FP8 of shape {by(shape)} with scales of shape {by(scale)}, which are neither blocks of "
-        f"{by(numbers.block)} nor one or one a row{'; the scales are transposed' if turned else ''}"
+        f"{by(numbers.block)} nor one or one a row{groups}{'; the scales are transposed' if turned else ''}"
     )
 
 
 def from_blocks(parts: Tensors, numbers: Numbers) -> Tensor:
     """Multiply FP8 values [..., O, I] by the scales of their blocks [..., O / block, I / block], rounded up."""
     weight, scale = parts["weight"], _fp8_scale(parts)
-    (high, wide), columns = numbers.block, weight.size(-1)
+    (high, wide), columns, factors = numbers.block, weight.size(-1), number(scale)
     out = torch.empty(weight.shape, dtype=_result(scale))
     for index in range(scale.size(-2)):  # a row of blocks stays in a processor's cache
         rows = slice(index * high, (index + 1) * high)
-        each = scale[..., index, None, :].float().repeat_interleave(wide, dim=-1)[..., :columns]
+        each = factors[..., index, None, :].repeat_interleave(wide, dim=-1)[..., :columns]
         out[..., rows, :] = _float32(weight[..., rows, :]).mul_(each)
     return out
 
 
 def from_rows(parts: Tensors, numbers: Numbers) -> Tensor:
-    """Multiply FP8 values [O, I] by the scale of each row [O, 1], or of the tensor."""
+    """Multiply FP8 values [..., O, I] by the scale of each row, [..., O, 1] or [..., O], or of the tensor."""
     weight, scale = parts["weight"], _fp8_scale(parts)
-    out = torch.empty(weight.shape, dtype=_result(scale))
-    each = scale.float().expand(weight.size(0), 1) if weight.dim() == 2 else scale.float()
-    for rows in (slice(first, first + BLOCK) for first in range(0, weight.size(0), BLOCK)):
-        out[rows] = _float32(weight[rows]).mul_(each[rows] if weight.dim() == 2 else each)
+    codes = weight.reshape(-1, (1, *weight.shape)[-1])
+    out = torch.empty(codes.shape, dtype=_result(scale))
+    each = number(scale).reshape(-1, 1).expand(codes.size(0), 1)
+    for rows in (slice(first, first + BLOCK) for first in range(0, codes.size(0), BLOCK)):
+        out[rows] = _float32(codes[rows]).mul_(each[rows])
+    return out.view(weight.shape)
+
+
+def from_groups(parts: Tensors, numbers: Numbers) -> Tensor:
+    """Multiply FP8 values [..., O, I] by the power of two of a group of columns [..., O, G]."""
+    weight, scale = parts["weight"], _fp8_scale(parts)
+    out = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for first in range(0, weight.size(-2), BLOCK):
+        rows = (..., slice(first, first + BLOCK), slice(None))
+        out[rows] = _grouped(_float32(weight[rows]), number(scale[rows]))
     return out
 
 
@@ -222,9 +278,7 @@ def _result(scale: Tensor) -> torch.dtype:
 
 def _shape_of_nibbles(group: int, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
     """The shape of bytes [O, I / 2] with scales [O, I / group]."""
-    (shape, _), (scale, kind) = next(iter(parts.values())), parts["weight_scale"]
-    if kind != (E4M3 if group == GROUP_16 else torch.uint8):
-        raise MisfitError("")
+    (shape, _), (scale, _) = list(parts.values())[:2]
     whole = (*shape[:-1], 2 * shape[-1]) if shape else ()
     if len(shape) < 2 or (*scale[:-1], scale[-1:] and scale[-1] * group) != whole:
         turned = (
@@ -237,7 +291,7 @@ def _shape_of_nibbles(group: int, parts: Mapping[str, Part], numbers: Numbers) -
 
 def _fp4(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of bytes [..., I / 2], the lower half of a byte first: [..., I]."""
-    found = torch.index_select(_pairs(dtype), 0, packed.flatten().int())
+    found = torch.index_select(_pairs(dtype), 0, packed.flatten().view(torch.uint8).int())
     return found.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
@@ -254,24 +308,20 @@ def _grouped(values: Tensor, scale: Tensor) -> Tensor:
 
 def from_nvfp4(parts: Tensors, numbers: Numbers) -> Tensor:
     """E2M1 times a scale in E4M3 for 16 numbers, divided by one for all (compressed-tensors) or times it (modelopt)."""
-    scale = parts["weight_scale"].float()
-    if "weight_packed" in parts:
-        scale = scale / parts["weight_global_scale"].float()
-    else:
-        scale = scale * parts["weight_scale_2"].float()
-    packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    return _grouped(_fp4(packed, torch.float32), scale).to(torch.bfloat16)
+    packed, scale, whole = parts.values()
+    each = scale.float() / whole.float() if "weight_global_scale" in parts else scale.float() * whole.float()
+    return _grouped(_fp4(packed, torch.float32), each).to(_result(whole))
 
 
 def from_packed_mxfp4(parts: Tensors, numbers: Numbers) -> Tensor:
     """E2M1 times a power of two for 32 numbers."""
-    scale = torch.pow(2.0, (parts["weight_scale"].int() - BIAS).to(torch.bfloat16))
-    return _grouped(_fp4(parts["weight_packed"], torch.bfloat16), scale)
+    packed, scale = parts.values()
+    return _grouped(_fp4(packed, torch.bfloat16), number(scale).bfloat16())
 
 
 def _shape_of_mxfp4(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
-    (shape, _), (scale, scale_type) = parts["_blocks"], parts["_scales"]
-    if len(shape) != 4 or scale_type != torch.uint8 or scale != shape[:-1]:
+    (shape, _), (scale, _) = parts["_blocks"], parts["_scales"]
+    if len(shape) != 4 or scale != shape[:-1]:
         raise MisfitError(
             f"of shape {by(shape)} with scales of shape {by(scale)} is no weight in MXFP4, whose bytes have the shape "
             "experts x rows x groups x 16"
@@ -283,7 +333,8 @@ def _shape_of_mxfp4(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
 def from_mxfp4(parts: Tensors, numbers: Numbers) -> Tensor:
     """Bytes [E, O, G, 16] times a power of two per group [E, O, G], with rows and columns swapped: [E, I, O]."""
     blocks_EOGB, scales_EOG = parts["_blocks"], parts["_scales"]
-    scaled = torch.ldexp(_fp4(blocks_EOGB, torch.bfloat16), scales_EOG.int().unsqueeze(-1) - BIAS)
+    exponents = scales_EOG.view(torch.uint8).int().unsqueeze(-1) - BIAS
+    scaled = torch.ldexp(_fp4(blocks_EOGB, torch.bfloat16), exponents)
     return scaled.flatten(-2).transpose(1, 2).contiguous()
 
 
@@ -318,7 +369,7 @@ def _words(count: int, bits: int) -> int:
 def _shape_of_packed(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
     """None: the shape is the content of `weight_shape`."""
     (packed, _), (scale, _) = parts["weight_packed"], parts["weight_scale"]
-    if len(packed) != 2 or (len(scale) == 2 and scale[0] != packed[0]) or len(scale) > 2:
+    if len(packed) != 2 or len(scale) > 2 or (prod(scale) != 1 and scale[0] != packed[0]):
         raise MisfitError(
             f"has packed numbers of shape {by(packed)} with scales of shape {by(scale)}; there must be as many rows"
         )
@@ -353,8 +404,12 @@ def from_packed(parts: Tensors, numbers: Numbers) -> Tensor:
 
 def _shape_of_int8(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
     (shape, _), (scale, _) = parts["weight"], parts["weight_scale"]
-    if len(shape) != 2 or (any(size != 1 for size in scale) and scale[:1] != shape[:1]):
+    fits = len(shape) == 2 and len(scale) <= 2 and (prod(scale) == 1 or scale[0] == shape[0])
+    if not fits or shape[1] % (*scale, 1, 1)[1]:
         raise MisfitError(f"is int8 of shape {by(shape)} with scales of shape {by(scale)}; there must be one a row")
+    zero = parts.get("weight_zero_point", (scale, None))[0]
+    if prod(zero) != 1 and zero != scale:
+        raise MisfitError(f"is int8 with scales of shape {by(scale)} and zero points of {by(zero)}, not one for each")
     return shape
 
 
@@ -365,6 +420,7 @@ def from_int8(parts: Tensors, numbers: Numbers) -> Tensor:
 
 def _integers(codes_OI: Tensor, scale: Tensor, zero: Tensor | None, index_I: Tensor | None) -> Tensor:
     """Integers less the zero point of their group, times its scale; scale and zero point are [O, G] or single."""
+    scale, zero = (one if one is None or one.dim() != 1 else one.unsqueeze(1) for one in (scale, zero))
     groups = scale.size(-1) if scale.dim() == 2 else 1
     if groups > 1:
         even = torch.arange(codes_OI.size(1)) // (codes_OI.size(1) // groups)
@@ -513,66 +569,76 @@ NVFP4_SAYS = {
 # --- the table --------------------------------------------------------------------------------------------------------
 
 ALL = "vLLM, SGLang, transformers"
-_INT = (torch.int32,)
-_BYTE = (torch.uint8,)
-_EITHER = ("weight_scale_inv|weight_scale",)
+_INT: Types = (torch.int32,)
+_INDEX: Types = (torch.int32, torch.int64)
+_BYTE: Types = (torch.uint8,)
+_OF_FP8 = {"|".join(FP8_SCALES): FLOATS + POWERS}
+_AWQ = {"qzeros": _INT, "scales": FLOATS}
 FORMS = (
     Form(
-        "FP8, blocks", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "block"), from_blocks,
-        methods=("fp8",), scheme=("float", 8, ("block",)), engines=ALL,
+        "FP8, blocks", "weight", FP8[:2], _OF_FP8, functools.partial(_shape_of_fp8, "block"), from_blocks,
+        methods=("fp8", "modelopt FP8"), scheme=("float", 8, ("block",)), engines=ALL,
         encoding=Encoding("fp8", to_blocks, BLOCKS_SAY),
     ),
     Form(
-        "FP8, rows", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "row"), from_rows,
+        "FP8, rows", "weight", FP8[:2], _OF_FP8, functools.partial(_shape_of_fp8, "row"), from_rows,
         methods=("fbgemm_fp8", "modelopt FP8"), scheme=("float", 8, ("channel",)), engines=ALL,
         encoding=Encoding("fp8-channel", to_rows, ROWS_SAY),
     ),
     Form(
-        "FP8, tensor", "weight", FP8[:2], _EITHER, functools.partial(_shape_of_fp8, "tensor"), from_rows,
+        "FP8, tensor", "weight", FP8[:2], _OF_FP8, functools.partial(_shape_of_fp8, "tensor"), from_rows,
         methods=("fp8", "modelopt FP8"), scheme=("float", 8, ("tensor",)), engines=ALL,
     ),
     Form(
-        "NVFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale", "weight_global_scale"),
+        "MXFP8", "weight", FP8[:2], {"|".join(FP8_SCALES): POWERS}, functools.partial(_shape_of_fp8, "group"),
+        from_groups, methods=("mxfp8", "modelopt MXFP8"), scheme=("float", 8, ("group",)), engines="vLLM, SGLang",
+    ),
+    Form(
+        "NVFP4, compressed-tensors", "weight_packed", _BYTE, {"weight_scale": (E4M3,), "weight_global_scale": FLOATS},
         functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4,
         scheme=("float", 4, ("tensor_group",)), engines=ALL,
         encoding=Encoding("nvfp4", to_nvfp4, NVFP4_SAYS, GROUP_16),
     ),
     Form(
-        "NVFP4, modelopt", "weight", _BYTE, ("weight_scale", "weight_scale_2"),
+        "NVFP4, modelopt", "weight", _BYTE, {"weight_scale": (E4M3,), "weight_scale_2": FLOATS},
         functools.partial(_shape_of_nibbles, GROUP_16), from_nvfp4, methods=("modelopt NVFP4",), engines="vLLM, SGLang",
     ),
     Form(
-        "MXFP4, compressed-tensors", "weight_packed", _BYTE, ("weight_scale",),
+        "MXFP4, compressed-tensors", "weight_packed", _BYTE, {"weight_scale": POWERS},
         functools.partial(_shape_of_nibbles, GROUP_32), from_packed_mxfp4,
         scheme=("float", 4, ("group",)), engines="vLLM, transformers",
     ),
     Form(
-        "MXFP4, gpt-oss", "_blocks", _BYTE, ("_scales",), _shape_of_mxfp4, from_mxfp4, methods=("mxfp4",), engines=ALL,
-    ),
-    Form(
-        "integers, packed", "weight_packed", _INT, ("weight_scale", "weight_shape"), _shape_of_packed, from_packed,
-        more=("weight_zero_point", "weight_g_idx"), scheme=("int", 0, ("tensor", "channel", "group")), engines=ALL,
-    ),
-    Form(
-        "int8, compressed-tensors", "weight", (torch.int8,), ("weight_scale",), _shape_of_int8, from_int8,
-        more=("weight_zero_point",), scheme=("int", 8, ("tensor", "channel", "group")), engines=ALL,
-    ),
-    Form(
-        "AWQ", "qweight", _INT, ("qzeros", "scales"), _shape_of_awq, from_awq, methods=("awq", "auto-round"),
+        "MXFP4, gpt-oss", "_blocks", _BYTE, {"_scales": POWERS}, _shape_of_mxfp4, from_mxfp4, methods=("mxfp4",),
         engines=ALL,
     ),
     Form(
-        "GPTQ", "qweight", _INT, ("qzeros", "scales"), _shape_of_gptq, from_gptq, more=("g_idx",),
+        "integers, packed", "weight_packed", _INT, {"weight_scale": FLOATS, "weight_shape": _INDEX}, _shape_of_packed,
+        from_packed, more={"weight_zero_point": (torch.int32, torch.int8), "weight_g_idx": _INDEX},
+        scheme=("int", 0, ("tensor", "channel", "group")), engines=ALL,
+    ),
+    Form(
+        "int8, compressed-tensors", "weight", (torch.int8,), {"weight_scale": FLOATS}, _shape_of_int8, from_int8,
+        more={"weight_zero_point": (torch.int8, torch.int32)}, scheme=("int", 8, ("tensor", "channel", "group")),
+        engines=ALL,
+    ),
+    Form(
+        "MXFP4, DeepSeek-V4", "weight", (torch.int8, torch.uint8), {"scale": POWERS},
+        functools.partial(_shape_of_nibbles, GROUP_32), from_packed_mxfp4, methods=("fp8",), engines=ALL,
+    ),
+    Form("AWQ", "qweight", _INT, _AWQ, _shape_of_awq, from_awq, methods=("awq", "auto-round"), engines=ALL),
+    Form(
+        "GPTQ", "qweight", _INT, _AWQ, _shape_of_gptq, from_gptq, more={"g_idx": _INDEX},
         methods=("gptq", "auto-round"), engines=ALL,
     ),
     Form(
-        "bitsandbytes, int8", "weight", (torch.int8,), ("SCB",), _unknown_shape, None, more=("weight_format",),
-        methods=("bitsandbytes",), engines="vLLM, transformers",
+        "bitsandbytes, int8", "weight", (torch.int8,), {"SCB": FLOATS}, _unknown_shape, None,
+        more={"weight_format": _BYTE}, methods=("bitsandbytes",), engines="vLLM, transformers",
     ),
     Form(
-        "bitsandbytes, 4 bits", "weight", _BYTE, ("weight.absmax",), _unknown_shape, None,
-        more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"), methods=("bitsandbytes",),
-        engines="vLLM, transformers",
+        "bitsandbytes, 4 bits", "weight", _BYTE, {"weight.absmax": FLOATS + _BYTE}, _unknown_shape, None,
+        more=dict.fromkeys(("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"), FLOATS),
+        methods=("bitsandbytes",), engines="vLLM, transformers",
     ),
 )  # fmt: skip
 """All forms; of several that fit, the first."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.forms import (
+    E8M0,
     FORMS,
     FP8,
     Form,
@@ -52,11 +53,12 @@ class Quantized:
     """A weight that a folder holds as several tensors.
 
     Attributes:
-        forms: the forms that it fits; it is decoded by the first.
+        forms: the forms that it fits; it is decoded by the first. With a fault, the nearest form.
         parts: names of the tensors, by part; the numbers come first.
         shape: of the weight; None if the form does not tell it.
         dtype: of the weight that `decode` makes.
         numbers: what decoding needs beside tensors.
+        fault: why the tensors make no weight, a sentence that begins with a name; empty if they do.
     """
 
     forms: tuple[Form, ...]
@@ -64,14 +66,22 @@ class Quantized:
     shape: Shape | None
     dtype: torch.dtype
     numbers: Numbers
+    fault: str = ""
 
     @property
     def form(self) -> Form:
         """Its form."""
         return self.forms[0]
 
+    @property
+    def is_read(self) -> bool:
+        """True if `decode` makes a weight of its tensors."""
+        return not self.fault and self.form.decode is not None
+
     def decode(self, tensors: Tensors) -> Tensor:
-        """The weight of its tensors, by part; raises ValueError where the form is not read."""
+        """The weight of its tensors, by part; raises ValueError where they have a fault, or the form is not read."""
+        if self.fault:
+            raise MisfitError(self.fault)
         if self.form.decode is None:
             raise ValueError(f"weights in the form '{self.form.name}' are not read")
         return self.form.decode(tensors, self.numbers)
@@ -80,15 +90,12 @@ class Quantized:
 def quantized_weights(
     stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None
 ) -> dict[str, Quantized]:
-    """The weights that are stored as several tensors, by name.
+    """The weights that are stored as several tensors, by name, those that do not fit each other with their fault.
 
     Args:
         stored: shape and type of every tensor.
         numbers: what the config says of quantized numbers.
         read: reads a tensor by name: the shape of packed integers is stored in one.
-
-    Raises:
-        MisfitError: tensors do not fit each other; the text begins with a name.
     """
     weights: dict[str, Quantized] = {}
     for name, (shape, dtype) in stored.items():
@@ -99,10 +106,11 @@ def quantized_weights(
             weight, found = _fitted(name, forms, stored, numbers, read)
             weights[weight] = found
         elif scale := _left_over(name, dtype, stored):
-            raise MisfitError(
+            says = (
                 f"'{name}' is {str(dtype).removeprefix('torch.')}, but '{scale}' beside it is the scale of a quantized "
                 "weight; remove the scale if the weight was replaced, or restore the quantized weight"
             )
+            weights[name] = Quantized((), {"weight": name}, shape, dtype or torch.bfloat16, numbers, says)
     return weights
 
 
@@ -110,36 +118,32 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | No
     """The scale beside a whole weight, which would be multiplied by some loaders."""
     if dtype is None or not dtype.is_floating_point or dtype in FP8:
         return None
-    return next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
+    found = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored]
+    own = name_of(name, "scale")  # which other modules have too, but not of this type
+    return next((one for one in [*found, own] if one in found or stored.get(own, ((), None))[1] == E8M0), None)
 
 
 def _fitted(
     name: str, forms: Mapping[Form, str], stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> tuple[str, Quantized]:
-    """The weight of a tensor of numbers, in the forms that fit; MisfitError says what is wrong with the nearest."""
+    """The weight of a tensor of numbers, in the forms that fit, or with the fault of the nearest.
+
+    The nearest form is the one with most parts there, then with most of its types, then without a missing part.
+    """
     fitting: dict[Form, Shape | None] = {}
-    wrong = ""
+    wrong: list[tuple[tuple[int, int, bool], Form, str]] = []
     for form, weight in forms.items():
         parts = form.find(weight, stored)
-        if form.lacks(parts):
-            continue
         try:
-            if weight in stored and weight not in parts.values():
-                raise MisfitError(f"is stored beside a whole '{weight}' too; remove the ones that do not belong")
-            given = {part: stored[one] for part, one in parts.items()}
-            fitting[form] = form.shape(given, numbers)
-            if "weight_shape" in parts and read is not None:
-                fitting[form] = tuple(read(parts["weight_shape"]).tolist())
-                check_packed(fitting[form] or (), given, numbers)
+            fitting[form] = _shape_in(form, weight, stored, numbers, read)
         except MisfitError as reason:
-            fitting.pop(form, None)
-            wrong = wrong or str(reason)
+            near = len(parts), len(parts) - len(form.odd(parts, stored)), not form.lacks(parts)
+            wrong.append((near, form, str(reason)))
     if not fitting:
-        nearest = max(forms, key=lambda form: len(form.find(forms[form], stored)))
-        lost = nearest.lacks(nearest.find(forms[nearest], stored))
-        lacks = " and ".join(_in_words(forms[nearest], part) for part in lost)
-        says = wrong or f"is {nearest.name.split(',')[0]} without {lacks}"
-        raise MisfitError(f"'{name}' {says}")
+        _, form, says = max(wrong, key=lambda one: one[0])
+        parts = form.find(forms[form], stored)
+        shape = stored[name][0] if stored[name][1] in FP8 else None
+        return forms[form], Quantized((form,), parts, shape, torch.bfloat16, numbers, f"'{name}' {says}")
     form = next(iter(fitting))
     parts = form.find(forms[form], stored)
     halves = (kind for one in parts.values() if (kind := stored[one][1]) in (torch.float16, torch.bfloat16))
@@ -147,8 +151,27 @@ def _fitted(
     return forms[form], Quantized(tuple(fitting), parts, fitting[form], made, numbers)
 
 
+def _shape_in(
+    form: Form, weight: str, stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None
+) -> Shape | None:
+    """The shape of a weight in a form; MisfitError if its tensors are not of this form."""
+    parts = form.find(weight, stored)
+    if lost := form.lacks(parts):
+        lacks = " and ".join(_in_words(weight, part) for part in lost)
+        raise MisfitError(f"is {form.name.split(',')[0]} without {lacks}")
+    form.check_types(parts, stored)
+    if weight in stored and weight not in parts.values():
+        raise MisfitError(f"is stored beside a whole '{weight}' too; remove the ones that do not belong")
+    given = {part: stored[one] for part, one in parts.items()}
+    shape = form.shape(given, numbers)
+    if "weight_shape" in parts and read is not None:
+        shape = tuple(read(parts["weight_shape"]).tolist())
+        check_packed(shape, given, numbers)
+    return shape
+
+
 def _in_words(weight: str, part: str) -> str:
-    """The name of a part, or of either of two, in quotes."""
+    """The name of a part, or of one of several, in quotes."""
     return " or ".join(f"'{name_of(weight, one)}'" for one in part.split("|"))
 
 
@@ -270,10 +293,11 @@ class QuantizationSettings:
             group = self._group_of(module)
             return [form for form in FORMS if form.scheme and _is_scheme(form.scheme, group)] if group else []
         if method.startswith(f"{MODELOPT} FP8"):
-            return [form for form in FORMS if form.types == FP8[:2]]
+            method = f"{MODELOPT} FP8"  # of which there are several: by tensor, by row, in blocks
+        found = [form for form in FORMS if method in form.methods]
         if method == "fp8" and isinstance(self.keys.get("weight_block_size"), list):
-            return [FORMS[0]]
-        return [form for form in FORMS if method in form.methods] or None
+            found = [form for form in found if form.scheme is None or "tensor" not in form.scheme[2]]
+        return found or None
 
     def _group_of(self, module: str) -> dict[str, Any] | None:
         """The group that targets a module, as compressed-tensors chooses it: by name, by pattern, by class."""

@@ -121,11 +121,12 @@ def read_tensors(folder: Path) -> Tensors:
     numbers = QuantizationSettings.of(folder, read_json(folder / CONFIG)).numbers
     for name in list(stored):
         weight = name.removesuffix("_blocks")
-        scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored), None)
+        names = f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"
+        scale = next((one for one in names if one in stored), None)
         if name.endswith("_blocks") and f"{weight}_scales" in stored:
             stored[weight] = convert_moe_packed_tensors(stored.pop(name), stored.pop(f"{weight}_scales"))
         elif scale is not None and stored[name].is_floating_point() and stored[name].element_size() == 1:
-            stored[name] = _dequantized(stored[name].float(), stored.pop(scale).float(), numbers.block)
+            stored[name] = _dequantized(stored[name].float(), _factors(stored.pop(scale)), numbers.block)
     ours = HFFolder(folder, numbers)
     packed = {name: ours.read(name) for name in ours.tensors if name not in stored or _is_packed(stored[name])}
     stored = {name: tensor for name, tensor in stored.items() if name in ours.tensors} | packed
@@ -136,8 +137,17 @@ def _is_packed(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.int8, torch.uint8)
 
 
+def _factors(scale: Tensor) -> Tensor:
+    """Scales in float32; a byte b is 2 ** (b - 127)."""
+    return torch.exp2(scale.double() - 127).float() if scale.dtype == torch.uint8 else scale.float()
+
+
 def _dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Values times a scale of the tensor, of each row, or of each block; bfloat16."""
+    """Values times a scale of the tensor, of each row, of each block, or (MXFP8) of 32 numbers; bfloat16."""
+    if scale.shape == (*weight.shape[:-1], weight.size(-1) // 32):
+        block = (1, 32)
+    if scale.shape == weight.shape[:-1]:
+        scale = scale.unsqueeze(-1)
     if scale.numel() > 1 and scale.shape[-2:] != (weight.size(-2), 1):
         scale = torch.kron(scale, torch.ones(block))[..., : weight.size(-2), : weight.size(-1)]
     return (weight * scale).bfloat16()

@@ -79,15 +79,21 @@ def beside_single(folder: Path) -> None:
     shutil.copy(folder / SINGLE, folder / "mtp.safetensors")
 
 
-def beside_index(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(read(folder), SINGLE)}))
-    shutil.copy(folder / SINGLE, folder / "model-00002-of-00002.safetensors")
-
-
 def missing_shard(folder: Path) -> None:
     write(folder, read(folder), files=3)
     for file in (SINGLE, INDEX, "model-00002-of-00003.safetensors"):
         (folder / file).unlink()
+
+
+def retyped(dtype: torch.dtype) -> Spoil:
+    """A weight in another type."""
+
+    def spoil(folder: Path) -> None:
+        tensors = read(folder)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        write(folder, tensors | {name: torch.zeros(tensors[name].shape).to(dtype)})
+
+    return spoil
 
 
 def lfs(name: str) -> Spoil:
@@ -139,8 +145,11 @@ KINDS: dict[str, tuple[Spoil, str]] = {
     "absurd header": (absurd_header, "is not a whole safetensors file"),
     "a folder as a file": (folder_as_file, "cannot be read"),
     "a copy beside the single file": (beside_single, "mtp.safetensors; remove the file that does not belong"),
-    "a copy that the index lacks": (beside_index, "model-00002-of-00002.safetensors; remove the file that does not"),
     "an index of absent files beside the model": (stale_index, f"or remove the index, if {SINGLE} is the model"),
+    "the type of scales": (retyped(torch.float8_e8m0fnu), "of type float8_e8m0fnu, which is the type of scales; fetch"),
+    "FP8 without scales": (retyped(torch.float8_e5m2), "is FP8 without 'model.layers.1.self_attn.q_proj.weight_scale"),
+    "a complex type": (retyped(torch.complex64), "of type 'C64', which is none of F64, F32"),
+    "unsigned integers": (retyped(torch.uint16), "of type 'U16', which is none of F64, F32"),
     "lora with a config": (adapter_with_config, "is an adapter (LoRA) of a/base; merge it into that model"),
     "lfs pointer": (lfs(SINGLE), f"{SINGLE} is a pointer of Git LFS"),
     "lfs pointer for the config": (lfs("config.json"), "config.json is a pointer of Git LFS"),

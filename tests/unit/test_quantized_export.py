@@ -13,7 +13,7 @@ from judged_models import QUIET
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, plan_export
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.convert.stream import Options
@@ -214,19 +214,40 @@ def test_a_resumed_export_of_another_form_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantize", [Quantize("fp8"), Quantize("fp8", "fp8")])
 def test_transformers_loads_an_fp8_export_to_the_readers_bits(quantize: Quantize, tmp_path: Path) -> None:
-    """On a CPU transformers decodes FP8; it wants sizes that blocks of 128 divide."""
-    from transformers import AutoModelForCausalLM
+    """On a CPU transformers decodes FP8, and does it rightly where blocks of 128 divide all sizes above 128."""
+    said, wrong = loaded_in_transformers(tmp_path, quantize, hidden_size=128, intermediate_size=128)
+    assert (said, wrong) == ("vLLM, SGLang, transformers", [])
 
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
-    source = make(tmp_path / "hf", "llama", 0, torch.bfloat16, changes=sizes)
-    hf_to_mcore(source, tmp_path / "mcore", QUIET)
+
+def test_an_fp8_export_says_which_weights_transformers_reads_wrongly(tmp_path: Path) -> None:
+    """A hidden size of 192 is a block of 128 and one of 64; transformers takes two of 96, right if the scales agree."""
+    said, wrong = loaded_in_transformers(tmp_path, Quantize("fp8"), hidden_size=192, intermediate_size=128)
+    assert len(wrong) > 10
+    assert all(name.endswith("_proj.weight") for name in wrong)
+    assert said == (
+        "vLLM, SGLang; transformers reads 21 of 21 weights wrongly, or refuses them, where it decodes FP8 as it loads "
+        "(on a CPU): 128 does not divide sizes such as 128x192 of 'model.layers.0.self_attn.q_proj.weight'; "
+        "--quantize fp8-channel is free of that"
+    )
     form = kept_form(tmp_path / "mcore")
     assert form is not None
-    mcore_to_hf(tmp_path / "mcore", tmp_path / "coded", Options(quiet=True, quantize=quantize), form)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "coded", dtype=torch.bfloat16)
-    folder = HFFolder(tmp_path / "coded", Numbers())
-    loaded = model.state_dict()
-    assert [name for name in folder.tensors if not torch.equal(loaded[name], folder.read(name))] == []
+    plan = plan_export(tmp_path / "mcore", tmp_path / "no", Options(quantize=Quantize("fp8-channel")), form)
+    assert plan.notes["loaded by"] == "vLLM, SGLang, transformers"
+
+
+def loaded_in_transformers(folder: Path, quantize: Quantize, **sizes: int) -> tuple[str, list[str]]:
+    """Who loads a Llama's export, as the export says, and the weights that transformers reads otherwise than here."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, **sizes}
+    source = make(folder / "hf", "llama", 0, torch.bfloat16, changes=changes)
+    hf_to_mcore(source, folder / "mcore", QUIET)
+    form = kept_form(folder / "mcore")
+    assert form is not None
+    told = mcore_to_hf(folder / "mcore", folder / "coded", Options(quiet=True, quantize=quantize), form)
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "coded", dtype=torch.bfloat16).state_dict()
+    ours = HFFolder(folder / "coded", Numbers())
+    return told["loaded by"], [name for name in ours.tensors if not torch.equal(loaded[name], ours.read(name))]
 
 
 @pytest.mark.usefixtures("megatron", "forked_python")

@@ -35,7 +35,7 @@ from megatron_mtp.checkpoint.convert.plan import (
     stored_layout,
     zero_features,
 )
-from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize
+from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_by
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
@@ -108,6 +108,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
     export = Export.of(source, target, form)
     reader, coded = export.reader, export.coded(options.quantize)
     parts = [[export.group(rule, options, coded) for rule in part] for part in parts_of(export.rules).values()]
+    shapes = {key: entry.shape for part in parts for group in part for entry in group.entries for key in entry.keys}
     drafted = reader.read(DRAFT_VOCABULARY).tolist() if reader.holds(DRAFT_VOCABULARY) else None
 
     def keep(folder: Path) -> None:
@@ -137,6 +138,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
             "names": moved(sides(rule)[::-1] for rule in export.rules),
         },
         notes=({} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"})
+        | ({"loaded by": loaded_by(coded, shapes)} if coded else {})
         | epsilon_note(reader.common()["args"]),
     )
 

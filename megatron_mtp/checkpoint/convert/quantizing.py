@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf.forms import WRITTEN, Form, Shape
+from megatron_mtp.checkpoint.hf.forms import BLOCK, WRITTEN, Form, Shape, by
 from megatron_mtp.checkpoint.hf.quantized import COMPRESSED, inside, layer_of, module_of
 
 PLAIN = "bfloat16"
@@ -100,6 +100,34 @@ def config(
         "config_groups": groups,
         "ignore": [inside(one) if one.endswith(".experts") else one for one in modules],
     }
+
+
+def loaded_by(coded: Mapping[str, Form], shapes: Mapping[str, Shape]) -> str:
+    """Who loads an export, and which of its weights transformers reads wrongly.
+
+    Where transformers decodes FP8 as it loads, it divides the sizes of a weight by those of its grid of scales: rows of
+    192 become two blocks of 96, while the form has one of 128 and one of 64 (`Fp8Dequantize` of transformers 5.23).
+
+    Args:
+        coded: the form of every quantized weight, by name.
+        shapes: of the weights.
+    """
+    engines = [form.engines.split(", ") for form in dict.fromkeys(coded.values())]
+    every = [engine for engine in engines[0] if all(engine in others for others in engines)]
+    uneven = [
+        name
+        for name, form in coded.items()
+        if form is WRITTEN["fp8"] and any(size > BLOCK and size % BLOCK for size in shapes[name])
+    ]
+    if not uneven:
+        return ", ".join(every)
+    others = ", ".join(one for one in every if one != "transformers")
+    share = f"{len(uneven)} of {len(coded)} weights"
+    first = f"{by(shapes[uneven[0]])} of '{uneven[0]}'"
+    return (
+        f"{others}; transformers reads {share} wrongly, or refuses them, where it decodes FP8 as it loads (on a CPU): "
+        f"{BLOCK} does not divide sizes such as {first}; --quantize fp8-channel is free of that"
+    )
 
 
 def _experts_of(name: str) -> str:

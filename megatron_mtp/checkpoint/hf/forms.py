@@ -420,7 +420,8 @@ def from_int8(parts: Tensors, numbers: Numbers) -> Tensor:
 
 def _integers(codes_OI: Tensor, scale: Tensor, zero: Tensor | None, index_I: Tensor | None) -> Tensor:
     """Integers less the zero point of their group, times its scale; scale and zero point are [O, G] or single."""
-    scale, zero = (one if one is None or one.dim() != 1 else one.unsqueeze(1) for one in (scale, zero))
+    scale = scale.unsqueeze(1) if scale.dim() == 1 else scale
+    zero = zero.unsqueeze(1) if zero is not None and zero.dim() == 1 else zero
     groups = scale.size(-1) if scale.dim() == 2 else 1
     if groups > 1:
         even = torch.arange(codes_OI.size(1)) // (codes_OI.size(1) // groups)

@@ -177,10 +177,10 @@ def of_deepseek_v4(folder: Path, lost: str = "none") -> Path:
     """Two layers and a depth by DeepSeek-V4's names: FP8 and FP4 experts whose scales, E8M0, are called `.scale`."""
     tensors: Tensors = {name: torch.randn(8, 32) for name in ("embed.weight", "head.weight", "mtp.0.e_proj.weight")}
     for part in ("layers.0.", "layers.1.", "mtp.0."):
-        numbers = {"attn.wkv": torch.ones(32, 32).to(torch.float8_e4m3fn), "ffn.experts.0.w1": torch.ones(32, 16)}
+        numbers = {"attn.wkv": torch.randn(32, 32), "ffn.experts.0.w1": torch.randint(-128, 128, (32, 16))}
         scales = {"attn.wkv": torch.ones(1, 1), "ffn.experts.0.w1": torch.ones(32, 1)}
         tensors |= {f"{part}{name}.scale": one.to(torch.float8_e8m0fnu) for name, one in scales.items()}
-        tensors[f"{part}attn.wkv.weight"] = numbers["attn.wkv"]
+        tensors[f"{part}attn.wkv.weight"] = numbers["attn.wkv"].to(torch.float8_e4m3fn)
         tensors[f"{part}ffn.experts.0.w1.weight"] = numbers["ffn.experts.0.w1"].to(torch.int8)
     folder.mkdir()
     write(folder, {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)})

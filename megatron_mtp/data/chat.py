@@ -39,6 +39,7 @@ from megatron_mtp.data.messages import (
     Texts,
     TurnError,
     holds_reasoning,
+    normal_line,
     normal_messages,
     normal_tools,
     reasoning_of,
@@ -110,7 +111,9 @@ def read_chat(line: Document) -> Chat:
         file.seek(line.start)
         raw = file.read(line.size)
     try:
-        return _chat_of(json.loads(raw))
+        fields = json.loads(raw)
+        tools = fields.get("tools") or fields.get("functions")
+        return Chat(normal_line(fields), tools or None, fields.get("chat_template_kwargs") or {})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError, IndexError):
         raise ValueError(
             f"--chat: {place_of(line)} is no chat; give lines such as "
@@ -118,15 +121,6 @@ def read_chat(line: Document) -> Chat:
         ) from None
     except ValueError as error:
         raise ValueError(f"--chat: {place_of(line)}: {error}.") from error
-
-
-def _chat_of(fields: dict[str, Any]) -> Chat:
-    messages = fields.get("messages") or fields["conversations"]
-    first = messages[0].get("role", messages[0].get("from"))
-    if fields.get("system") and first != "system":  # ShareGPT's, beside the turns
-        messages = [{"role": "system", "content": fields["system"]}, *messages]
-    tools = fields.get("tools") or fields.get("functions")
-    return Chat(messages, tools or None, fields.get("chat_template_kwargs") or {})
 
 
 def is_chat(line: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ COUNTS_IF_TRUE = (
     "weight loss loss_weight loss_mask loss_scale step_loss_mask train training trainable train_on_turn".split()
 )
 COUNTS_IF_FALSE = ["mask", "masked"]
-FLAG_LIKE = re.compile("loss|train|weight|mask")
+FLAG_LIKE = re.compile(r"(?<![a-z])(loss|train\w*|weights?|mask\w*)(?![a-z])")
 """Fields that say whether a turn is trained on, and what else may mean such a field."""
 
 VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -85,6 +85,30 @@ def normal_messages(given: list[dict[str, Any]]) -> Messages:
         made.append({"role": role, "content": text, **fields} | ({"tool_calls": calls} if calls else {}))
         trained.append(counts)
     return Messages(made, tuple(place for place, counts in enumerate(trained) if counts))
+
+
+def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a line, with the system's message that ShareGPT puts beside them.
+
+    Raises:
+        ValueError: the line has two messages of the system, or asks for another weight or mask than the usual one.
+    """
+    messages = fields.get("messages") or fields["conversations"]
+    weight, mask, system = fields.get("weight"), fields.get("mask"), fields.get("system")
+    if weight is not None and weight != 1:
+        raise ValueError(
+            f"the line has 'weight': {weight!r:.20}, and chats all count alike; remove the field or the line"
+        )
+    if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo's: the role that is not trained on
+        raise ValueError(f"the line has 'mask': {mask!r:.20}, and all but the assistant is masked; remove the field")
+    first = messages[0]
+    if not system:
+        return list(messages)
+    if NAMES.get(str(first.get("role", first.get("from"))).lower()) != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content", first.get("value")) != system:
+        raise ValueError("the line has 'system', and its first message is another one of the system; remove one")
+    return list(messages)
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ import pytest
 from chat_cases import TOOLS, said, user
 
 from megatron_mtp.data.chat import Chat
-from megatron_mtp.data.messages import Texts, TurnError, holds_reasoning, normal_messages, normal_tools
+from megatron_mtp.data.messages import Texts, TurnError, holds_reasoning, normal_line, normal_messages, normal_tools
 
 ANSWER = {"role": "assistant", "content": "a"}
 ADD = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -97,6 +97,31 @@ def test_tools_have_one_form(tools: Any) -> None:
 @pytest.mark.parametrize("tools", [None, "", "[]", []])
 def test_no_tools_are_none(tools: Any) -> None:
     assert normal_tools(tools) is None
+
+
+def test_the_system_has_one_message() -> None:
+    system = {"role": "System", "content": "S"}
+    of_line = {"messages": [user("q")], "system": "S", "weight": 1, "mask": "User"}
+    assert normal_line(of_line) == [{"role": "system", "content": "S"}, user("q")]
+    assert normal_line({"messages": [system, user("q")], "system": "S"}) == [system, user("q")]
+
+
+@pytest.mark.parametrize(
+    ("field", "because"),
+    [
+        ({"system": "T"}, "its first message is another one of the system"),
+        ({"weight": 0.5}, "'weight': 0.5, and chats all count alike"),
+        ({"mask": "Assistant"}, "'mask': 'Assistant', and all but the assistant is masked"),
+    ],
+)
+def test_a_line_that_asks_for_something_else_is_refused(field: dict[str, Any], because: str) -> None:
+    with pytest.raises(ValueError, match=because):
+        normal_line({"messages": [{"role": "system", "content": "S"}, user("q")], **field})
+
+
+@pytest.mark.parametrize("name", ["source", "glossary", "id", "entrainment"])
+def test_other_fields_are_for_the_template(name: str) -> None:
+    assert normal_messages([user("q") | {name: 0}]).messages == [user("q") | {name: 0}]
 
 
 FLAGS = "weight loss loss_weight loss_mask loss_scale step_loss_mask train training trainable train_on_turn".split()

@@ -16,13 +16,14 @@ from pathlib import Path
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import DRAFTERS, EAGLE3, FILL_BLOCKS, number_of
+from megatron_mtp.config import DRAFTERS, EAGLE3, FILL_BLOCKS, flag_of, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.runtime import quieten
+from megatron_mtp.training.flags import CHAT_FLAGS
 from megatron_mtp.training.run_files import read_run_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,6 +42,8 @@ STEPS = {
 ON_RANKS, OF_THE_FOLDER = ("before", "train"), ("export", "verify")
 AFTER_CORPUS, AFTER_START = "trunk", "sample"
 """The steps before which it is known how many documents there are, and what the attached model is."""
+OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
+"""Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
 SPLIT = "98,2,0"
 LEAST_TEXTS = 25
 PASSES = 2
@@ -294,7 +297,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
     match step:
         case "corpus" if texts:
             source = "--chat" if chat else "--input"
-            return ["preprocess", source, args.corpus, "--tokenizer", str(args.model), "--output-prefix", str(data)]
+            paths = ["--tokenizer", str(args.model), "--output-prefix", str(data)]
+            return ["preprocess", source, args.corpus, *paths, *(word for word in args.more if word in OF_CHATS)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
             return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
         case "start" if _fits_drafter(args) and not start.is_dir():
@@ -400,7 +404,8 @@ def _training(args: Namespace) -> list[str]:
         "--tokenizer-type HuggingFaceTokenizer"
     )
     paths = ["--data-path", _trained_on(args), "--tokenizer-model", str(args.model)]
-    return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *args.more]
+    more = [word for word in args.more if word not in OF_CHATS]
+    return [*flags.split(), *paths, *([] if args.float32 else ["--bf16"]), *more]
 
 
 def _passes(args: Namespace) -> int | None:

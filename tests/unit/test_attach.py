@@ -152,6 +152,17 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
     assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
 
 
+def test_flags_of_chats_reach_the_corpus(model: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    args = settings(model, tmp_path / "run", "--chat-skip-bad-lines", "--chat-mask-history")
+    args.corpus = str(chats)
+    words = attach.command_of("corpus", args)
+    assert words is not None
+    assert words[-2:] == ["--chat-skip-bad-lines", "--chat-mask-history"]
+    assert not {"--chat-skip-bad-lines", "--chat-mask-history"} & set(attach.command_of("train", args) or [])
+
+
 def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
     for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
         args = settings(model, tmp_path / "run", *flags)

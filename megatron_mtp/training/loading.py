@@ -101,13 +101,25 @@ def _check_checkpoint(args: Namespace, flag: str, folder: Path) -> None:
             if not files:
                 raise ValueError(f"{iteration} has no file mp_rank_*/model_optim_rng.pt; give another checkpoint.")
             with read_errors(f"{files[0]} cannot be loaded"):  # which Megatron reads before a model is built
-                torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
+                found = torch.load(files[0], map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(files[0]))
+            _check_layout(args, found.get("args"), iteration)
         elif args.ckpt_format in OTHER_FORMATS and not (iteration / FORMAT).exists():
             read_catalogue(iteration)
         else:
             DistReader(iteration).state()
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
+
+
+def _check_layout(args: Namespace, stored: Namespace | None, iteration: Path) -> None:
+    """Check whether a checkpoint with a file a rank was saved by as many ranks of each kind."""
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        own, theirs = getattr(args, name), getattr(stored, name, None)
+        if theirs not in (None, own):
+            raise ValueError(
+                f"{iteration} has Megatron's older format, a file a rank, saved with {flag_of(name)} {theirs}, and "
+                f"this run has {own}; give {theirs}, and save with --ckpt-format torch_dist to load it in any layout."
+            )
 
 
 def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:

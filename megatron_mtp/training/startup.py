@@ -15,6 +15,7 @@ import re
 import shutil
 import traceback
 from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,76 @@ ADVICE = {
     **dict.fromkeys(("not in state dict", "flattened_range", "'optimizer'"), OPTIMIZER),
 }
 """Advice by a part of Megatron's message."""
+
+SENTENCES: tuple[tuple[str, str], ...] = (
+    ("args.micro_batch_size is not None", "--micro-batch-size is missing; give the sequences of a microbatch."),
+    (
+        "eval_global_batch_size ({global_batch_size}) must be divisible by eval_micro_batch_size ({micro_batch_size})",
+        "--global-batch-size is {global_batch_size}, but --micro-batch-size {micro_batch_size} on {data_parallel_size} "
+        "data-parallel ranks needs a multiple of {sequences_at_once}; give one, or fewer ranks.",
+    ),
+    (
+        "is not divisible by micro batch size",
+        "--global-batch-size is {global_batch_size}, but --micro-batch-size {micro_batch_size} on {data_parallel_size} "
+        "data-parallel ranks needs a multiple of {sequences_at_once}; give one, or fewer ranks.",
+    ),
+    (
+        "is not divisible by total_model_size",
+        "there are {world_size} ranks, no multiple of --tensor-model-parallel-size {tensor_model_parallel_size} x "
+        "--pipeline-model-parallel-size {pipeline_model_parallel_size} x --context-parallel-size "
+        "{context_parallel_size}; start more ranks, or give smaller sizes.",
+    ),
+    (
+        "Number of layers should be divisible by the pipeline",
+        "--num-layers is {num_layers}, no multiple of --pipeline-model-parallel-size {pipeline_model_parallel_size}; "
+        "give one, or --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout for unequal stages.",
+    ),
+    (
+        "args.hidden_size % args.num_attention_heads == 0",
+        "--hidden-size is {hidden_size}, no multiple of --num-attention-heads {num_attention_heads}; give one, or "
+        "--kv-channels for heads of any size.",
+    ),
+    (
+        "must be greater than or equal to seq_length",
+        "--seq-length is {seq_length}, but --max-position-embeddings is {max_position_embeddings}; give as many "
+        "positions or more.",
+    ),
+    (
+        "should be a multiple of 2 * context-parallel-size",
+        "--seq-length is {seq_length}, no multiple of twice --context-parallel-size {context_parallel_size}; give one.",
+    ),
+    (
+        "should be a multiple of expert model parallel_size",
+        "--num-experts is {num_experts}, no multiple of --expert-model-parallel-size {expert_model_parallel_size}; "
+        "give one.",
+    ),
+    (
+        "dispatcher does not support moe_router_padding",
+        "--moe-router-padding-for-fp8 was given with --moe-token-dispatcher-type {moe_token_dispatcher_type}, which "
+        "does not pad; give --moe-token-dispatcher-type alltoall or flex.",
+    ),
+    ("either num-layers or encoder-num-layers", "--num-layers is missing; give the layers of the trunk."),
+    ("hidden_size argument is None", "--hidden-size is missing; give it."),
+    ("num_attention_heads argument is None", "--num-attention-heads is missing; give it."),
+    ("max_position_embeddings argument is None", "--max-position-embeddings is missing; give --seq-length or more."),
+    ("args.encoder_seq_length is not None", "--seq-length is missing; give the tokens of a sequence."),
+    ("tokenizer_type None is not supported", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer."),
+    ("'int' and 'NoneType'", "--eval-interval is missing; give the steps between evaluations."),
+    ("args.min_lr <= args.lr", "--min-lr is {min_lr}, above --lr {lr}; give at most that."),
+    ("not args.bf16 does not hold", "--fp16 and --bf16 were given; give one of the two."),
+    (
+        "KeyError 'optimizer'",
+        "--load {load} has no optimizer state, or that of another optimizer; give --no-load-optim to go on with its "
+        "weights and step, or --finetune to start anew with its weights.",
+    ),
+    (
+        "mismatch after resume",
+        "--load {load} has the optimizer's state in buffers of another layout; give the --tensor-model-parallel-size "
+        "and --pipeline-model-parallel-size that it was saved with, or --no-load-optim; a run that saves with "
+        "--dist-ckpt-optim-fully-reshardable goes on in any layout.",
+    ),
+)
+"""Parts of what `reason` gives for Megatron's commonest refusals, and the sentences for them; {} is an argument."""
 
 DIVERGED = "the loss or a gradient is NaN or infinite; give a smaller --lr, or look for what the text has at this step."
 
@@ -103,6 +174,8 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
         return None
     if isinstance(error, ValueError) and Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE):
         return str(error)
+    if (known := _known(reason(error), args)) is not None:
+        return known
     place = next((PHASES[name] for name in reversed(running) if name in PHASES), "the run cannot start")
     said = sentence_of_the_machine(error) or f"{place.format(save=getattr(args, 'save', None))}: {reason(error)}"
     said = said.rstrip(".") + _named_flags(all_parser(program), error, args)
@@ -111,6 +184,19 @@ def _sentence(program: str, error: BaseException, has_started: bool) -> str | No
         said += f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free there"
     said += next((f"; {advice}" for part, advice in ADVICE.items() if part in str(error)), "")
     return f"{said}; the traceback is in {keep_traceback(error)}."
+
+
+def _known(message: str, args: Namespace) -> str | None:
+    """The sentence for one of Megatron's commonest refusals, with the flags that were typed; None of any other."""
+    values = defaultdict[str, Any](lambda: "?", vars(args))
+    if getattr(args, "data_parallel_size", None) and args.micro_batch_size:
+        values["sequences_at_once"] = args.micro_batch_size * args.data_parallel_size
+    for part, sentence in SENTENCES:
+        if part.format_map(values) in message and (
+            "--eval-interval" not in sentence or getattr(args, "eval_interval", 0) is None
+        ):
+            return sentence.format_map(values)
+    return None
 
 
 def reason(error: BaseException) -> str:

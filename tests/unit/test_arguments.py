@@ -453,3 +453,69 @@ def test_our_alias_takes_the_place_of_a_flag_of_a_newer_megatron() -> None:
     parser.add_argument_group("transformer").add_argument("--mtp-hsm", action="store_true")
     args = add_mtp_arguments(parser).parse_args(["--mtp-hsm"])
     assert (args.mtp_hidden_state_mixing, args.mtp_hsm) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "says"),
+    [
+        (
+            "--global-batch-size 4 --micro-batch-size 2",
+            8,
+            "--global-batch-size is 4, but --micro-batch-size 2 on 8 data-parallel ranks needs a multiple of 16;",
+        ),
+        (
+            "--global-batch-size 4 --micro-batch-size 2 --eval-global-batch-size 16",
+            8,
+            "--global-batch-size is 4, but --micro-batch-size 2 on 8 data-parallel ranks needs a multiple of 16;",
+        ),
+        ("--global-batch-size 16 --eval-global-batch-size 3", 2, "(--eval-global-batch-size is 3, "),
+        ("--tensor-model-parallel-size 3", 8, "8 ranks, no multiple of --tensor-model-parallel-size 3 x --pipeline-"),
+        ("--pipeline-model-parallel-size 4", 4, "--num-layers is 2, no multiple of --pipeline-model-parallel-size 4;"),
+        ("--num-attention-heads 3", 1, "--hidden-size is 32, no multiple of --num-attention-heads 3; give one"),
+        ("--seq-length 32", 1, "--seq-length is 32, but --max-position-embeddings is 16; give as many"),
+        ("--context-parallel-size 3", 3, "--seq-length is 16, no multiple of twice --context-parallel-size 3;"),
+        ("--num-experts 3 --expert-model-parallel-size 2", 2, "--num-experts is 3, no multiple of --expert-model-par"),
+        ("--min-lr 1", 1, "--min-lr is 1.0, above --lr 0.001; give at most that."),
+        ("--fp16 --bf16", 1, "--fp16 and --bf16 were given; give one of the two."),
+    ],
+)
+def test_megatrons_commonest_refusals_name_the_flags_that_were_typed(
+    flags: str, ranks: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one named --eval-global-batch-size, which nobody had given."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert says in refusal(f"{ROPE} {MOCK} {flags}", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("--micro-batch-size 1", "--micro-batch-size is missing; give the sequences of a microbatch."),
+        ("--num-layers 2", "--num-layers is missing; give the layers of the trunk."),
+        ("--hidden-size 32", "--hidden-size is missing; give it."),
+        ("--num-attention-heads 4", "--num-attention-heads is missing; give it."),
+        ("--seq-length 16", "--seq-length is missing; give the tokens of a sequence."),
+        ("--max-position-embeddings 16", "--max-position-embeddings is missing; give --seq-length or more."),
+        ("--tokenizer-type NullTokenizer", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer."),
+    ],
+)
+def test_a_missing_flag_is_named(
+    missing: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{MODEL.replace(missing, '')} {ROPE} {MOCK}"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
+    with pytest.raises(SystemExit):
+        main(sys.argv, on_cpu=True)
+    assert capsys.readouterr().err == f"pretrain_gpt.py: error: {says}\n"
+
+
+def test_an_older_checkpoint_names_its_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.save({"args": Namespace(tensor_model_parallel_size=2), "model": {}}, file)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --ckpt-format torch --load {tmp_path}", monkeypatch, capsys)
+    assert "saved with --tensor-model-parallel-size 2, and this run has 1; give 2, and save with" in sentence

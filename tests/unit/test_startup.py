@@ -81,13 +81,13 @@ def test_an_assertion_without_a_message_shows_its_condition_and_the_flags_in_it(
 
 
 def test_a_flag_that_is_missing_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With --eval-interval left out; its default is None, which the message mentions."""
+    """Its value is None, which the message mentions."""
     source = tmp_path / "divides.py"
-    source.write_text("def validate_args(args):\n    return args.hidden_size // args.eval_interval + args.seed\n")
+    source.write_text("def validate_args(args):\n    return args.hidden_size // args.log_interval + args.seed\n")
     names: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), names)
-    args = Namespace(**vars(ARGS), eval_interval=None)
-    assert "(--hidden-size is 33, --eval-interval is None)" in said(lambda: names["validate_args"](args), capfd)
+    args = Namespace(**vars(ARGS), log_interval=None)
+    assert "(--hidden-size is 33, --log-interval is None)" in said(lambda: names["validate_args"](args), capfd)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +186,20 @@ def test_ctrl_c_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, explained("train"):
         raise KeyboardInterrupt
     assert (end.value.code, capfd.readouterr().err) == (130, "train: interrupted\n")
+
+
+def test_an_optimizer_that_a_checkpoint_lacks_or_has_in_another_layout(capfd: pytest.CaptureFixture[str]) -> None:
+    args = Namespace(**vars(ARGS) | {"load": "runs/y"})
+    absent = said(lambda: train_step(args, raising(KeyError("optimizer"))), capfd)
+    assert absent.startswith("--load runs/y has no optimizer state, or that of another optimizer; give --no-load-optim")
+    assert absent.endswith("or --finetune to start anew with its weights.")
+    moved = said(lambda: train_step(args, raising(RuntimeError("(TP, PP) mismatch after resume ((1, 1) vs"))), capfd)
+    assert "or --no-load-optim; a run that saves with --dist-ckpt-optim-fully-reshardable goes on in any" in moved
+
+
+def test_an_interval_of_evaluations_that_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    args = Namespace(**vars(ARGS) | {"eval_interval": None})
+    divides = TypeError("unsupported operand type(s) for //: 'int' and 'NoneType'")
+    assert said(lambda: train_step(args, raising(divides)), capfd).startswith(
+        "--eval-interval is missing; give the steps"
+    )

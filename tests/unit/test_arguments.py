@@ -328,7 +328,7 @@ def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
     monkeypatch.setattr(reader, "stored_depths", lambda _: StoredDepths(3, True))
     sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer --load {checkpoint}", monkeypatch, capsys)
     assert "(--load) has 3 MTP layers, and the model is to have 1; give --mtp-num-layers 3 without" in sentence
-    assert "drop-mtp --keep 1." in sentence
+    assert "drop-mtp --keep 1 writes." in sentence
 
 
 @pytest.mark.parametrize(

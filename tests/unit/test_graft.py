@@ -443,6 +443,23 @@ def test_acceptance_on_a_text_is_that_of_evaluate_for_both(
     assert left == ["own", "own-out", "target-out", "text.txt"]
 
 
+@pytest.mark.parametrize("side", ["donor", "target"])
+def test_a_text_without_a_tokenizer_is_refused_before_anything_is_written(
+    side: str, sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [Path(shutil.copytree(one, tmp_path / one.name)) for one in sides]
+    for file in (tmp_path / side).glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "text.txt").write_text("some words")
+    capsys.readouterr()
+    words = [*map(str, pair), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt")]
+    for dry in ([], ["--dry-run"]):
+        assert main(["graft", *words, *dry]) == 2
+        says = f"--text cannot be measured, and nothing was written: {tmp_path / side} has no tokenizer; put the files"
+        assert says in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_an_interrupted_graft_looks_unfinished_and_goes_on(
     sides: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,21 @@ def test_the_sentence_is_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(("held", "counted"), [(0, 1), (1, 3), (3, 1)])
+def test_another_count_advises_to_fetch_or_to_count_what_is_there(
+    held: int, counted: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "hf", "glm4_moe", held)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(keys | {"num_nextn_predict_layers": counted}))
+    capsys.readouterr()
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
+    says = "fetch or export the folder again, or put the MTP layers of the model that it was made from on its trunk"
+    if held > counted:
+        says = f'put "num_nextn_predict_layers": {held} there, since engines load no depth that is not counted.'
+    assert says in capsys.readouterr().err
+
+
 def test_names_without_what_wrappers_add() -> None:
     names = {
         "base_model.model.model.layers.4.eh_proj.weight": "model.layers.4.eh_proj.weight",

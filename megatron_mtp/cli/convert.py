@@ -2,7 +2,7 @@
 
 It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user's mistake;
 `verify` exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1 for what is
-damaged in part.
+damaged in part, and `--dry-run` for what does not fit on the disk.
 """
 
 import json
@@ -50,7 +50,7 @@ EXAMPLES = """examples:
 An interrupted conversion leaves DST.partial; the same command with --resume continues it.
 """
 DIFFERENT, UNCOMPARED = 1, 3
-"""Exit status of `verify`: a difference was found; logits could not be compared."""
+"""Exit status: a difference or damage was found, or a plan does not fit; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 SHARD = "5GB"
@@ -81,7 +81,8 @@ def convert(args: Namespace) -> int:
         raise
     result["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(result) if args.json else text_of(result), flush=True)
-    if not result.get("ok", True):
+    free = result.get("bytes free")
+    if not result.get("ok", True) or (free is not None and free <= result["bytes written"]):
         return DIFFERENT
     return 0 if result.get("compared", True) or args.allow_uncompared else UNCOMPARED
 

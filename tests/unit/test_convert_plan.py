@@ -1,17 +1,24 @@
 """`convert --dry-run` says what the conversion then does, and writes nothing."""
 
+import errno
 import json
+import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import make
+from hf_models import make, read, write
+from judged_models import QUIET
 
+from megatron_mtp.checkpoint.convert.import_hf import plan_import
+from megatron_mtp.checkpoint.convert.stream import CheckpointFiles
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 
+Disk = namedtuple("Disk", "total used free")
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
@@ -64,6 +71,60 @@ def test_a_plan_refuses_what_the_conversion_would(tmp_path: Path, capsys: pytest
     (source / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 9}))
     assert main(["hf-to-mcore", str(source), str(tmp_path / "mcore"), "--dry-run"]) == 2
     assert "lacks 'model.layers." in capsys.readouterr().err
+
+
+def test_what_does_not_fit_on_the_disk_is_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make(tmp_path / "source", "llama", 0), tmp_path / "mcore"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(10**9, 10**9, 1000))
+    assert main(["hf-to-mcore", str(source), str(target), "--dry-run", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["fits"], plan["bytes free"]) == (False, 1000)
+    assert main(["hf-to-mcore", str(source), str(target)]) == 2
+    says = f"{target} takes {plan['bytes written']:,} bytes, and its disk has 1,000 free; free some, or name a target"
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(0, 0, 0))  # what some network disks say
+    assert main(["hf-to-mcore", str(source), str(target)]) == 0
+
+
+def test_a_resumed_conversion_needs_room_for_the_rest_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = make(tmp_path / "source", "llama", 0), tmp_path / "mcore"
+    assert main(["hf-to-mcore", str(source), str(target)]) == 0
+    shutil.move(target, tmp_path / "mcore.partial")
+    plan = plan_import(source, QUIET)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(10**9, 10**9, 5000))
+    plan._check_room(target)
+    with pytest.raises(ValueError, match="free some, or name a target"):
+        plan._check_room(tmp_path / "other")
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_a_conversion_names_numbers_that_are_nan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is resumed, of the parts that were written before."""
+    source = make(tmp_path / "source", "llama", 0)
+    held = read(source)
+    write(source, held | {"model.norm.weight": held["model.norm.weight"] / 0})
+    says = "as in the source, some numbers are NaN or infinite in 'decoder.final_layernorm.weight'"
+    assert says in told(capsys, "hf-to-mcore", source, tmp_path / "mcore")["not finite"]
+    monkeypatch.setattr(CheckpointFiles, "finish", full)
+    assert main(["hf-to-mcore", str(source), str(tmp_path / "again")]) != 0
+    monkeypatch.undo()
+    assert says in told(capsys, "hf-to-mcore", source, tmp_path / "again", "--resume")["not finite"]
+
+
+def test_a_promise_of_fp8_that_no_weight_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "source", "llama", 0)
+    keys = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (source / "config.json").write_text(json.dumps(keys))
+    said = told(capsys, "hf-to-mcore", source, tmp_path / "mcore")["quantization"]
+    assert said.startswith("config.json says quant_method 'fp8', but no weight is quantized")
 
 
 def files(folder: Path) -> dict[str, int]:

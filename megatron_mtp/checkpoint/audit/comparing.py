@@ -66,13 +66,13 @@ class Compared:
         name: on side A, or on the side that has it.
         kind: the difference; None for equal ones.
         figure: the largest difference of numbers; None if none was computed.
-        bits: of different ones, the bits of side A and of side B.
+        bits: of different ones, the bits of side A and of side B; None for a tensor of one number.
     """
 
     name: str
     kind: Kind | None = None
     figure: float | None = None
-    bits: tuple[Bits, Bits] | None = None
+    bits: tuple[Bits | None, Bits | None] | None = None
 
 
 @dataclass
@@ -331,9 +331,8 @@ def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
         kind = explain(left, right)
         if form and kind[0] == "other numbers" and (left.float() - right.float()).norm() <= CLOSE * left.float().norm():
             kind = "rounded", f"differs by rounding: side {form} with scales"
-        looks = Look.of(left), Look.of(right)
-        both = None if any(look.is_constant for look in looks) else tuple(look.bits for look in looks)
-        return Compared(name, kind, difference(left, right), both)
+        ours, theirs = (None if (look := Look.of(one)).is_constant else look.bits for one in (left, right))
+        return Compared(name, kind, difference(left, right), (ours, theirs))
 
 
 def explain(a: Tensor, b: Tensor) -> Kind:
@@ -379,7 +378,8 @@ def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterato
     """
     held = {one.name: one.bits[0] if one.bits else _bits_of(one.name, a, b) for one in compared}
     homes = {bits: name for name, bits in reversed(held.items()) if bits is not None}
-    moved = {one.name: homes[one.bits[1]] for one in compared if one.bits is not None and one.bits[1] in homes}
+    theirs = {one.name: one.bits[1] for one in compared if one.bits is not None}
+    moved = {name: homes[bits] for name, bits in theirs.items() if bits is not None and bits in homes}
     if moved:
         says = f"{counted(len(moved), 'tensor')} of side B stand under another name on side A: {_places(moved)}."
         advice = "give the tensors the names that side A has, or correct the names in the program that wrote side B"

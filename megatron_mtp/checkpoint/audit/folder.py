@@ -190,11 +190,11 @@ def _check_tokens(side: HFSide) -> None:
     for file, read in TOKENIZERS.items():
         with suppress(*UNFIT):
             tokens |= read(_object_in(side.path / file))
-    over = [f"{text} ({one})" for text, one in tokens.items() if one >= rows and not _SEEN.search(text)]
-    if over:
-        says = f"The tokenizer has {counted(len(over), 'token')} for which the embedding of {rows} rows has none: "
+    lost = [f"{text} ({one})" for text, one in tokens.items() if one >= rows and not _SEEN.search(text)]
+    if lost:
+        says = f"The tokenizer has {counted(len(lost), 'token')} for which the embedding of {rows} rows has none: "
         advice = "take the tokenizer of the release, or give the embedding rows for them"
-        side.add("token id", f"{says}{listed(over)}. Texts that hold them fail.", advice, WARNING, over)
+        side.add("token id", f"{says}{listed(lost)}. Texts that hold them fail.", advice, WARNING, lost)
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.families.rules import Shape
+from megatron_mtp.checkpoint.mcore.reader import bounds
 
 WORDS = 2**18
 """Words that are multiplied at a time: their factors stay in a processor's cache."""
@@ -54,7 +55,7 @@ class Look:
             for part in (words[: WORDS - at], words[WORDS - at :]):  # a piece may begin inside of a block
                 start = self._place % WORDS
                 factors = _factors()[start : start + part.numel()]
-                self._sum += torch.dot(part, factors).item() * (2 * (self._place // WORDS) + 1)
+                self._sum += int(torch.dot(part, factors)) * (2 * (self._place // WORDS) + 1)
                 self._place += part.numel()
 
     def bound(self, low: float | None, high: float | None) -> None:
@@ -79,14 +80,6 @@ class Look:
     def bits(self) -> Bits | None:
         """The digest with type and shape; None if only slabs were read."""
         return (self.dtype, self.shape, self._sum % 2**64) if self.is_whole else None
-
-
-def bounds(tensor: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """The smallest and the largest number, NaN if there is one; None of integers, FP8 and nothing."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
-        return None, None
-    low, high = torch.aminmax(tensor.detach())
-    return low.item(), high.item()
 
 
 def _words(piece: Tensor, shape: Shape) -> Tensor:

@@ -191,8 +191,8 @@ def _experts(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
             groups[match.group(1)][match.group(2)][name.removeprefix(match.group(0))] = own
     for layer, experts in groups.items():
         same: dict[tuple[tuple[str, Bits], ...], list[str]] = defaultdict(list)
-        for index, own in experts.items():
-            same[tuple(sorted(own.items(), key=lambda one: one[0]))].append(index)
+        for index, held in experts.items():
+            same[tuple(sorted(held.items(), key=lambda one: one[0]))].append(index)
         for indices in (each for each in same.values() if len(same) > 1 and len(each) > 1):
             says = f"Experts {', '.join(indices[:4])}{' ...' if len(indices) > 4 else ''} of '{layer[:-1]}' are equal "
             says += "bit by bit: one was written in the other's place."

@@ -126,7 +126,7 @@ def check_quantization(side: HFSide) -> Iterator[Finding]:
         says = f"{counted(len(coded), 'weight')} are quantized, but the config has no 'quantization_config': "
         says += f"engines load them without their scales: {listed(coded)}."
         yield Finding(GUESS, says, "copy the key from the release's config.json", names=tuple(coded))
-    elif settings.promised("") is not None and (settings.groups or settings.keys.get("quant_method") != COMPRESSED):
+    elif settings.needs_weights:
         kinds = ", ".join(sorted({entry.dtype for entry in side.tensors.values()}))
         says = f"The config says quant_method '{settings.method}', but no weight is quantized (they are {kinds}): "
         says += "engines build quantized layers, and do not load these tensors."

@@ -19,7 +19,7 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES
+from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSettings
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.config import trained_depths
 from megatron_mtp.files import without_weights
@@ -64,6 +64,12 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
     found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
     found |= model.folder.remarks
+    settings = QuantizationSettings.of(model.folder.folder, model.config.keys)
+    if settings.needs_weights and not model.folder.quantized:
+        found["quantization"] = (
+            f"{settings.source} says quant_method '{settings.method}', but no weight is quantized; they are taken as "
+            "they are, and the keys are left out"
+        )
     for (drafts,) in draft_vocabulary(model):
         found["draft vocabulary"] = f"{drafts.entries[0].shape[0]} tokens, those of {DRAFTED}"
     found |= epsilon_note(args)

@@ -33,7 +33,7 @@ class PartialFolder:
     """
 
     def __init__(self, target: Path, source: Path, plan: Mapping[str, Any], resume: bool) -> None:
-        target = _resolved(target)
+        target = resolved(target)
         check_place(target, source)
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._lock = ExitStack()
@@ -91,7 +91,7 @@ class PartialFolder:
 
 def check_free(target: Path, source: Path) -> None:
     """Raises ValueError where something is at the target, or as `check_place`."""
-    target = _resolved(target)
+    target = resolved(target)
     check_place(target, source)
     _check_empty(target)
 
@@ -103,7 +103,8 @@ def _check_empty(target: Path) -> None:
         raise ValueError(f"{target} is not empty; name a new folder, or remove it.")
 
 
-def _resolved(target: Path) -> Path:
+def resolved(target: Path) -> Path:
+    """The folder that a target leads to; raises ValueError for a link that leads to itself."""
     try:
         return target.resolve()
     except (RuntimeError, OSError) as error:

@@ -8,6 +8,7 @@ once. Several workers share the parts. The target is a Megatron checkpoint (`Che
 (`export_hf.FolderFiles`).
 """
 
+import math
 import shutil
 import sys
 import threading
@@ -25,10 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place
+from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place, resolved
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
+from megatron_mtp.checkpoint.mcore.reader import bounds
 from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 from megatron_mtp.files import default_workers, synced
 
@@ -167,16 +169,38 @@ class Conversion:
         """The output of `--dry-run`: counts, names, room on the disk; ValueError where the target is taken."""
         for source in self.sources:
             check_free(target, source)
-        there = next(path for path in (target, *target.absolute().parents) if path.exists())
-        size, free = sum(entry.bytes for entry in self.entries), shutil.disk_usage(there).free
         counts = {"bytes read" if name == "bytes" else name: count for name, count in self.counts.items()}
-        disk = {"target": str(target), "bytes written": size, "bytes free": free, "fits": size < free}
+        size, free = self._room(target)
+        disk = {"target": str(target), "bytes written": size, "bytes free": free, "fits": free is None or size < free}
         return counts | disk | self.facts | self.notes
 
+    def _room(self, target: Path) -> tuple[int, int | None]:
+        """Bytes that are written, and those that the disk has for them; None where it does not tell."""
+        there = next(path for path in (target, *target.absolute().parents) if path.exists())
+        usage = shutil.disk_usage(there)
+        return sum(entry.bytes for entry in self.entries), usage.free if usage.total else None
+
+    def _check_room(self, target: Path) -> None:
+        """Raises ValueError where the disk is too small; what an interrupted run has written counts as room."""
+        size, free = self._room(target)
+        whole = resolved(target)
+        begun = whole.with_name(f"{whole.name}.partial").rglob("*")
+        done = sum(path.stat().st_blocks * 512 for path in begun if path.is_file())
+        if free is not None and size >= free + done:
+            raise ValueError(
+                f"{target} takes {size:,} bytes, and its disk has {free + done:,} free; free some, or name a target on "
+                "another disk."
+            )
+
     def write(self, target: Path, options: Options) -> dict[str, Any]:
-        """Write the target, but for parts of an interrupted run; ValueError where it is taken, or a source damaged."""
+        """Write the target, but for parts of an interrupted run.
+
+        Raises:
+            ValueError: the target is taken, its disk is too small, or a source is damaged.
+        """
         for source in self.sources[1:]:
             check_place(target, source)
+        self._check_room(target)
         folder = PartialFolder(target, self.sources[0], self.record, options.resume)
         files, budget = self.files(folder, options), Budget()
         if self.begin is not None:
@@ -185,21 +209,38 @@ class Conversion:
             (sum(group.size for group in part), partial(_write_part, files, number, part, budget))
             for number, part in enumerate(self.parts)
         ]
-        files.finish(run_parts(folder, work, options.workers, options.quiet, files.holds))
+        records = run_parts(folder, work, options.workers, options.quiet, partial(_is_whole, files))
+        files.finish([record["files"] for record in records])
         self.keep(folder.path)
         folder.finish()
-        return self.counts | self.notes
+        return self.counts | self.notes | _odd([name for record in records for name in record["not finite"]])
+
+
+def _is_whole(files: Files, record: Any) -> bool:
+    return isinstance(record, dict) and "files" in record and files.holds(record["files"])
+
+
+def _odd(names: list[str]) -> dict[str, str]:
+    """What is said of tensors that have numbers which are NaN or infinite; nothing without one."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    says = f"as in the source, some numbers are NaN or infinite in '{names[0]}'{more}" if names else ""
+    return {"not finite": f"{says}; megatron-mtp audit names all"} if names else {}
 
 
 def _write_part(files: Files, number: int, groups: list[Group], budget: "Budget", report: "Report") -> Any:
+    odd: list[str] = []
+
     def made() -> Generator[tuple[Entry, Tensor]]:
         for group in groups:
             with budget.taking(group.size):
-                yield from zip(group.entries, group.make(), strict=True)
+                for entry, tensor in zip(group.entries, group.make(), strict=True):
+                    if not all(math.isfinite(bound or 0) for bound in bounds(tensor)):
+                        odd.append(entry.keys[0])
+                    yield entry, tensor
             report(group.size)
 
     with closing(made()) as tensors:  # where writing fails, the room is free at once for other workers
-        return files.write(number, tensors)
+        return {"files": files.write(number, tensors), "not finite": odd}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -299,6 +299,11 @@ class QuantizationSettings:
             found = [form for form in found if form.scheme is None or "tensor" not in form.scheme[2]]
         return found or None
 
+    @property
+    def needs_weights(self) -> bool:
+        """True if some weight has to be quantized; compressed-tensors may state the form of a cache alone."""
+        return self.promised("") is not None and bool(self.groups or self.keys.get("quant_method") != COMPRESSED)
+
     def _group_of(self, module: str) -> dict[str, Any] | None:
         """The group that targets a module, as compressed-tensors chooses it: by name, by pattern, by class."""
         groups = self.groups

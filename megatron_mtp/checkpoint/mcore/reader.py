@@ -479,3 +479,11 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     places = [number * each.element_size() for each in pair for number in (each.numel(), each.storage_offset())]
     kind = torch.uint8 if any(place % 8 for place in places) else torch.int64  # words are compared six times as fast
     return torch.equal(*(each.view(kind) for each in pair))
+
+
+def bounds(tensor: Tensor) -> tuple[float, float] | tuple[None, None]:
+    """The smallest and the largest number, NaN if there is one; None of integers, FP8 and nothing."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
+        return None, None
+    low, high = torch.aminmax(tensor.detach())
+    return low.item(), high.item()

@@ -12,7 +12,7 @@ from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, counted, liste
 from megatron_mtp.checkpoint.audit.looks import Bits, Look
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, OF_EMBEDDING, OF_HEAD, TRUNK
+from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, OF_EMBEDDING, OF_HEAD, TRUNK, HFSide
 from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.checkpoint.hf.config import CHOSEN, EXPERTS, HFConfig, first_count
 
@@ -84,8 +84,10 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
             found[f"all numbers are {look.low + 0:.3g}, as in a weight that was never loaded or trained"].append(name)
         elif is_matrix and largest < TINY and not is_quantized(side.tensors[name]):
             found[f"no number is larger than {largest:.2g}: they compute as zeros"].append(name)
+    # of a model that is not known here, nobody knows whether its training leaves such weights
+    severity = NOTE if isinstance(side, HFSide) and side.family is None else WARNING
     for says, names in found.items():
-        yield Finding(GUESS, f"{_named(names)}: {says}.", RELEASE, WARNING, tuple(names))
+        yield Finding(GUESS, f"{_named(names)}: {says}.", RELEASE, severity, tuple(names))
 
 
 def _is_centered(side: Side) -> bool:

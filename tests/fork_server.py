@@ -4,7 +4,8 @@
 
 A fork gets what a new process would: arguments, folder, environment, standard streams, a session of its own; it runs
 the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a pytest run share one
-server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a new process.
+server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a new process, unless
+the server has not touched the device, as those of benchmarks/gpu/lines.py.
 
 What must be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C, broken pipes, and
 whatever asks torch for a device, for which forks have stand-ins already.
@@ -29,7 +30,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -68,7 +69,12 @@ class Fork:
 
     def __init__(self, words: Sequence[str], connection: socket.socket) -> None:
         self.args, self.returncode, self._connection = words, None, connection
-        self.pid = int(connection.recv(32))
+        connection.settimeout(TIMEOUT)
+        said = connection.recv(32)
+        if not said:
+            raise ConnectionError("the process that forks has ended.")
+        connection.settimeout(None)
+        self.pid = int(said)
 
     def poll(self) -> int | None:
         """The exit status, -N for signal N; None while it runs."""
@@ -110,13 +116,29 @@ def start(
         return subprocess.Popen(
             words, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, cwd=cwd, start_new_session=True
         )
-    request = {"words": list(words[1:]), "folder": str(cwd or os.getcwd()), "environment": environment}
+    return fork(_connect(), words, stdin, stdout, stderr, environment, cwd)
+
+
+def fork(
+    connection: socket.socket,
+    words: Sequence[str],
+    stdin: int | IO[Any],
+    stdout: int | IO[Any],
+    stderr: int | IO[Any],
+    environment: Mapping[str, str],
+    cwd: str | Path | None = None,
+) -> Fork:
+    """Start the command in a fork of the server at the other end, whatever `words[0]` is.
+
+    Raises:
+        OSError: the server has ended, or does not answer.
+    """
+    request = {"words": list(words[1:]), "folder": str(cwd or os.getcwd()), "environment": {**environment}}
     with open(os.devnull, "r+b") as null:
         streams = [null if each == subprocess.DEVNULL else each for each in (stdin, stdout, stderr)]
         numbers = [each if isinstance(each, int) else each.fileno() for each in streams]
         if stderr == subprocess.STDOUT:
             numbers[2] = numbers[1]
-        connection = _connect()
         socket.send_fds(connection, [json.dumps(request).encode()], numbers)
     return Fork(words, connection)
 
@@ -209,11 +231,17 @@ def _start_server(said: IO[bytes]) -> "subprocess.Popen[bytes]":
 # --- the process that forks ------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Forks for every request until the process that runs the tests ends."""
+def serve(listening: socket.socket, of_run: int, run: "Callable[..., None] | None" = None) -> None:
+    """Fork for every request; a fork runs its words by `run_main`, or by `run`."""
+    gc.freeze()  # else a collection in a fork copies what all share
+    Server(listening, of_run, run or run_main).serve()
 
-    def __init__(self, listening: socket.socket, of_run: int) -> None:
-        self._listening, self._run = listening, os.pidfd_open(of_run)
+
+class Server:
+    """Forks for every request until the process `of_run` ends; `run` does a command's words as `__main__`."""
+
+    def __init__(self, listening: socket.socket, of_run: int, run: Callable[..., None]) -> None:
+        self._listening, self._run, self._run_main = listening, os.pidfd_open(of_run), run
         self._children: dict[int, tuple[int, socket.socket]] = {}  # by the handle of the process
         self._clients: dict[int, int] = {}  # the handle of the process by that of the connection
         self._waiting = select.poll()
@@ -245,7 +273,7 @@ class Server:
             return
         child = os.fork()
         if child == 0:
-            become(json.loads(message), streams, connection)
+            become(json.loads(message), streams, connection, self._run_main)
         for stream in streams:
             os.close(stream)
         handle = os.pidfd_open(child)
@@ -273,7 +301,7 @@ def kill(child: int) -> None:
             end(child, signal.SIGKILL)
 
 
-def become(request: dict[str, Any], streams: list[int], connection: socket.socket) -> None:
+def become(request: dict[str, Any], streams: list[int], connection: socket.socket, run: Callable[..., None]) -> None:
     """Take the place of the command, and end as Python does."""
     status = 1
     try:
@@ -288,7 +316,7 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         numpy.random.seed()
-        status = status_of(request["words"])
+        status = status_of(request["words"], run)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
         atexit._run_exitfuncs()
         with contextlib.suppress(BrokenPipeError):
@@ -297,10 +325,10 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
         os._exit(status)
 
 
-def status_of(words: list[str]) -> int:
+def status_of(words: list[str], run: Callable[..., None]) -> int:
     """The exit status of a command that runs here."""
     try:
-        run_main(*words)
+        run(*words)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -339,7 +367,7 @@ LATE = (
 
 
 def import_all() -> None:
-    """All of the package, and what it uses, as far as it is installed; no thread may be left."""
+    """All of the package, and what it uses, as far as it is installed."""
     import megatron_mtp
     from megatron_mtp.runtime import prepare
 
@@ -356,8 +384,11 @@ def import_all() -> None:
     sys.argv = ["pretrain_gpt.py"]
     parse_sources_once()
     parse_args()  # once, so that forks know them
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork would lack {threads - 1} threads of this process"
+
+
+def threads() -> int:
+    """Of this process; a fork has one of them."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def main(address: str, of_run: int) -> None:
@@ -367,8 +398,8 @@ def main(address: str, of_run: int) -> None:
     except OSError:
         return  # another worker's server is there already
     import_all()
-    gc.freeze()  # else a collection in a fork copies what all share
-    Server(listening, of_run).serve()
+    assert threads() == 1, f"a fork would lack {threads() - 1} threads of this process"
+    serve(listening, of_run)
 
 
 if __name__ == "__main__":

@@ -1,164 +1,244 @@
-"""What only a CUDA device can show: every part is a process of its own, with its own limit, log and figures.
+"""What only a CUDA device can show; torch and Megatron are imported once, and every part is a fork with its own limit.
 
-    scripts/gpu_check.sh --out DIR                        all parts on a CUDA device; DIR/PART.json and DIR/PART.log
-    scripts/gpu_check.sh --parts losses graphs --out DIR  some, of those that `gpu.PARTS` lists
+    scripts/gpu_check.sh                                  all parts; figures in runs/gpu/PART.json as they come
+    scripts/gpu_check.sh --parts losses graphs --out DIR  some, of those that --list shows
+    scripts/gpu_check.sh --device cpu --quick             does it run? (the figures mean nothing; no page)
+    scripts/gpu_check.sh start --out DIR --minutes 13     begin, and return at once
+    scripts/gpu_check.sh follow --out DIR --seconds 170 --pack FILE.tgz
+                                                          what happened since the last look, until all parts have ended
     scripts/gpu_check.sh --merge DIR [DIR ...]            docs/gpu.md from the figures of several runs
-    python benchmarks/gpu_check.py --device cpu --quick   does it run? (the figures mean nothing; no page)
 
-A part that fails, crashes or takes longer than --limit loses no other part's figures, nor those that it had until then.
-A part that lacks a package says so and is not run.
+A part that fails, crashes or takes longer than its limit loses no other part's figures, nor those that it had until
+then. A part that lacks a package says so and is not run.
 
 Ends with status 0 if every part ran and met its goals, 1 if not, and 77, which test runners take for "skipped", without
-a CUDA device. As every benchmark it prints one JSON object in its last line (`harness.report`).
+a CUDA device. A `follow` whose seconds have passed judges the parts that have ended. Without `start` or `follow` the
+last line is one JSON object, as of every benchmark (`harness.report`).
 """
 
 import argparse
-import contextlib
+import fcntl
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Mapping
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found,
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))  # nor `fork_server`
 
-from benchmarks.gpu import PARTS, Part, record
+from benchmarks.gpu import PARTS, record
 
-ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = 77
-LIMIT, SPARE = 150.0, 10.0
-"""Seconds that a part may take, and how much earlier it should end by itself."""
+FOLLOWED = "followed"
+"""The file that says how far the events have been shown."""
+PACK_EVERY = 20.0
+HAS_CUDA = """
+import ctypes, sys
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+sys.exit(driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value)
+"""
 
 
 def main() -> int:
-    """Run the parts and print what they found, or merge what they have found."""
+    """Run the parts and print what they found, begin or follow a run, or merge what several have found."""
     from megatron_mtp.errors import sentences
 
     args = parse(sys.argv[1:])
     with sentences("gpu_check"):
+        if args.list:
+            return list_parts()
         if args.merge:
             return merge(args.merge, args.page)
+        if args.verb == "follow":
+            return status_of(args.out, follow(args.out, args.seconds, args.pack))
         chosen = chosen_parts(args.parts)
         if args.device == "cuda" and not has_cuda():
             print("gpu_check: skipped, since there is no CUDA device here; --device cpu --quick tries its parts.")
             return SKIPPED
-        args.out.mkdir(parents=True, exist_ok=True)
-        if args.device == "cuda":
-            read_once()
-        found = [run(name, part, args) for name, part in chosen.items()]
-    return report_of(found, args.device == "cpu")
+        process = start(args, chosen)
+        if args.verb == "start":
+            print(f"gpu_check: process {process} runs {len(chosen)} parts; follow them with: follow --out {args.out}")
+            return 0
+        try:
+            records = follow(args.out, float("inf"), args.pack)
+        except BaseException:
+            os.kill(process, signal.SIGKILL)
+            raise
+    report(records)
+    return status_of(args.out, records)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", nargs="+", default=[], metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT, metavar="SECONDS", help=f"of a part; default: {LIMIT:.0f}"
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="DIR", help="write the page, run nothing")
-    parser.add_argument("--page", type=Path, default=Path("docs/gpu.md"), metavar="FILE", help="default: docs/gpu.md")
+    add = parser.add_argument
+    add("verb", nargs="?", choices=("start", "follow"), help="begin a run that outlives this call, or watch one")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--parts", nargs="+", default=[], metavar="PART", help="default: all, in the order of --list")
+    add("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
+    add("--minutes", type=float, default=float("inf"), metavar="M", help="of the run; parts that are left do not run")
+    add("--seconds", type=float, default=float("inf"), metavar="S", help="how long to follow; default: to the end")
+    add("--pack", type=Path, metavar="FILE", help=f"an archive (.tgz) of DIR, made anew every {PACK_EVERY:.0f} s")
+    add("--list", action="store_true", help="print the parts, their kinds and limits")
+    add("--merge", nargs="+", type=Path, default=[], metavar="DIR", help="write the page, run nothing")
+    add("--page", type=Path, default=Path("docs/gpu.md"), metavar="FILE", help="default: docs/gpu.md")
     return parser.parse_args(argv)
 
 
-def chosen_parts(names: list[str]) -> dict[str, Part]:
-    """Raises ValueError at a name that no part has."""
+def list_parts() -> int:
+    """What there is, in the order in which it runs."""
+    for name, part in PARTS.items():
+        given = " ".join(f"{key}={value}" for key, value in part.given.items())
+        kind = "alone" if part.alone else "together"
+        print(f"{name:15} {kind:8} {part.seconds:4.0f} s  {part.line:5}  {part.function.split(':')[1]} {given}")
+    return 0
+
+
+def chosen_parts(names: list[str]) -> list[str]:
+    """In the table's order; raises ValueError at a name that no part has."""
     if unknown := sorted(set(names) - set(PARTS)):
         raise ValueError(f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}.")
-    return {name: PARTS[name] for name in names or PARTS}
+    return [name for name in PARTS if name in names or not names]
 
 
 def has_cuda() -> bool:
-    """Asked by another process, so that this one keeps no memory of the device."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    """Asked of the driver, since torch takes a minute to import, and by a process that does not fork."""
+    return subprocess.run([sys.executable, "-c", HAS_CUDA], capture_output=True).returncode == 0
 
 
-def read_once() -> None:
-    """Import what all parts do: a disk that has not read it before took a minute, which is no part's own time."""
-    print("gpu_check: reading torch, CUDA and Megatron once", file=sys.stderr, flush=True)
-    code = "import benchmarks.gpu.part, torch; torch.ones(1, device='cuda')"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment("cuda"), capture_output=True)
+# A run that outlives its call: a process of its own, which holds a lock on the folder's events.
 
 
-def run(name: str, part: Part, args: argparse.Namespace) -> dict[str, Any]:
-    """The record of a part, whatever became of it."""
-    started = record.begin(name, shlex.join(["python", *sys.argv]))
-    why = part.missing(args.device == "cpu")
-    record.write(args.out, started if why is None else started | {"status": "not run", "why": why})
-    if why is None:
-        print(f"gpu_check: {name}, at most {args.limit:.0f} s", file=sys.stderr, flush=True)
-        status, seconds = outcome(name, part, args)
-        ended = record.read(args.out / f"{name}.json")
-        if ended["status"] == "running":
-            ended |= {"status": "failed" if isinstance(status, int) else "killed", "seconds": seconds}
-            ended["why"] = f"{_in_words(status)}: {_end_of(args.out / f'{name}.log')}"
-            record.write(args.out, ended)
-    return record.read(args.out / f"{name}.json")
-
-
-def outcome(name: str, part: Part, args: argparse.Namespace) -> tuple[int | str, float]:
-    """The part's exit status, or that it was killed, and how long it took; nothing that it started is left behind."""
-    own_time = max(args.limit - SPARE, args.limit / 2)
-    words = [part.function, name, str(args.out.resolve()), str(own_time), *(["quick"] if args.quick else [])]
-    begun = time.monotonic()
-    with open(args.out / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.worker", *words],
-            cwd=ROOT,
-            env=environment(args.device),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def start(args: argparse.Namespace, chosen: list[str]) -> int:
+    """Begin a run; returns its process, whose end ends all that it started."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    begun, command = time.monotonic(), shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    with open(args.out / record.EVENTS, "a") as events:
+        if not locked(events, fcntl.LOCK_EX):
+            raise ValueError(f"--out is {args.out}, where a run goes on; follow it, or give another folder.")
+        events.truncate(0)
+        (args.out / FOLLOWED).unlink(missing_ok=True)
+        sys.stdout.flush()
+        if process := os.fork():
+            return process
+        os.setsid()  # the lock stays with this process and its forks
+        with open(args.out / "run.log", "wb") as log, open(os.devnull) as nothing:
+            for number, stream in enumerate((nothing, log, log)):
+                os.dup2(stream.fileno(), number)
         try:
-            status: int | str = process.wait(args.limit)
-        except subprocess.TimeoutExpired:
-            status = f"killed after {args.limit:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return status, round(time.monotonic() - begun, 1)
+            from benchmarks.gpu.run import Run
+
+            folder, until = args.out.resolve(), begun + 60 * args.minutes
+            Run(folder, tuple(chosen), command, args.quick, args.device == "cpu", until).carry_out()
+        except BaseException as error:
+            traceback.print_exc()
+            record.event(args.out, "failed", why=f"{type(error).__name__}: {error}")
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
 
 
-def environment(device: str) -> Mapping[str, str]:
-    """A part finds this checkout's packages, and with `cpu` no device."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **hidden}
+def locked(events: IO[str], kind: int) -> bool:
+    """Take the lock of a run's events, unless the run goes on."""
+    try:
+        fcntl.flock(events, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def _in_words(status: int | str) -> str:
-    if isinstance(status, str):
-        return status
-    return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+def follow(folder: Path, seconds: float, archive: Path | None) -> list[dict[str, Any]]:
+    """Print what has happened since the last look, until the run or the time ends; the records of ended parts."""
+    if not (folder / record.EVENTS).exists():
+        raise ValueError(f"--out is {folder}, where no run has begun; give the folder of a start.")
+    until, packed = time.monotonic() + seconds, 0.0
+    with open(folder / record.EVENTS) as events, open(folder / FOLLOWED, "a+") as followed:
+        followed.seek(0)
+        events.seek(int(followed.read() or 0))
+        while True:
+            ended = locked(events, fcntl.LOCK_SH)
+            if ended:
+                settle(folder)
+            while (line := events.readline()).endswith("\n"):
+                print(in_words(**json.loads(line)), flush=True)
+                followed.truncate(0)
+                followed.write(f"{events.tell()}")
+                followed.flush()
+            over = ended or time.monotonic() > until
+            if archive and (over or time.monotonic() - packed > PACK_EVERY):
+                packed = time.monotonic()
+                pack(folder, archive)
+            if over:
+                return [record.read(folder / f"{name}.json") for name in record.parts_of(folder, "ended")]
+            time.sleep(0.2)
 
 
-def _end_of(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace").split())[-300:] or "it printed nothing"
+def settle(folder: Path) -> None:
+    """Of a run that was ended from outside: its parts were too."""
+    if any(each["what"] in ("all ended", "failed") for each in record.events(folder)):
+        return
+    for name in [name for name in record.parts_of(folder, "begins") if name not in record.parts_of(folder, "ended")]:
+        found = record.read(folder / f"{name}.json")
+        if found["status"] == "running":
+            found |= {"status": "killed", "why": "the run was ended from outside"}
+        record.end(folder, found)
+    record.event(folder, "failed", why="the run was ended from outside")
 
 
-def report_of(found: list[dict[str, Any]], on_cpu: bool) -> int:
-    """Print all tables and goals; 1 if a part has not ended well, or not met its goals."""
-    from benchmarks.harness import Table, cpu_name, report
+def in_words(at: float, what: str, part: str = "", status: str = "", why: str | None = None, **more: Any) -> str:
+    """An event as a line: when, what, and the figures that have goals."""
+    goals = more.pop("goals", [])
+    said = [time.strftime("%H:%M:%S", time.localtime(at)), what, part, status]
+    said += [f"{key} {value}" for key, value in more.items()]
+    figures = []
+    for each in goals:
+        value = "-" if each["value"] is None else f"{each['value']:.4g}"
+        figures.append(f"{'' if each['met'] else 'UNMET '}{each['what']}: {value} {each['op']} {each['goal']}")
+    return "  ".join(filter(None, [*said, why and f"({why})", "; ".join(figures)]))
 
-    machine = next((one["hardware"] for one in found if one["hardware"]), None) or {"device": cpu_name()}
-    goals = [goal for one in found for goal in record.goals_of(one)]
-    tables = [f"{one['title']}\n{Table(one['header'], one['rows'])}" for each in found for one in each["tables"]]
-    rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in found]
+
+def pack(folder: Path, archive: Path) -> None:
+    """All files of the run in one, beside and renamed."""
+    beside = archive.with_name(f"{archive.name}.partial")
+    with tarfile.open(beside, "w:gz") as packed:
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and file.suffix not in (".partial", archive.suffix):
+                packed.add(file, file.name)
+    beside.replace(archive)
+
+
+def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
+    """1 if a part has not ended well, or not met its goals; those of a CPU mean nothing."""
+    failed = any(each["what"] in ("failed", "line failed") for each in record.events(folder))
+    on_cpu = any(each["hardware"]["on the CPU"] for each in records if each["hardware"])
+    missed = any(not goal["met"] for each in records for goal in each["goals"])
+    ended_well = all(each["status"] in record.ENDED_WELL for each in records)
+    return int(failed or not ended_well or (missed and not on_cpu))
+
+
+def report(records: list[dict[str, Any]]) -> None:
+    """Print all tables and goals."""
+    from benchmarks.harness import Table, cpu_name
+    from benchmarks.harness import report as report_of
+
+    machine = next((one["hardware"] for one in records if one["hardware"]), None) or {"device": cpu_name()}
+    goals = [goal for one in records for goal in record.goals_of(one)]
+    tables = [f"{one['title']}\n{Table(one['header'], one['rows'])}" for each in records for one in each["tables"]]
+    rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in records]
     tables.append(str(Table(("part", "outcome", "s", "why"), rows)))
-    tables += [f"not run: {each['part']}: {piece}: {why}" for each in found for piece, why in each["not run"].items()]
-    results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in found}
-    report("gpu_check", machine, results, goals, tables)
-    ended_well = all(one["status"] in record.ENDED_WELL for one in found)
-    return int(not ended_well or not (on_cpu or all(goal.met for goal in goals)))
+    tables += [f"not run: {each['part']}: {piece}: {why}" for each in records for piece, why in each["not run"].items()]
+    results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in records}
+    report_of("gpu_check", machine, results, goals, tables)
 
 
 def merge(folders: list[Path], target: Path) -> int:

@@ -1,22 +1,28 @@
-"""The parts of gpu_check.py: what only a CUDA device can show. Each runs as a process of its own.
+"""The parts of gpu_check.py: what only a CUDA device can show. Each is a fork of a process that has imported all.
 
-part.py         what a part is given and returns, and how it runs commands
-worker.py       the process of one part
+run.py          a run: the processes that fork, the parts side by side or alone, what happened
+lines.py        the processes that fork: Megatron over gloo, on its own modules, on Transformer Engine's
+worker.py       the fork of one part
+part.py         what a part is given and returns, and how it starts commands
 record.py       the JSON file of one part
 page.py         docs/gpu.md from the files of several runs
 losses.py       losses against float64, their memory and time
+replays.py      sampled and other steps as CUDA graphs
 drafting.py     plain decoding against drafting: CUDA graphs, compiled or not, cuDNN attention, energy, a profile
 divergence.py   how often drafted texts part from plain ones in bfloat16
-training.py     parity with the CPU and with TE, FP8, MoE with TE; steps and memory against Megatron's own MTP
-suite.py        the unit tests, and parity with Megatron's own MTP
+training.py     trainings beside the CPU's: depths, losses, FP8, experts, drafters; costs beside Megatron's own MTP
+serving.py      texts that a server drafts
+suite.py        unit tests
 
 `PARTS` is the table. Nothing here imports torch.
 """
 
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-PACKAGES = {"xdist": "pytest-xdist", "transformer_engine": "transformer-engine"}
+PACKAGES = {"transformer_engine.pytorch": "transformer-engine"}
 """Names of distributions, where modules are called otherwise."""
 
 
@@ -25,42 +31,93 @@ class Part:
     """A row.
 
     Attributes:
-        function: `module:function`, from a `Setting` to what it `Found`.
+        function: `module:function` of this package, from a `Setting` to what it `Found`.
+        seconds: after which it is killed.
+        given: the function's further arguments.
+        line: the process that it is a fork of, of `lines.LINES`; all are one on a CPU.
+        alone: it is timed, so nothing runs beside it.
         needs: modules without which it does not run.
         only_cuda: it shows nothing on a CPU.
     """
 
     function: str
+    seconds: float
+    given: Mapping[str, Any] = field(default_factory=dict)
+    line: str = "local"
+    alone: bool = False
     needs: tuple[str, ...] = ()
     only_cuda: bool = False
 
     def missing(self, on_cpu: bool) -> str | None:
-        """Why it cannot run here; None if it can."""
+        """Why it cannot run in this process; None if it can."""
+        from megatron_mtp.runtime import why_not
+
         if on_cpu and self.only_cuda:
             return "needs a CUDA device"
-        absent = [PACKAGES.get(name, name) for name in self.needs if find_spec(name) is None]
-        return f"needs {', '.join(absent)}" if absent else None
+        return next((f"needs {PACKAGES.get(one, one)}: {why}" for one in self.needs if (why := why_not(one))), None)
 
 
-_RUN = ("tqdm", "psutil", "tensorboard")
-_TESTS = (*_RUN, "pytest", "hypothesis")
-_TE = (*_RUN, "transformer_engine")
+_te = partial(Part, line="te", needs=("transformer_engine.pytorch",), only_cuda=True)
+_TESTS = ("pytest", "hypothesis")
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type alltoall"
+)
+_FUSED = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_EAGLE3 = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
+_DFLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
+_STEPS = {"script": "train_step.py", "flags": "--depths 1 2 --repeats 15", "quick": "--depths 1"}
+_FIRST = _STEPS | {"flags": "--depths 1 2 --repeats 1"}
+_MEMORY = {
+    "script": "mtp_memory.py",
+    "flags": "--vocab-sizes 131072 --tokens 1024 8192 --repeats 3",
+    "quick": "--tokens 16 128",
+}
+_GRAPHED = "--cuda-graph-impl local --te-rng-tracker"
+_PARITY, _FP8 = "benchmarks.gpu.training:parity", "benchmarks.gpu.training:eight_bits"
+_BENCHMARK = "benchmarks.gpu.training:benchmark"
+_TRUNK = {"depths": 0, "flags": "--num-layers 4"}
+_UNIT = {
+    "losses": "losses_table linear_cross_entropy triton_chunk weight_gradient float32_logits",
+    "megatron": "depths mtp_parity mtp_loss trunk mixing unroll objective draft_vocabulary",
+    "modules": "shift packed portable portable_attention rope latent eagle3 block_drafter",
+    "decoding": "sampling drafting verifiers batch auto_count weight_updates",
+    "engine": "cached_attention dense_layer experts engine recurrent_layers latent_attention",
+    "graphs": "drafting_trees graphs drafting_methods",
+}
 
 PARTS = {
-    "losses": Part("benchmarks.gpu.losses:losses"),
-    "graphs": Part("benchmarks.gpu.drafting:graphs"),
-    "fused": Part("benchmarks.gpu.drafting:fused", only_cuda=True),
-    "cudnn": Part("benchmarks.gpu.drafting:cudnn", only_cuda=True),
-    "megatron_parity": Part("benchmarks.gpu.suite:megatron_parity", _TESTS),
-    "parity": Part("benchmarks.gpu.training:parity", _RUN),
-    "unit_tests": Part("benchmarks.gpu.suite:unit_tests", _TESTS),
-    "train_step": Part("benchmarks.gpu.training:train_step", _RUN),
-    "mtp_memory": Part("benchmarks.gpu.training:mtp_memory", _RUN),
-    "divergence": Part("benchmarks.gpu.divergence:divergence", _RUN),
-    "energy": Part("benchmarks.gpu.drafting:energy", ("zeus",), only_cuda=True),
-    "profile": Part("benchmarks.gpu.drafting:profiled"),
-    "te_parity": Part("benchmarks.gpu.training:te_parity", _TE, only_cuda=True),
-    "te_fp8": Part("benchmarks.gpu.training:te_fp8", _TE, only_cuda=True),
-    "te_moe": Part("benchmarks.gpu.training:te_moe", _TE, only_cuda=True),
+    "parity_2": Part(_PARITY, 150, {"depths": 2}),
+    "te_parity_2": _te(_PARITY, 150, {"depths": 2}),
+    "first_step": Part(_BENCHMARK, 150, _FIRST),
+    "te_first_step": _te(_BENCHMARK, 150, _FIRST),
+    "fp8_delayed": _te(_FP8, 150, {"recipe": "delayed", "form": "hybrid"}),
+    "fp8_blockwise": _te(_FP8, 150, {"recipe": "blockwise", "form": "e4m3"}),
+    "fp8_tensorwise": _te(_FP8, 150, {"recipe": "tensorwise", "form": "hybrid"}),
+    "parity_1": Part(_PARITY, 150, {"depths": 1}),
+    "te_parity_1": _te(_PARITY, 150, {"depths": 1}),
+    "packed": Part(_PARITY, 150, {"flags": "--dataloader-inter-document-masking"}, "te"),
+    "experts": Part(_PARITY, 150, {"flags": _EXPERTS}, "te"),
+    "fused_experts": _te(_PARITY, 150, {"flags": _EXPERTS, "device_flags": _FUSED}),
+    "recompute": Part(_PARITY, 150, {"flags": _RECOMPUTED}, "te"),
+    "train_graphs": _te(_PARITY, 150, {"device_flags": _GRAPHED}),
+    "kd": Part(_PARITY, 150, {"flags": "--mtp-loss kd"}, "te"),
+    "eagle3": Part(_PARITY, 150, _TRUNK | {"drafter": _EAGLE3}, "te"),
+    "dflash": Part(_PARITY, 150, _TRUNK | {"drafter": _DFLASH}, "te"),
+    "replays": Part("benchmarks.gpu.replays:replays", 120),
+    "expert_replays": Part("benchmarks.gpu.replays:expert_replays", 150, {"flags": _EXPERTS}, "te"),
+    "serve": Part("benchmarks.gpu.serving:serve", 120, {}, "te"),
+    **{f"unit_{n}": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": _UNIT[n]}, needs=_TESTS) for n in _UNIT},
+    "divergence": Part("benchmarks.gpu.divergence:divergence", 200),
+    "train_step": Part(_BENCHMARK, 120, _STEPS, alone=True),
+    "te_train_step": _te(_BENCHMARK, 120, _STEPS, alone=True),
+    "losses": Part("benchmarks.gpu.losses:losses", 60, alone=True),
+    "mtp_memory": Part(_BENCHMARK, 120, _MEMORY, alone=True),
+    "fused": Part("benchmarks.gpu.drafting:fused", 90, alone=True, only_cuda=True),
+    "profile": Part("benchmarks.gpu.drafting:profiled", 60, alone=True),
+    "graphs": Part("benchmarks.gpu.drafting:graphs", 90, alone=True),
+    "energy": Part("benchmarks.gpu.drafting:energy", 60, alone=True, needs=("zeus",), only_cuda=True),
+    "cudnn": Part("benchmarks.gpu.drafting:cudnn", 60, alone=True, only_cuda=True),
 }
-"""In the order in which they run: the most telling first."""
+"""First those that are small and only right or wrong, then those that are timed; the most telling first."""

@@ -3,13 +3,12 @@
 A small model is trained on this repository's own source for a while; in float32 no text may part.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import ROOT, Found, Setting, Table, finish, start
+from benchmarks.gpu.part import ROOT, Found, Setting, Table
 from benchmarks.harness import Goal
 from megatron_mtp.decoding import generate
 from megatron_mtp.decoding.load import load_runner
@@ -65,13 +64,11 @@ def first_other(one: list[int], other: list[int]) -> int:
 
 def trained(setting: Setting, steps: int) -> Path:
     """A checkpoint of the small model, in float32."""
-    corpus, saved, log = setting.folder / "corpus", setting.folder / "saved", setting.folder / "log"
-    script = str(ROOT / "tools" / "data" / "preprocess.py")
+    corpus, saved = setting.folder / "corpus", setting.folder / "saved"
     made = f"--input {ROOT / 'megatron_mtp'} --include *.py --vocab-size {ENTRIES} --output-prefix {corpus}"
-    finish(start([sys.executable, script, *made.split()], log), log, setting.left)
+    setting.run("preprocess", [ROOT / "tools" / "data" / "preprocess.py", *made.split()])
     data = f"--data-path {corpus} --tokenizer-model {corpus}-tokenizer --train-iters {steps} --save {saved}"
-    flags = [*MODEL, *data.split(), "--save-interval", str(steps)]
-    finish(start([sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], log), log, setting.left)
+    setting.run("train", [ROOT / "pretrain_gpt.py", *MODEL, *data.split(), "--save-interval", str(steps)])
     return saved
 
 

@@ -7,6 +7,25 @@ from typing import Any
 from benchmarks.gpu import PARTS, record
 from benchmarks.harness import Table
 
+HEAD = """# On a GPU
+
+Written by `scripts/gpu_check.sh --merge` from the records of its runs. Every part names its own card, versions, date
+and command; a part with a dash has not run yet.
+
+## How to run
+
+| command | what it does |
+| --- | --- |
+| `scripts/gpu_check.sh` | all parts; `scripts/gpu_check.sh --list` names them, with their limits |
+| `scripts/gpu_check.sh start --out runs/gpu --minutes 13` | begins, and returns at once |
+| `scripts/gpu_check.sh follow --out runs/gpu --seconds 170 --pack gpu.tgz` | what happened since; packs the figures |
+| `scripts/gpu_check.sh --device cpu --quick` | tries the parts on a CPU; its figures mean nothing |
+| `scripts/gpu_check.sh --merge runs/gpu` | writes this page |
+
+For a machine that reaches no registry, collect wheels elsewhere: `python -m pip download --dest wheels PACKAGE`. There,
+`python -m pip install --no-index --find-links wheels --target site PACKAGE` and `export PYTHONPATH=$PWD/site`.
+"""
+
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """All records, parts in the order of `PARTS`, those of one part by date.
@@ -31,17 +50,10 @@ def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def page(records: Sequence[dict[str, Any]]) -> str:
     """The page as Markdown."""
-    lines = [
-        "# On a GPU",
-        "",
-        "Written by `scripts/gpu_check.sh --merge` from the records of its runs. Every part names its own card,",
-        "versions, date and command.",
-        "",
-        *Table(
-            ("part", "card", "date", "seconds", "outcome"),
-            [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records],
-        ).markdown(),
-    ]
+    ran = [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records]
+    never = [(name, *[None] * 4) for name in PARTS if name not in {one["part"] for one in records}]
+    header = ("part", "card", "date", "seconds", "outcome")
+    lines = [*HEAD.splitlines(), "", "## Parts", "", *Table(header, [*ran, *never]).markdown()]
     for one in records:
         lines += ["", f"## {one['part']}", "", *_about(one)]
         for table in one["tables"]:

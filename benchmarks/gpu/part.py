@@ -3,7 +3,6 @@
 Importing it prepares Megatron for this machine.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -12,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import torch
 
+from benchmarks.gpu.lines import Lines
 from benchmarks.harness import Goal
 from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = fork_server.ROOT
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 
 
@@ -45,40 +46,55 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How much is run, where files go, until when (`time.monotonic`), and what keeps figures before the part ends."""
+class Command:
+    """A command that runs, and where its output goes."""
 
+    process: fork_server.Fork
+    log: Path
+
+    def printed(self, seconds: float, well: Sequence[int] = (0,)) -> str:
+        """What it printed, once it has ended; RuntimeError where it did not end well, or in time."""
+        try:
+            status: int | str = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = f"killed after {seconds:.0f} s"
+        printed = self.log.read_text(errors="replace")
+        if status not in well:
+            print(printed[-4000:], file=sys.stderr)
+            raise RuntimeError(f"status {status}: {' '.join(printed.split())[-300:]}")
+        return printed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part is given.
+
+    Attributes:
+        name: the part's.
+        quick: whether sizes are tiny.
+        folder: takes files, and goes when the part ends.
+        deadline: until when (`time.monotonic`).
+        lines: where its commands are forked: of its own line, or of another one.
+        keep: keeps figures before the part ends.
+    """
+
+    name: str
     quick: bool
     folder: Path
     deadline: float
+    lines: Lines
     keep: Callable[[Found], None] = lambda _: None
 
     @property
     def left(self) -> float:
         return max(self.deadline - time.monotonic(), 1.0)
 
+    def start(self, name: str, words: Sequence[object], line: str | None = None) -> Command:
+        """Start Python with `words`, whose output goes to NAME.log."""
+        log = self.folder / f"{name}.log"
+        return Command(self.lines.start(words, log, line), log)
 
-def start(command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish(process: subprocess.Popen[bytes], log: Path, seconds: float, well: Sequence[int] = (0,)) -> str:
-    """What it printed; RuntimeError where it did not end well, or in time."""
-    try:
-        status: int | str = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        status = f"killed after {seconds:.0f} s"
-    printed = log.read_text(errors="replace")
-    if status not in well:
-        print(printed[-4000:], file=sys.stderr)
-        raise RuntimeError(f"status {status}: {' '.join(printed.split())[-300:]}")
-    return printed
+    def run(self, name: str, words: Sequence[object], line: str | None = None) -> str:
+        """What the command printed; RuntimeError where it did not end well, or in time."""
+        return self.start(name, words, line).printed(self.left)

@@ -4,35 +4,43 @@
      "results", "tables", "goals", "not run"}
 
 `status` is running, ran, failed, killed or not run. A part that fails or is killed keeps the figures that it had.
+Beside them `events` has a line for everything that happened. Nothing here imports torch before it has to.
 """
 
 import json
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import Goal, versions
+if TYPE_CHECKING:
+    from benchmarks.harness import Goal
 
+EVENTS = "events"
 ENDED_WELL = ("ran", "not run")
+BLANK: dict[str, Any] = {
+    "part": "",
+    "status": "running",
+    "why": None,
+    "command": "",
+    "date": "",
+    "seconds": 0.0,
+    "hardware": None,
+    "versions": {},
+    "results": {},
+    "tables": [],
+    "goals": [],
+    "not run": {},
+}
 
 
 def begin(part: str, command: str) -> dict[str, Any]:
     """The record of a part that has just started; `hardware` is added once torch has found the device."""
-    return {
-        "part": part,
-        "status": "running",
-        "why": None,
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": 0.0,
-        "hardware": None,
-        "versions": versions(),
-        "results": {},
-        "tables": [],
-        "goals": [],
-        "not run": {},
-    }
+    from benchmarks.harness import versions
+
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return BLANK | {"part": part, "command": command, "date": now, "versions": versions()}
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
@@ -47,7 +55,7 @@ def read(file: Path) -> dict[str, Any]:
     """Raises ValueError where the file is no record."""
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        absent = begin("", "").keys() - record.keys()
+        absent = BLANK.keys() - record.keys()
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is no record of a part: {error}.") from None
     if absent:
@@ -65,5 +73,29 @@ def with_found(record: dict[str, Any], found: Any) -> dict[str, Any]:
     }
 
 
-def goals_of(record: dict[str, Any]) -> list[Goal]:
+def goals_of(record: dict[str, Any]) -> list["Goal"]:
+    from benchmarks.harness import Goal
+
     return [Goal(goal["what"], goal["value"], goal["goal"], goal["op"]) for goal in record["goals"]]
+
+
+def end(folder: Path, record: dict[str, Any]) -> None:
+    """Write the record of a part that has ended, and tell of it."""
+    write(folder, record)
+    event(folder, "ended", **{key: record[key] for key in ("part", "status", "seconds", "why", "goals")})
+
+
+def event(folder: Path, what: str, **more: Any) -> None:
+    """Add a line to the run's events."""
+    with open(folder / EVENTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"at": round(time.time(), 1), "what": what, **more}) + "\n")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Of the run so far."""
+    return [json.loads(line) for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines()]
+
+
+def parts_of(folder: Path, what: str) -> list[str]:
+    """The parts that have such an event."""
+    return [each["part"] for each in events(folder) if each["what"] == what and "part" in each]

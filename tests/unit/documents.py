@@ -26,6 +26,7 @@ ENGINES = {
     "scancel": "--signal",
     "pip wheel": "--no-deps --no-build-isolation",
     "python -m pip download": "--constraint --dest",
+    "python -m pip install": "--no-index --find-links --target",
     "--only-binary": "--only-binary --python-version --platform",
     "guidellm run": "--backend --tokenizer --data --profile --constraint --output",
     "vllm serve": "--speculative-config --trust-remote-code",

@@ -1,8 +1,10 @@
-"""Parts of a GPU check that go well and wrong, for test_gpu_check.py; each runs as a process of its own."""
+"""Parts of a GPU check that go well and wrong, for test_gpu_check.py."""
 
 import os
+import subprocess
 import time
 
+from benchmarks.gpu import Part
 from benchmarks.gpu.part import Found, NotRunError, Setting, Table
 from benchmarks.harness import Goal
 
@@ -20,9 +22,13 @@ def fails_after_figures(setting: Setting) -> Found:
 
 def hangs_after_figures(setting: Setting) -> Found:
     setting.keep(FIRST)
-    print("at step 7", flush=True)
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
     time.sleep(600)
     return FIRST
+
+
+def starts_a_command(setting: Setting, code: str) -> Found:
+    return Found({"printed": setting.run("command", ["-c", code], "cpu")})
 
 
 def crashes(_: Setting) -> Found:
@@ -32,3 +38,17 @@ def crashes(_: Setting) -> Found:
 
 def cannot(_: Setting) -> Found:
     raise NotRunError("it is too hot")
+
+
+HERE = "tests.unit.gpu_part_cases"
+CASES = {
+    "runs": Part(f"{HERE}:runs", 60),
+    "fails_after_figures": Part(f"{HERE}:fails_after_figures", 60),
+    "crashes": Part(f"{HERE}:crashes", 60, line="te"),
+    "cannot": Part(f"{HERE}:cannot", 60),
+    "lacks": Part(f"{HERE}:runs", 60, needs=("json", "no_such_module")),
+    "needs_cuda": Part(f"{HERE}:runs", 60, only_cuda=True),
+    "commands": Part(f"{HERE}:starts_a_command", 60, {"code": "print('forked')"}),
+    "hangs": Part(f"{HERE}:hangs_after_figures", 4, alone=True),
+    "last": Part(f"{HERE}:runs", 60, alone=True),
+}

@@ -1,78 +1,96 @@
-"""benchmarks/gpu_check.py without a GPU: its parts on the CPU, parts that go wrong, and the page of several runs."""
+"""benchmarks/gpu_check.py without a GPU: its parts on the CPU, runs that go wrong, and the page of several runs."""
 
+import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import fork_server
 import psutil
 import pytest
+from gpu_part_cases import CASES
 from test_benchmarks import KEYS, REPOSITORY
 
 from benchmarks import gpu_check
-from benchmarks.gpu import PARTS, Part, drafting, record, suite, training
+from benchmarks.gpu import PARTS, drafting, record, suite, training
 from benchmarks.gpu.divergence import first_other
-from benchmarks.gpu.page import page, records_of
-from benchmarks.gpu.part import Setting, finish, start
+from benchmarks.gpu.lines import Lines
+from benchmarks.gpu.page import HEAD, page, records_of
+from benchmarks.gpu.part import Command, Setting
 from benchmarks.harness import Goal
 from megatron_mtp.decoding.runner import Runner
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-CASES = {
-    name: Part(f"tests.unit.gpu_part_cases:{name}") for name in ("runs", "fails_after_figures", "crashes", "cannot")
-}
-LONG = {"divergence", "parity", "train_step", "mtp_memory"}
-"""Parts whose own commands are tested elsewhere as well: they run in the second tier."""
+SMALL = ["parity_2", "te_parity_2", "replays", "serve"]
+"""Parts of the first tier: a training on two sides, one that needs a device, decoding, a server."""
 
 
-def check(parts: list[str], forked_python: Path, out: Path) -> dict[str, Any]:
-    """The summary of a check on the CPU, in a fork, as are the processes that it starts by `sys.executable`."""
-    code = f"import runpy, sys; sys.executable = {str(forked_python)!r}; sys.argv[0] = {SCRIPT!r}; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    flags = ["--device", "cpu", "--quick", "--out", str(out), "--parts", *parts]
-    run = fork_server.run([sys.executable, "-c", code, *flags], env=WITHOUT_DEVICE)
+def check(*flags: str | Path, before: str = "pass") -> "subprocess.CompletedProcess[str]":
+    """A check in a fork, after some code."""
+    code = f"import runpy, sys; sys.path.insert(0, {str(fork_server.ROOT / 'tests')!r}); {before}; "
+    code += f"sys.argv[0] = {SCRIPT!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return fork_server.run([sys.executable, "-c", code, *map(str, flags)], env=WITHOUT_DEVICE)
+
+
+OF_CASES = (
+    "from benchmarks.gpu import PARTS; PARTS.clear(); from tests.unit.gpu_part_cases import CASES; PARTS |= CASES"
+)
+
+
+def results_of(parts: list[str], out: Path) -> dict[str, Any]:
+    """Of parts that all end well."""
+    run = check("--device", "cpu", "--quick", "--out", out, "--pack", out / "all.tgz", "--parts", *parts)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     summary: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     assert summary.keys() == KEYS
-    return summary
+    results: dict[str, Any] = summary["results"]
+    assert list(results) == record.parts_of(out, "ended")
+    needs_cuda = {name for name in parts if PARTS[name].only_cuda}
+    assert {name: result["status"] for name, result in results.items()} == {
+        name: "not run" if name in needs_cuda else "ran" for name in parts
+    }
+    assert {results[name]["why"] for name in needs_cuda} <= {"needs a CUDA device"}
+    with tarfile.open(out / "all.tgz") as packed:
+        assert {f"{name}.json" for name in parts} < set(packed.getnames())
+        assert {Path(name).suffix for name in packed.getnames()} == {".json", ".log", ""}
+    ready = [each for each in record.events(out) if each["what"] == "ready"]
+    assert [(each["line"], each["threads"], each["commands"]) for each in ready] == [("cpu", 1, "forks")]
+    return results
+
+
+def test_small_parts_run_on_the_cpu(tmp_path: Path) -> None:
+    results = results_of(SMALL, tmp_path)
+    assert results["parity_2"]["results"] == {"steps": 2, "largest distance from the CPU": {"device": 0.0}}
+    accepted = [row["tokens a forward"] for row in results["replays"]["results"]["rows"]]
+    assert accepted[:2] == [1.0, 1.0]
+    assert min(accepted[2:]) > 1.5
+    assert "CUDA graphs" in results["replays"]["not run"]
+    assert results["serve"]["results"] == {"texts": 4, "other texts": 0}
 
 
 @pytest.mark.matrix
-def test_short_parts_run_on_the_cpu(forked_python: Path, tmp_path: Path) -> None:
-    results = check([name for name in PARTS if name not in LONG], forked_python, tmp_path)["results"]
-    needs_cuda = {name for name, part in PARTS.items() if part.only_cuda}
-    ran = {name for name, result in results.items() if result["status"] == "ran"}
-    assert ran == PARTS.keys() - LONG - needs_cuda
-    assert {results[name]["why"] for name in needs_cuda} == {"needs a CUDA device"}
+def test_all_parts_run_on_the_cpu(tmp_path: Path) -> None:
+    results = results_of(list(PARTS), tmp_path)
     sides = results["graphs"]["results"]["sides"]
     assert [side["K"] for side in sides] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert all(side["as plain"] for side in sides)
     assert sides[-1]["accepted_length"] > 2
-    assert "CUDA graphs" in results["graphs"]["not run"]
-    for name in ("unit_tests", "megatron_parity"):
+    for name in (name for name in PARTS if name.startswith("unit_")):
         assert results[name]["results"]["tests"] > 1
         assert results[name]["results"]["failed"] == 0
+    for name in ("parity_1", "packed", "experts", "recompute", "kd", "eagle3", "dflash"):
+        assert results[name]["results"]["largest distance from the CPU"] == {"device": 0.0}
     errors = {(side, dtype): float(error) for side, dtype, error, *_ in results["losses"]["results"]["against float64"]}
     assert max(error for (_, dtype), error in errors.items() if dtype == "float32") < 1e-5
     assert results["profile"]["results"]["microseconds a step"] > 0
-    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".log"}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", sorted(LONG))
-def test_a_long_part_runs_on_the_cpu(name: str, forked_python: Path, tmp_path: Path) -> None:
-    result = check([name], forked_python, tmp_path)["results"][name]
-    assert result["status"] == "ran", result["why"]
-    if name == "parity":
-        assert result["results"]["largest distance from the CPU"] == {"device": 0.0}
-    if name == "divergence":
-        assert [row["texts that part"] for row in result["results"]["rows"][:2]] == [0, 0]
+    assert [row["texts that part"] for row in results["divergence"]["results"]["rows"][:2]] == [0, 0]
 
 
 def test_energy_is_counted_over_layers_that_are_not_zeros(
@@ -82,7 +100,7 @@ def test_energy_is_counted_over_layers_that_are_not_zeros(
     runners = []
     monkeypatch.setattr(drafting, "start_meter", lambda: lambda: 10.0)
     monkeypatch.setattr(drafting, "Runner", lambda model: runners.append(Runner(model)) or runners[-1])
-    found = drafting.energy(Setting(True, tmp_path, 0.0))
+    found = drafting.energy(Setting("energy", True, tmp_path, 0.0, Lines("", "cpu")))
     assert not [name for name, weight in runners[0].model.named_parameters() if not weight.any()]
     (plain, *_, no_draft), (drafted, *_, accepted_length) = (row[1:] for row in found.tables[0].rows)
     assert min(plain, drafted) > 0
@@ -90,80 +108,136 @@ def test_energy_is_counted_over_layers_that_are_not_zeros(
     assert found.results["ratio"] == drafted / plain
 
 
-@pytest.mark.matrix
-def test_without_a_device_it_is_skipped_in_one_sentence() -> None:
-    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=WITHOUT_DEVICE)
+@pytest.mark.parametrize("verb", [[], ["start"]])
+def test_without_a_device_it_is_skipped_in_one_sentence(verb: list[str], tmp_path: Path) -> None:
+    run = check(*verb, "--out", tmp_path / "out")
     assert run.returncode == 77
     assert run.stdout.count("\n") == 1
     assert "there is no CUDA device here" in run.stdout
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def settings(tmp_path: Path, forked_python: Path) -> Namespace:
-    """Of a check whose parts are those of gpu_part_cases.py."""
-    return Namespace(device="cpu", quick=True, out=tmp_path, limit=60.0)
+def gone(pid: int) -> bool:
+    """Whether the process ends, which it may be about to."""
+    deadline = time.monotonic() + 20
+    while (left := psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not left
 
 
-def test_a_part_that_goes_wrong_loses_no_figures(settings: Namespace) -> None:
-    found = {name: gpu_check.run(name, part, settings) for name, part in CASES.items()}
-    assert found == {name: record.read(settings.out / f"{name}.json") for name in CASES}
+def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
+    run = check("--device", "cpu", "--out", tmp_path, before=OF_CASES)
+    assert run.returncode == 1, run.stderr
+    found = {name: record.read(tmp_path / f"{name}.json") for name in CASES}
     assert {name: one["status"] for name, one in found.items()} == {
         "runs": "ran",
         "fails_after_figures": "failed",
         "crashes": "failed",
         "cannot": "not run",
+        "lacks": "not run",
+        "needs_cuda": "not run",
+        "commands": "ran",
+        "hangs": "killed",
+        "last": "ran",
     }
     assert found["runs"]["results"] == {"one": 1}
     assert found["runs"]["not run"] == {"half": "there is no other"}
-    assert found["fails_after_figures"]["results"] == {"first": 1.5}
+    assert found["fails_after_figures"]["results"] == found["hangs"]["results"] == {"first": 1.5}
     assert found["fails_after_figures"]["why"] == "RuntimeError: out of memory"
-    assert "a driver that ends the process" in found["crashes"]["why"]
+    assert found["crashes"]["why"] == "ended by signal 6: a driver that ends the process"
     assert found["cannot"]["why"] == "it is too hot"
-    assert gpu_check.report_of(list(found.values()), on_cpu=True) == 1
-    assert gpu_check.report_of([found["runs"], found["cannot"]], on_cpu=False) == 0
-    missed = found["runs"] | {"goals": [Goal("one", 2, 1).as_dict()]}
-    assert gpu_check.report_of([missed], on_cpu=False) == 1
+    assert found["lacks"]["why"] == "needs no_such_module: it is not installed"
+    assert found["commands"]["results"] == {"printed": "forked\n"}
+    child = int((tmp_path / "hangs.log").read_text())
+    assert found["hangs"]["why"] == f"killed after 4 s: {child}"
+    assert gone(child)
+    told = [(each["what"], each["part"]) for each in record.events(tmp_path) if "part" in each][-4:]
+    assert told == [("begins", "hangs"), ("ended", "hangs"), ("begins", "last"), ("ended", "last")]
 
 
-def test_a_part_that_hangs_keeps_its_figures(settings: Namespace) -> None:
-    settings.limit = 4.0
-    found = gpu_check.run("hangs", Part("tests.unit.gpu_part_cases:hangs_after_figures"), settings)
-    assert (found["status"], found["why"]) == ("killed", "killed after 4 s: at step 7")
-    assert found["results"] == {"first": 1.5}
-
-
-def test_what_a_killed_part_has_started_ends_too(settings: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = settings.out / "python"
-    stand_in.write_text("#!/bin/sh\nsleep 600 & echo $!\nwait\n")
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stand_in))
-    settings.limit = 0.5
-    assert gpu_check.outcome("hangs", CASES["runs"], settings)[0] == "killed after 0 s"
-    child = int((settings.out / "hangs.log").read_text())
-    deadline = time.monotonic() + 10
-    while (is_left := psutil.pid_exists(child) and psutil.Process(child).status() != "zombie") and (
-        time.monotonic() < deadline
-    ):
+def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_path: Path) -> None:
+    """`hangs` for long; the parts before it have ended."""
+    long = f"{OF_CASES}; from dataclasses import replace; PARTS['hangs'] = replace(PARTS['hangs'], seconds=600)"
+    flags = "--device cpu --parts runs hangs last --out".split()
+    started = check("start", *flags, tmp_path, before=long)
+    process = int(started.stdout.split()[2])
+    while not ((tmp_path / "hangs.json").exists() and record.read(tmp_path / "hangs.json")["results"]):
+        assert psutil.pid_exists(process), (tmp_path / "run.log").read_text()
         time.sleep(0.05)
-    assert not is_left
-
-
-def test_a_part_without_its_packages_says_so(settings: Namespace) -> None:
-    found = gpu_check.run(
-        "runs", Part("tests.unit.gpu_part_cases:runs", ("json", "no_such_module", "xdist_of_nobody")), settings
+    first = check("follow", "--out", tmp_path, "--seconds", "0", "--pack", tmp_path / "packed.tgz")
+    said = [line.split()[1:3] for line in first.stdout.splitlines()]
+    parts = [words for words in said if words[0] in ("begins", "ended")]
+    assert parts == [["begins", "runs"], ["ended", "runs"], ["begins", "hangs"]]
+    assert first.returncode == 0
+    assert check("start", *flags, tmp_path, before=long).stderr.endswith(
+        "a run goes on; follow it, or give another folder.\n"
     )
-    assert (found["status"], found["why"]) == ("not run", "needs no_such_module, xdist_of_nobody")
-    assert Part("x:y", ("package_of_nobody",)).missing(on_cpu=False) == "needs package_of_nobody"
-    assert Part("x:y", only_cuda=True).missing(on_cpu=True) == "needs a CUDA device"
-    assert Part("x:y", only_cuda=True).missing(on_cpu=False) is None
+    child = int((tmp_path / "hangs.log").read_text())
+    os.kill(process, signal.SIGKILL)
+    assert gone(child)
+    second = check("follow", "--out", tmp_path, "--pack", tmp_path / "packed.tgz")
+    assert second.returncode == 1
+    assert [line.split(maxsplit=1)[1] for line in second.stdout.splitlines()] == [
+        "ended  hangs  killed  seconds 0.0  (the run was ended from outside)  first: 1.5 <= 2.0",
+        "failed  (the run was ended from outside)",
+    ]
+    with tarfile.open(tmp_path / "packed.tgz") as packed:
+        hung = json.load(packed.extractfile("hangs.json"))
+        assert (hung["status"], hung["results"]) == ("killed", {"first": 1.5})
+        assert json.load(packed.extractfile("runs.json"))["status"] == "ran"
+    assert not (tmp_path / "last.json").exists()
+    assert check("follow", "--out", tmp_path).stdout == ""
 
 
-def test_every_part_has_a_function() -> None:
-    modules = {"losses", "drafting", "divergence", "training", "suite"}
-    for part in PARTS.values():
-        module, _, name = part.function.partition(":")
-        assert module.removeprefix("benchmarks.gpu.") in modules
-        assert callable(getattr(sys.modules.get(module) or __import__(module, fromlist=["x"]), name))
+def test_a_process_that_cannot_import_says_so(tmp_path: Path) -> None:
+    broken = f"{OF_CASES}; import fork_server; fork_server.import_all = lambda: 1 / 0"
+    run = check("--device", "cpu", "--parts", "runs", "--out", tmp_path, before=broken)
+    assert run.returncode == 1
+    assert "line failed  line cpu  (ZeroDivisionError: division by zero)" in run.stdout
+    assert record.read(tmp_path / "runs.json")["why"].startswith("not started, see cpu.log")
+    assert "ZeroDivisionError" in (tmp_path / "cpu.log").read_text()
+
+
+@pytest.mark.matrix
+def test_a_process_that_has_started_cuda_does_not_fork_its_parts(tmp_path: Path) -> None:
+    touched = "from benchmarks.gpu import lines, run; lines.touches_cuda = lambda: True"
+    run = check("--device", "cpu", "--quick", "--parts", "replays", "--out", tmp_path, before=touched)
+    assert run.returncode == 0, run.stdout
+    assert "commands new processes, since an import has started CUDA" in run.stdout
+    assert record.read(tmp_path / "replays.json")["status"] == "ran"
+
+
+def test_a_run_whose_minutes_have_passed_leaves_parts_out(tmp_path: Path) -> None:
+    run = check("--device", "cpu", "--minutes", "0", "--parts", "runs", "--out", tmp_path, before=OF_CASES)
+    assert run.returncode == 0, run.stdout
+    assert record.read(tmp_path / "runs.json")["why"] == "no time was left"
+
+
+def test_following_where_nothing_runs_is_refused(tmp_path: Path) -> None:
+    run = check("follow", "--out", tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"gpu_check: error: --out is {tmp_path}, where no run has begun; give the folder of a start.\n"
+
+
+def test_a_missed_goal_is_a_failure_unless_it_was_missed_on_a_cpu(tmp_path: Path) -> None:
+    record.event(tmp_path, "all ended")
+    missed = {"status": "ran", "goals": [Goal("one", 2, 1).as_dict()], "hardware": {"on the CPU": False}}
+    assert gpu_check.status_of(tmp_path, [missed]) == 1
+    assert gpu_check.status_of(tmp_path, [missed | {"hardware": {"on the CPU": True}}]) == 0
+    assert gpu_check.status_of(tmp_path, [missed | {"goals": [], "status": "killed"}]) == 1
+
+
+def test_every_part_has_a_function_that_takes_what_it_is_given() -> None:
+    for name, part in PARTS.items():
+        module, _, function = part.function.partition(":")
+        inspect.signature(getattr(__import__(module, fromlist=["x"]), function)).bind(None, **part.given)
+        for test in part.given.get("names", "").split():
+            assert (REPOSITORY / f"tests/unit/test_{test}.py").exists(), f"{name}: {test}"
+
+
+def test_what_is_timed_comes_last() -> None:
+    kinds = [part.alone for part in PARTS.values()]
+    assert kinds == sorted(kinds)
 
 
 def written(folder: Path, name: str, card: str, date: str, **changes: Any) -> None:
@@ -197,7 +271,8 @@ def test_the_page_is_of_several_runs(tmp_path: Path) -> None:
         "`python graphs`",
     ):
         assert line in lines
-    assert page(records_of([tmp_path / "a"])).count("## ") == 2
+    assert lines[lines.index(rows[-1]) + 1] == "| parity_2 | - | - | - | - |"
+    assert page(records_of([tmp_path / "a"])).count("## ") == len(("How to run", "Parts", "losses", "graphs"))
 
 
 def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,11 +288,25 @@ def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "gpu.md").exists()
 
 
+def test_the_page_has_all_parts_and_says_how_to_run_them() -> None:
+    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+    assert text.startswith(HEAD)
+    rows = text.split("| --- | --- | --- | --- | --- |\n", 1)[1].split("\n\n")[0].splitlines()
+    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == set(PARTS)
+
+
 def test_a_part_of_another_name_is_refused() -> None:
-    assert list(gpu_check.chosen_parts(["losses", "graphs"])) == ["losses", "graphs"]
-    assert gpu_check.chosen_parts([]) == PARTS
-    with pytest.raises(ValueError, match="--parts names speed; there are losses, graphs"):
+    assert gpu_check.chosen_parts(["graphs", "losses"]) == ["losses", "graphs"]
+    assert gpu_check.chosen_parts([]) == list(PARTS)
+    with pytest.raises(ValueError, match="--parts names speed; there are parity_2, te_parity_2"):
         gpu_check.chosen_parts(["speed"])
+
+
+def test_the_list_has_a_line_for_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_check.list_parts()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(PARTS)
+    assert lines[0].split()[1:] == ["together", "150", "s", "local", "parity", "depths=2"]
 
 
 def side(count: int, graphs: bool, speed: float, speed_up: float) -> dict[str, Any]:
@@ -239,7 +328,7 @@ def test_goals_of_graphs() -> None:
 
 
 def test_distance_of_two_trainings() -> None:
-    ours = {1: dict.fromkeys(training.LOGGED, 1.0), 2: dict.fromkeys(training.LOGGED, 2.0)}
+    ours = {step: dict.fromkeys(("lm loss", "mtp_1 loss", "mtp_2 loss"), float(step)) for step in (1, 2)}
     theirs = {step: {**losses, "mtp_2 loss": losses["mtp_2 loss"] + step / 8} for step, losses in ours.items()}
     assert training.distance(ours, theirs) == 0.25
     theirs[1]["lm loss"] = float("nan")
@@ -261,8 +350,12 @@ def test_where_two_texts_part() -> None:
 
 
 def test_a_command_that_ends_badly_or_never_is_said(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    def started(code: str) -> Command:
+        with open(tmp_path / "log", "wb") as log:
+            words = [sys.executable, "-c", code]
+            return Command(fork_server.start(words, stdout=log, stderr=subprocess.STDOUT), tmp_path / "log")
+
     with pytest.raises(RuntimeError, match=r"status 3: .*why"):
-        finish(start(["sh", "-c", "echo why; exit 3"], log), log, 60)
+        started("print('why'); exit(3)").printed(60)
     with pytest.raises(RuntimeError, match="killed after"):
-        finish(start(["sleep", "600"], log), log, 0.1)
+        started("import time; time.sleep(600)").printed(0.1)

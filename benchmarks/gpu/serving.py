@@ -1,0 +1,58 @@
+"""A server on this device: what it drafts is what plain decoding emits, for texts that come at once."""
+
+import json
+import re
+import time
+import urllib.request
+
+from benchmarks.gpu.part import Command, Found, Setting, Table
+from benchmarks.gpu.training import TRAINED, pretrain
+from benchmarks.harness import Goal
+
+PROMPTS = [[1, 2, 3], [9, 8], [*range(40, 60)], [7]]
+TOKENS = 32
+
+
+def serve(setting: Setting) -> Found:
+    """Token ids of `serve --speculative-config` against those of `generate`, float32."""
+    saved, steps = setting.folder / "saved", 2 if setting.quick else 40
+    flags = f"{TRAINED} --mtp-num-layers 2 --train-iters {steps} --save-interval {steps} --save {saved}"
+    setting.run("train", pretrain(flags))
+    prompts = [f"--prompt-ids={','.join(map(str, prompt))}" for prompt in PROMPTS]
+    generate = ["-m", "megatron_mtp", "generate", "--load", saved, *prompts, "--max-new-tokens", str(TOKENS), "--json"]
+    plain = json.loads(setting.run("generate", generate).splitlines()[-1])["token_ids"]
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+    served = ["-m", "megatron_mtp", "serve", "--load", saved, "--port", "0", "--speculative-config", drafts]
+    server = setting.start("serve", served)
+    try:
+        began = time.monotonic()
+        texts = asked(address(server, setting))
+        seconds = round(time.monotonic() - began, 3)
+    finally:
+        server.process.kill()
+    other = sum(one != two for one, two in zip(texts, plain, strict=True))
+    return Found(
+        {"texts": len(plain), "other texts": other},
+        [Goal("serve: texts that differ from plain decoding", other, 0)],
+        [Table("A server that drafts", ("texts", "s of the first request"), [(len(texts), seconds)])],
+    )
+
+
+def address(server: Command, setting: Setting) -> str:
+    """Where it listens, once it says so; RuntimeError if it ends before."""
+    while not (found := re.search(r"is served at (\S+)", server.log.read_text(errors="replace"))):
+        if server.process.poll() is not None:
+            server.printed(0, well=())
+        if setting.left <= 1.0:
+            server.printed(0)
+        time.sleep(0.05)
+    return found[1]
+
+
+def asked(url: str) -> list[list[int]]:
+    """The tokens of all prompts, in one request."""
+    body = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return [choice["token_ids"] for choice in json.loads(answer.read())["choices"]]

@@ -30,7 +30,8 @@ EXAMPLES = """examples:
   # two MTP layers, one process (without a CUDA device: on the CPU)
   megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
       --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
-      --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer --mtp-num-layers 2
+      --eval-interval 100 --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer \\
+      --mtp-num-layers 2
 
   # the same over two pipeline stages
   torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2

@@ -17,6 +17,7 @@ from megatron.training.global_vars import unset_global_variables
 from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.train import EXAMPLES
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
@@ -519,3 +520,13 @@ def test_an_older_checkpoint_names_its_layout(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     sentence = refusal(f"{ROPE} {MOCK} {DEPTHS} --ckpt-format torch --load {tmp_path}", monkeypatch, capsys)
     assert "saved with --tensor-model-parallel-size 2, and this run has 1; give 2, and save with" in sentence
+
+
+def test_the_first_example_of_the_help_names_all_that_a_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended before the first step, for --eval-interval was missing."""
+    first = EXAMPLES.partition("megatron-mtp train ")[2].partition("\n\n")[0].replace("\\\n", " ")
+    words = first.partition("--data-path")[0] + f"{MOCK} --tokenizer-type NullTokenizer --vocab-size 99"
+    monkeypatch.setattr(sys, "argv", ["train", *words.split(), *flags_without(CUDA)])
+    args, _ = parse_checked_args()
+    assert args.eval_interval is not None
+    assert set(first.split()) >= {"--data-path", "--tokenizer-type", "--tokenizer-model", "--mtp-num-layers"}

@@ -164,12 +164,9 @@ def load_checkpoint(
     for weight in model.parameters():  # buffers, such as the biases of experts, stay as they are
         weight.data = weight.data.to(dtype or stored_dtype)
     tokenizer = run_tokenizer(args, iteration.parent)
-    tokens = None
-    if vocab_size is None and tokenizer is not None:
-        read = read_tokenizer(tokenizer, trust_remote_code)
-        vocab_size, tokens = entries(read), read.get_vocab()
-    runner = Runner(model, vocab_size)
-    runner.tokens = tokens
+    known = None if tokenizer is None or vocab_size is not None else read_tokenizer(tokenizer, trust_remote_code)
+    runner = Runner(model, vocab_size if known is None else entries(known))
+    runner.tokens = None if known is None else known.get_vocab()
     runner.source = iteration.parent
     runner.alarm.expected = read_record(iteration.parent, is_one_of_two and takes_drafter)
     return Loaded(runner, tokenizer)

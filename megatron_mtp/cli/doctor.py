@@ -8,6 +8,7 @@ import importlib.util
 import json
 import platform
 import shutil
+import textwrap
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
@@ -23,6 +24,16 @@ from megatron_mtp.errors import Parser
 from megatron_mtp.runtime import prepare, why_no_launcher, why_not
 
 DISTRIBUTION = "megatron-mtp"
+FITS = "supported is"
+"""What is said of a package whose version is one of those that are supported."""
+
+EXTRAS = {
+    "quantized": "transformers loads folders of compressed-tensors with it",
+    "report": "the page of a run",
+    "muon": "--optimizer muon",
+    "energy": "joules a token",
+}
+"""Extras of pyproject.toml, with what they are for; Transformer Engine has a line of its own."""
 
 KNOWN, UNKNOWN = "known version", "unknown version"
 """States of a patch by the installed version alone."""
@@ -30,7 +41,8 @@ KNOWN, UNKNOWN = "known version", "unknown version"
 EXAMPLES = """examples:
   megatron-mtp doctor            # for people
   megatron-mtp doctor --json     # one object: {"can_train": ..., "checks": [...], "patches": [...]}
-  megatron-mtp doctor --probe    # whether each patch's fault is in the installed version: imports Megatron
+  megatron-mtp doctor --patches  # every function of Megatron and torch that is replaced, with the reason
+  megatron-mtp doctor --probe    # the same, by the functions themselves instead of the versions: imports Megatron
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
@@ -64,7 +76,7 @@ def main(arguments: list[str], program: str) -> int:
     if args.json:
         print(json.dumps({"can_train": can_train, "checks": list(map(asdict, checks)), "patches": patches}))
     else:
-        print(text_of(checks, patches, can_train))
+        print(text_of(checks, patches if args.patches or args.probe else [], can_train))
     return 0 if can_train else 1
 
 
@@ -76,15 +88,20 @@ def parser(program: str) -> Parser:
         epilog=EXAMPLES,
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    made.add_argument("--probe", action="store_true", help="ask the installed packages whether they need each patch")
+    made.add_argument("--patches", action="store_true", help="list the functions that are replaced")
+    made.add_argument("--probe", action="store_true", help="the same; ask each function whether it needs its patch")
     return made
 
 
 def text_of(checks: list[Component], patches: list[dict[str, str]], can_train: bool) -> str:
-    """A line for every check, three for every patch, and whether training can run."""
+    """A line for all packages that fit, one for every other check, three for every patch, and the verdict."""
+    fitting = [check for check in checks if check.ok and check.says.startswith(FITS)]
     signs = {check: "ok  " if check.ok else "FAIL" if check.needed else "-   " for check in checks}
     width = max(len(check.name) for check in checks)
-    lines = [f"{sign} {c.name:<{width}}  {c.found or 'not found'}: {c.says}" for c, sign in signs.items()]
+    packages = ", ".join(f"{check.name} {check.found}" for check in fitting)
+    lines = textwrap.wrap(f"ok   {'packages':<{width}}  {packages}", 120, subsequent_indent=" " * (width + 7))
+    others = [check for check in checks if check not in fitting]
+    lines += [f"{signs[c]} {c.name:<{width}}  {c.found or 'not found'}: {c.says}" for c in others]
     for row in patches:
         lines += ["", "{target}: {state}\n  {reason} Versions: {versions}; upstream: {upstream}.".format_map(row)]
     missing = ", ".join(check.name for check in checks if check.needed and not check.ok)
@@ -106,12 +123,43 @@ def check_versions() -> list[Component]:
     checks = []
     for name, found, supported in rows:
         fits = found is not None and supported.contains(found, prereleases=True)
-        says = f"supported is {supported}" if supported else "any version is supported"
+        says = f"{FITS} {supported}" if supported else f"{FITS} any version"
         checks.append(Component(name, found, fits, needed=True, says=says))
     return checks
 
 
+def check_extras() -> list[Component]:
+    """What each extra of pyproject.toml installs, and what is missing of it."""
+    checks = []
+    for extra, gives in EXTRAS.items():
+        lines = importlib.metadata.requires(DISTRIBUTION) or [] if _installed(DISTRIBUTION) else []
+        names = [one.name for line in lines if (one := Requirement(line)).marker and f'"{extra}"' in str(one.marker)]
+        found = {name: _installed(name) for name in names}
+        is_whole = bool(found) and all(found.values())
+        there = ", ".join(f"{name} {version}" for name, version in found.items()) if is_whole else None
+        says = gives if is_whole else f"{gives}; pip install megatron-mtp[{extra}]"
+        checks.append(Component(f"extra {extra}", there, is_whole, False, says))
+    return checks
+
+
+def check_machine() -> list[Component]:
+    """Cores, memory and disk, of which a run needs more than it says."""
+    import psutil
+
+    memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    return [
+        Component("cores", f"{cores}", True, False, "that this process may use"),
+        Component("memory", f"{memory.available / 2**30:.0f} GiB", True, False, f"free of {memory.total / 2**30:.0f}"),
+        Component("disk", f"{disk.free / 2**30:.0f} GiB", True, False, f"free of {disk.total / 2**30:.0f}, here"),
+    ]
+
+
 def _installed(name: str) -> str | None:
+    if name == "megatron-core":
+        from megatron_mtp.patches.patch import installed
+
+        return version if (version := installed(name)) != "0" else None
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -214,4 +262,6 @@ def check_patches(rows: list[dict[str, str]]) -> list[Component]:
     return [Component("patches", counted, ok, "missing" in states, says)] if rows else []
 
 
-CHECKS: tuple[Callable[[], list[Component]], ...] = (check_versions, check_device, check_kernels)
+CHECKS: tuple[Callable[[], list[Component]], ...] = (
+    check_versions, check_extras, check_machine, check_device, check_kernels
+)  # fmt: skip

@@ -12,7 +12,9 @@ target: each replacement wraps the one before.
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
+import runpy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -126,8 +129,13 @@ def is_known(patch: Patch) -> bool:
     return installed(patch.package) in SpecifierSet(patch.versions, prereleases=True)
 
 
+@cache
 def installed(package: str) -> str:
-    """The version of a distribution; 0 if it is not installed as one, as a checkout on the path is not."""
+    """The version of a package as it is imported, or 0: a checkout of Megatron comes before the distribution."""
+    if package == "megatron-core" and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
+        about = Path(spec.origin).with_name("package_info.py")  # read by itself: the package takes seconds to import
+        version: str = runpy.run_path(str(about))["__version__"]
+        return version.partition("+")[0]  # behind it is the commit of whatever repository the file lies in
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import queue
 import re
 import subprocess
@@ -253,15 +254,34 @@ def test_without_probes_the_doctor_goes_by_versions(
     assert cli.main(["doctor"]) == 0
     assert re.search(rf"^ok   patches +{len(ROWS)} known version:", capsys.readouterr().out, re.M)
     monkeypatch.setattr(engine, "installed", lambda _: "0.19.9")
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--patches"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^-    patches +{len(ROWS)} unknown version:", text, re.M)
     assert "compile_helpers: unknown version (--probe asks whether it has the fault)\n  The wheel" in text
 
 
+def test_the_version_is_that_of_the_checkout_on_the_path(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('nobody imports it')\n")
+    (core / "package_info.py").write_text("__version__ = '0.20.0rc1+abc'\n")
+    code = "from megatron_mtp.patches.patch import installed; print(installed('megatron-core'))"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "0.20.0rc1\n"
+
+
+def test_the_doctor_needs_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 24
+
+
 def test_the_doctor_does_not_import_megatron() -> None:
     script = (
-        "import sys; from megatron_mtp.cli import main as cli; cli.main(['doctor']); print('megatron' in sys.modules)"
+        "import sys; from megatron_mtp.cli import main as cli; cli.main(['doctor']); "
+        "print('megatron.core' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("training can run here\nFalse\n")

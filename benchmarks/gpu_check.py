@@ -212,7 +212,7 @@ def pack(folder: Path, archive: Path) -> None:
     beside = archive.with_name(f"{archive.name}.partial")
     with tarfile.open(beside, "w:gz") as packed:
         for file in sorted(folder.iterdir()):
-            if file.is_file() and file.suffix not in (".partial", archive.suffix):
+            if file.is_file() and file.suffix != ".partial" and file.resolve() != archive.resolve():
                 packed.add(file, file.name)
     beside.replace(archive)
 

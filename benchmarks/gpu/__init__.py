@@ -58,7 +58,6 @@ class Part:
 
 
 _te = partial(Part, line="te", needs=("transformer_engine.pytorch",), only_cuda=True)
-_TESTS = ("pytest", "hypothesis")
 _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type alltoall"
@@ -83,7 +82,7 @@ _UNIT = {
     "megatron": "depths mtp_parity mtp_loss trunk mixing unroll objective draft_vocabulary",
     "modules": "shift packed portable portable_attention rope latent eagle3 block_drafter",
     "decoding": "sampling drafting verifiers batch auto_count weight_updates",
-    "engine": "cached_attention dense_layer experts engine recurrent_layers latent_attention",
+    "layers": "cached_attention dense_layer experts recurrent_layers latent_attention",
     "graphs": "drafting_trees graphs drafting_methods",
 }
 
@@ -108,7 +107,10 @@ PARTS = {
     "replays": Part("benchmarks.gpu.replays:replays", 120),
     "expert_replays": Part("benchmarks.gpu.replays:expert_replays", 150, {"flags": _EXPERTS}, "te"),
     "serve": Part("benchmarks.gpu.serving:serve", 120, {}, "te"),
-    **{f"unit_{n}": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": _UNIT[n]}, needs=_TESTS) for n in _UNIT},
+    **{
+        f"unit_{n}": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": _UNIT[n]}, needs=("pytest",)) for n in _UNIT
+    },
+    "unit_engine": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": "engine"}, needs=("pytest", "hypothesis")),
     "divergence": Part("benchmarks.gpu.divergence:divergence", 200),
     "train_step": Part(_BENCHMARK, 120, _STEPS, alone=True),
     "te_train_step": _te(_BENCHMARK, 120, _STEPS, alone=True),

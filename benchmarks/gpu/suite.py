@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from benchmarks.gpu.part import Found, Setting, Table
 from benchmarks.harness import Goal
 
-PYTEST = "-m pytest -q -o addopts= -p no:cacheprovider -p no:xdist".split()
+PYTEST = "-m pytest -q -o addopts= -p no:cacheprovider -p no:xdist --continue-on-collection-errors".split()
 
 
 def unit_tests(setting: Setting, names: str) -> Found:

@@ -14,6 +14,7 @@ from typing import Any
 import fork_server
 import psutil
 import pytest
+from documents import parse
 from gpu_part_cases import CASES
 from test_benchmarks import KEYS, REPOSITORY
 
@@ -233,6 +234,16 @@ def test_every_part_has_a_function_that_takes_what_it_is_given() -> None:
         inspect.signature(getattr(__import__(module, fromlist=["x"]), function)).bind(None, **part.given)
         for test in part.given.get("names", "").split():
             assert (REPOSITORY / f"tests/unit/test_{test}.py").exists(), f"{name}: {test}"
+
+
+def test_every_training_has_flags_that_parse() -> None:
+    """Those of FP8 and Transformer Engine are used on a device alone."""
+    for part in PARTS.values():
+        given = {key: value for key, value in part.given.items() if "script" not in part.given}
+        flags = [given.get(key, "") for key in ("flags", "device_flags", "drafter")]
+        if "recipe" in given:
+            flags.append(f"--fp8-recipe {given['recipe']} --fp8-format {given['form']}")
+        parse("megatron-mtp", "train", *" ".join([training.TRAINED, training.GATHERED, *flags]).split())
 
 
 def test_what_is_timed_comes_last() -> None:

@@ -153,7 +153,7 @@ def run(args: Namespace, answer: TextIO) -> None:
             steps[update.request].append(update.as_json())
 
     texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
-    compared = None if config is None or not args.compare else work.compared(config, texts, cost)
+    compared = None if config is None or not args.compare else work.compared(config, texts)
     cost, plain, same = compared or (cost, None, None)
     figures = summary(cost, runner.dtype, plain, same)
     if not is_first:

@@ -16,11 +16,12 @@ from documents import ROOT
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli import cost
-from megatron_mtp.cli.cost import Cost, summary, table
+from megatron_mtp.cli.cost import Cost, Work, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, keys
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Draft, Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -111,9 +112,27 @@ def test_figures_of_a_run() -> None:
     assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0
     assert figures["energy_joules_per_token"] is None
     assert figures["energy_reason"].startswith("zeus (the extra `energy`) is not installed")
+    assert "energy" not in table(figures, sampled=False)
+    assert "energy 4 J a token" in " ".join(table(figures | {"energy_joules_per_token": 4.0}, False).split())
     words = table(figures, sampled=False).split()
     assert "speed-up 2.00 over plain decoding at 1.0 tokens per second same tokens yes" in " ".join(words)
     assert summary(Cost(stats, 2.0, 8.0), torch.float32)["energy_joules_per_token"] == 2.0
+
+
+def test_both_sides_take_three_turns_and_the_first_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(None, [[1]], 4, Sampling(), frozenset(), None, None, 1, 0)  # type: ignore[arg-type]
+    seconds = iter([4.0, 2.0, 3.0, 9.0, 5.0, 1.0])
+    sides: list[object] = []
+
+    def timed(_: Work, config: object, emit: object = None) -> tuple[list[list[int]], Cost]:
+        sides.append(config)
+        return [[7]], Cost(AcceptanceStats(), next(seconds))
+
+    monkeypatch.setattr(Work, "timed", timed)
+    monkeypatch.setattr(cost, "COMPARED_SECONDS", 99.0)
+    drafting, plain, same = work.compared("config", [[7]])  # type: ignore[arg-type]
+    assert sides == [None, "config"] * 3
+    assert (drafting.seconds, plain.seconds, same) == (2.0, 4.0, True)
 
 
 def test_texts_that_differ_by_rounding_say_so() -> None:

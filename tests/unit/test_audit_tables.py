@@ -17,6 +17,7 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -336,3 +337,13 @@ def test_a_renamed_tensor_is_named(folder: Path, tmp_path: Path) -> None:
     write(other, {name.replace("3.enorm", "3.norm_e"): tensor for name, tensor in read(folder).items()})
     notes = [one["says"] for one in audit(folder, other)["findings"] if one["severity"] == "note"]
     assert any(HOLDS.format(f"{DEPTH}norm_e", f"{DEPTH}enorm") in one for one in notes)
+
+
+def test_depths_that_attach_mtp_has_just_made_are_a_note(folder: Path, tmp_path: Path) -> None:
+    """They begin as copies of the trunk's last layer."""
+    hf_to_mcore(folder, tmp_path / "saved", QUIET)
+    plan_dropping(tmp_path / "saved", 0).write(tmp_path / "trunk", QUIET)
+    plan_attaching(tmp_path / "trunk", 2, Init("last-layer", 1)).write(tmp_path / "grown", QUIET)
+    result = audit(tmp_path / "grown")
+    assert result["ok"]
+    assert any("is the trunk's layer 2 (counted from 0)" in one["says"] for one in result["findings"])

@@ -293,9 +293,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
     """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
     run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
     data, chat = run / "data" / "corpus", _is_chat(args.corpus)
-    texts = args.self_generated is None or not chat  # of conversations the model answers the prompts itself
     match step:
-        case "corpus" if texts:
+        case "corpus" if args.self_generated is None or not chat:  # of chats, `sample` takes the prompts
             source = "--chat" if chat else "--input"
             paths = ["--tokenizer", str(args.model), "--output-prefix", str(data)]
             return ["preprocess", source, args.corpus, *paths, *(word for word in args.more if word in OF_CHATS)]
@@ -313,13 +312,7 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags += ["--data-path", str(data)] if init == "fitted" else []
             return ["convert", "attach-mtp", f"{run}/trunk", str(start), *flags, "--resume"]
         case "sample" if args.self_generated is not None:
-            flags = ["--load", str(start if args.donor else run / "trunk"), "--tokenizer", str(args.model)]
-            flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
-            flags += ["--data-path", str(data)] if texts else ["--chat", args.corpus]
-            flags += ["--anywhere"] if args.anywhere else []
-            flags += ["--texts", str(args.self_generated), "--temperature", args.temperature]
-            flags += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
-            return ["sample", *flags, "--output-prefix", _trained_on(args)]
+            return _sample(args)
         case "before":
             file = run / "before" / "metrics.jsonl"
             if file.exists() and file.stat().st_size:  # a killed run may leave it empty
@@ -350,6 +343,18 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None
+
+
+def _sample(args: Namespace) -> list[str]:
+    """The verb that makes the model's own texts, from prompts of the corpus."""
+    model = args.run / ("start" if args.donor else "trunk")
+    flags = ["--load", str(model), "--tokenizer", str(args.model)]
+    flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
+    flags += ["--chat", args.corpus] if _is_chat(args.corpus) else ["--data-path", f"{args.run}/data/corpus"]
+    flags += ["--anywhere"] if args.anywhere else []
+    flags += ["--texts", str(args.self_generated), "--temperature", args.temperature]
+    flags += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
+    return ["sample", *flags, "--output-prefix", _trained_on(args)]
 
 
 def _fits_drafter(args: Namespace) -> bool:

@@ -27,7 +27,8 @@ from megatron_mtp.drafting.runner import Runner
 from megatron_mtp.drafting.sampling import Sampling
 from megatron_mtp.drafting.types import Emitted
 from megatron_mtp.model.portable import square_mask
-from megatron_mtp.model.trunk import MTPTrunk, StageOutput
+from megatron_mtp.model.head import StageOutput
+from megatron_mtp.model.trunk import MTPTrunk
 
 BATCH = 8
 """Prompts that run together."""

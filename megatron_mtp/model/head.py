@@ -6,16 +6,19 @@ owns no weight; an untied one owns its weight, which MTP shares with the trunk. 
 and writes once, by the attributes that `attach_embedding` sets.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -108,6 +111,87 @@ class Head:
         drafted = self.draft_vocabulary if drafts else None
         rows = len(self.weight) if drafted is None else drafted.rows_K.numel()
         return Vocabulary(rows, self.tp_group, self.logit_scale, drafted, self.vocab_size)
+
+
+def head_of(
+    model: LanguageModule,
+    owner: nn.Module,
+    gathers: bool | None = None,
+    detached: bool = False,
+    draft_vocabulary: "DraftVocabulary | None" = None,
+    vocab_size: int | None = None,
+) -> Head:
+    """The output head of a model on its last stage, as a loss needs it.
+
+    Args:
+        model: Megatron's, or a class on top of it.
+        owner: the module whose weight is the head's: the output layer, or the embedding of a tied head.
+        gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
+        detached: whether the head is not trained.
+        draft_vocabulary, vocab_size: see `Head`.
+    """
+    _await_gathered(owner)
+    owned = owner.weight
+    assert isinstance(owned, Tensor)
+    weight, group = owned.detach() if detached else owned, model.pg_collection.tp
+
+    def project(hidden_SBH: Tensor) -> Tensor:
+        logits_SBV, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=gathers)
+        scaled_SBV: Tensor = model._scale_logits(logits_SBV)
+        return scaled_SBV
+
+    def whole(hidden_SBH: Tensor) -> Tensor:
+        spread = (
+            gather_from_sequence_parallel_region
+            if model.config.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        whole_SBH: Tensor = spread(hidden_SBH, group=group)
+        return whole_SBH
+
+    return Head(
+        project=project,
+        cross_entropy=model.compute_language_model_loss,
+        tp_group=group,
+        weight=weight,
+        whole=whole,
+        logit_scale=model._scale_logits(torch.ones(())).item(),
+        draft_vocabulary=draft_vocabulary,
+        vocab_size=vocab_size,
+    )
+
+
+def _await_gathered(module: torch.nn.Module) -> None:
+    """Wait for the module's weights, as DDP does before its forward with `--overlap-param-gather`.
+
+    The losses in chunks read the head's weight without a forward of the module that owns it.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if inspect.getmodule(hook) is distributed_data_parallel:
+            hook(module, ())
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """Output of the last stage.
+
+    Attributes:
+        hidden_SBH: the trunk's hidden states after its final norm.
+        depth_hidden: those of depth 1 .. D; empty where the call had no batch of depths.
+        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
+        head: the output head.
+        depth_head: the same as the depths see it, detached where they must not train it.
+        batch: the call's `output_processor_context`.
+        beside: the same of a drafter beside MTP layers; None without one.
+    """
+
+    hidden_SBH: Tensor
+    depth_hidden: list[Tensor]
+    head: Head
+    depth_head: Head
+    batch: Any
+    confidence_DSB: Tensor | None = None
+    beside: "StageOutput | None" = None
 
 
 # --- rows that stand for no token ------------------------------------------------------------------------------------

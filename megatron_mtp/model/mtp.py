@@ -11,7 +11,7 @@ The modules come from a spec, so that the same classes hold TE modules on a GPU 
 knows neither the trunk's class nor the loss. Letters in names: D depths, S sequence, B batch, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -239,20 +240,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         def run(hidden: Tensor, embedded: Tensor | None, mask: Tensor | None) -> Tensor:
             return self._run(hidden, embedded, attention, mask)
 
-        if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
-            # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
-            hidden_SBH = hidden_SBH.detach().requires_grad_()
-        inputs = hidden_SBH, embedded_SBH, padding_mask_BS
-        # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
-        distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
-        if self.config.fp8 or self.config.fp4:
-            from megatron.core.extensions.transformer_engine import te_checkpoint
-
-            # Delayed scaling stashes its amax history only if FP8 is on where the checkpoint begins.
-            delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
-            with get_fp8_context(self.config) if delayed else nullcontext():
-                return te_checkpoint(run, distributes, rng_tracker, self.tp_group, *inputs)
-        return tensor_parallel.checkpoint(run, distributes, *inputs)
+        return checkpointed(run, self.config, self.tp_group, hidden_SBH, embedded_SBH, padding_mask_BS)
 
     def _run(
         self,
@@ -372,25 +360,14 @@ class MultiTokenPredictionBlock(MegatronModule):
                 "the depths were trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's attention "
                 "cannot do; build the model with --transformer-impl local."
             )
-        if self.config.mtp_detach_heads:
-            hidden_SBH = hidden_SBH.detach()
-        if padding_mask_DBS is not None and self.config.sequence_parallel:
-            padding_mask_DBS = padding_mask_DBS.chunk(self.tp_group.size(), dim=2)[self.tp_group.rank()]
-        masks = [None] * self.depths if padding_mask_DBS is None else list(padding_mask_DBS)
+        masks = own_masks(padding_mask_DBS, self.depths, self.config, self.tp_group)
+        is_apart = self.config.mtp_detach_heads
         if not self.sequential:
+            hidden_SBH = hidden_SBH.detach() if is_apart else hidden_SBH
             return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
-        states: list[Tensor] = []
-        state_SBH = hidden_SBH
+        tokens = tokens_DBS, position_ids_BS, embedding
         with sharing(self._sharing) if self._sharing else nullcontext():
-            for depth, mask_BS in enumerate(masks):
-                embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
-                if self.config.mtp_detach_heads:
-                    embedded_SBH = embedded_SBH.detach()
-                read_SBH = state_SBH if mixer is None else mixer.next_input(state_SBH)
-                layer = self.layers[depth % len(self.layers)]
-                state_SBH = layer(read_SBH, embedded_SBH, attention.at_pass(depth, angles), mask_BS)
-                states.append(state_SBH)
-        return states
+            return chain([*self.layers], hidden_SBH, *tokens, attention, masks, is_apart, mixer, angles)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -402,6 +379,84 @@ class MultiTokenPredictionBlock(MegatronModule):
             assert isinstance(layer, MegatronModule)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
         return entries
+
+
+Layer = Callable[[Tensor, Tensor, AttentionInputs, Tensor | None], Tensor]
+"""A depth: the state and the embedding that it reads, both [S, B, H], attention, mask [B, S]; see the forward above."""
+
+
+def chain(
+    layers: Sequence[Layer],
+    hidden_SBH: Tensor,
+    tokens_DBS: Tensor,
+    position_ids_BS: Tensor,
+    embedding: Callable[..., Tensor],
+    attention: AttentionInputs,
+    masks: Sequence[Tensor | None],
+    is_apart: bool,
+    mixer: "Mixer | None" = None,
+    angles: Angles | None = None,
+) -> list[Tensor]:
+    """Hidden states of depth 1 .. D, each [S, B, H]: layers one after another, the first again after the last.
+
+    Args:
+        layers: of any class; a layer that serves all depths is given once.
+        masks: of every depth (`own_masks`).
+        is_apart: whether the trunk's states and the embedding get no gradient.
+        hidden_SBH, tokens_DBS, position_ids_BS, embedding, attention, mixer, angles: see `MultiTokenPredictionBlock`.
+    """
+    state_SBH, states = hidden_SBH.detach() if is_apart else hidden_SBH, list[Tensor]()
+    for depth, mask_BS in enumerate(masks):
+        embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
+        if is_apart:
+            embedded_SBH = embedded_SBH.detach()
+        read_SBH = state_SBH if mixer is None else mixer.next_input(state_SBH)
+        state_SBH = layers[depth % len(layers)](read_SBH, embedded_SBH, attention.at_pass(depth, angles), mask_BS)
+        states.append(state_SBH)
+    return states
+
+
+def own_masks(
+    padding_mask_DBS: Tensor | None, depths: int, config: TransformerConfig, tp_group: ProcessGroup
+) -> list[Tensor | None]:
+    """The mask of every depth at the positions that this rank has, which sequence parallelism cuts."""
+    if padding_mask_DBS is None:
+        return [None] * depths
+    if config.sequence_parallel:
+        padding_mask_DBS = padding_mask_DBS.chunk(tp_group.size(), dim=2)[tp_group.rank()]
+    return [*padding_mask_DBS]
+
+
+def checkpointed(
+    run: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    config: TransformerConfig,
+    tp_group: ProcessGroup,
+    hidden_SBH: Tensor,
+    embedded_SBH: Tensor | None,
+    mask_BS: Tensor | None,
+) -> Tensor:
+    """Result of `run` on the last three arguments; the backward pass computes it again."""
+    if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
+        # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
+        hidden_SBH = hidden_SBH.detach().requires_grad_()
+    inputs = hidden_SBH, embedded_SBH, mask_BS
+    # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
+    distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
+    if config.fp8 or config.fp4:
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        # Delayed scaling stashes its amax history only if FP8 is on where the checkpoint begins.
+        delayed = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
+        with get_fp8_context(config) if delayed else nullcontext():
+            return te_checkpoint(run, distributes, rng_tracker, tp_group, *inputs)
+    return tensor_parallel.checkpoint(run, distributes, *inputs)
+
+
+def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
+    """Hand the depths' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
+    for name, module in block.named_modules(prefix="mtp"):
+        if hasattr(module, "finish_init"):
+            module.finish_init(get_quant_config_or_none(name, config.quant_recipe))
 
 
 # --- hidden-state mixing ---------------------------------------------------------------------------------------------

@@ -5,30 +5,29 @@ block and the shared embedding. Given an `Objective`, the last stage returns wha
 the depths' hidden states; without one it is the plain model.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.distributed import distributed_data_parallel
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.quantization.utils import get_quant_config_or_none
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor, nn
 
 from megatron_mtp.config import FILL_BLOCKS
-from megatron_mtp.data.batch import DepthBatch, LaterPositions
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.model.head import (
     DRAFT_VOCABULARY,
     DraftVocabulary,
     Head,
+    StageOutput,
     attach_embedding,
+    head_of,
     mask_padding_,
     tokens_of_slice,
 )
@@ -38,35 +37,13 @@ from megatron_mtp.model.mtp import (
     Mixer,
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
+    set_quantization,
 )
 from megatron_mtp.patches.saving import ABSENT
 from megatron_mtp.registry import Imported
 
 if TYPE_CHECKING:
     from megatron_mtp.model.drafter import Drafter, DrafterBlock
-
-
-@dataclass(frozen=True)
-class StageOutput:
-    """Output of the last stage.
-
-    Attributes:
-        hidden_SBH: the trunk's hidden states after its final norm.
-        depth_hidden: those of depth 1 .. D; empty where the call had no batch of depths.
-        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
-        head: the output head.
-        depth_head: the same as the depths see it, detached where they must not train it.
-        batch: the call's `output_processor_context`.
-        beside: the same of a drafter beside MTP layers; None without one.
-    """
-
-    hidden_SBH: Tensor
-    depth_hidden: list[Tensor]
-    head: Head
-    depth_head: Head
-    batch: Any
-    confidence_DSB: Tensor | None = None
-    beside: "StageOutput | None" = None
 
 
 DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
@@ -145,7 +122,7 @@ class MTPTrunk(LanguageModule):
             if beside is not None:
                 assert beside_submodules is not None
                 self.drafter_block = drafting(beside, beside_submodules)
-            self._set_quantization()
+            set_quantization(self.mtp, self.config)
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
         self.draft_vocabulary = None
@@ -208,12 +185,6 @@ class MTPTrunk(LanguageModule):
         super().setup_embeddings_and_output_layer()
         if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
             self._head_owner().weight.zero_out_wgrad = True
-
-    def _set_quantization(self) -> None:
-        """Hand the depths' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
-        for name, module in self.mtp.named_modules(prefix="mtp"):
-            if hasattr(module, "finish_init"):
-                module.finish_init(get_quant_config_or_none(name, self.config.quant_recipe))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
@@ -335,6 +306,25 @@ class MTPTrunk(LanguageModule):
             self._later_angles(self.mtp, attention),
         )
 
+    @property
+    def depths(self) -> int:
+        """D, of the stage that has them."""
+        return int(self.mtp.depths)
+
+    def states_for_loss(
+        self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
+    ) -> list[Tensor]:
+        """Hidden states of the depths, for `loss_of_stage` in training/mtp_loss.py, which says what it gives."""
+        turned = length if packed is None else packed.max_seqlen_q
+        angles = self.rotary_angles(turned, packed_seq=packed is not None)[0] if self.turns_heads else None
+        attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
+        position_ids_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
+        before, self.config.mtp_detach_heads = self.config.mtp_detach_heads, is_apart
+        try:
+            return self.depth_states(hidden_SBH, batch, position_ids_BS, attention)
+        finally:
+            self.config.mtp_detach_heads = before
+
     def _drafted(
         self, block: Any, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
     ) -> tuple[list[Tensor], Tensor | None]:
@@ -410,28 +400,7 @@ class MTPTrunk(LanguageModule):
     def head(self, runtime_gather_output: bool | None = None, detached: bool = False) -> Head:
         """The output head, as a loss needs it; detached, it is not trained."""
         owner = self._head_owner()
-        _await_gathered(owner)
-        weight = owner.weight.detach() if detached else owner.weight
-
-        def project(hidden_SBH: Tensor) -> Tensor:
-            logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight, runtime_gather_output=runtime_gather_output)
-            return self._scale_logits(logits_SBV)
-
-        def whole(hidden_SBH: Tensor) -> Tensor:
-            if self.config.sequence_parallel:
-                return gather_from_sequence_parallel_region(hidden_SBH, group=self.pg_collection.tp)
-            return copy_to_tensor_model_parallel_region(hidden_SBH, group=self.pg_collection.tp)
-
-        return Head(
-            project=project,
-            cross_entropy=self.compute_language_model_loss,
-            tp_group=self.pg_collection.tp,
-            weight=weight,
-            whole=whole,
-            logit_scale=self._scale_logits(torch.ones(())).item(),
-            draft_vocabulary=self.draft_vocabulary,
-            vocab_size=self.true_vocab_size,
-        )
+        return head_of(self, owner, runtime_gather_output, detached, self.draft_vocabulary, self.true_vocab_size)
 
 
 class MTPGPTModel(MTPTrunk, GPTModel):
@@ -448,16 +417,6 @@ class TrunkSchedulePlan(TransformerModelChunkSchedulePlan):
     def _build_layer_schedule_plan(self, module: nn.Module | None, *streams: Any) -> None:
         if not isinstance(module, MultiTokenPredictionBlock):
             super()._build_layer_schedule_plan(module, *streams)
-
-
-def _await_gathered(module: torch.nn.Module) -> None:
-    """Wait for the module's weights, as DDP does before its forward with `--overlap-param-gather`.
-
-    The losses in chunks read the head's weight without a forward of the module that owns it.
-    """
-    for hook in module._forward_pre_hooks.values():
-        if inspect.getmodule(hook) is distributed_data_parallel:
-            hook(module, ())
 
 
 # --- a trunk that stays as it was loaded (--mtp-train-only) ----------------------------------------------------------

@@ -38,9 +38,9 @@ from megatron_mtp.data.batch import (
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.portable import PackedRows
-from megatron_mtp.model.trunk import StageOutput
 from megatron_mtp.training.metrics import DRAFTER, MTP, Metrics
 from megatron_mtp.training.objective import (
     NextTokensObjective,

@@ -21,8 +21,7 @@ from megatron_mtp.config import SCHEDULES, MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
-from megatron_mtp.model.head import NOT_DRAFTED, Head
-from megatron_mtp.model.trunk import StageOutput
+from megatron_mtp.model.head import NOT_DRAFTED, Head, StageOutput
 
 
 @dataclass(frozen=True)

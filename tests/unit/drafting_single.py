@@ -30,8 +30,8 @@ from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Proposer, Request, Round
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.model.head import Head
-from megatron_mtp.model.trunk import MTPGPTModel, StageOutput
+from megatron_mtp.model.head import Head, StageOutput
+from megatron_mtp.model.trunk import MTPGPTModel
 
 POSITIONS = 160
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import depth_batch, positions_of_ranks
-from megatron_mtp.model.head import Head
-from megatron_mtp.model.trunk import StageOutput
+from megatron_mtp.model.head import Head, StageOutput
 from megatron_mtp.training.objective import NextTokensObjective
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.head import DraftVocabulary, Head
-from megatron_mtp.model.trunk import StageOutput
+from megatron_mtp.model.head import DraftVocabulary, Head, StageOutput
 from megatron_mtp.training.metrics import stats_of
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput, kept_positions
 

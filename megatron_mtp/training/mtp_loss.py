@@ -11,13 +11,16 @@ Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice o
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _fork_rng
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megatron_mtp.config import MTPConfig
@@ -33,9 +36,8 @@ from megatron_mtp.data.batch import (
     to_device,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.head import Head, StageOutput
 from megatron_mtp.model.portable import bounds_of
-from megatron_mtp.model.trunk import MTPTrunk, StageOutput
 from megatron_mtp.training.objective import NextTokensObjective, depth_weights
 
 
@@ -73,15 +75,15 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
     Raises:
         ValueError: sequence parallelism cuts several rows with documents, or the model has several stages.
     """
-    trunk: MTPTrunk = unwrap_model(model)
+    trunk = unwrap_model(model)
     if not (trunk.pre_process and trunk.post_process):
         raise ValueError(
             "trunk_states runs a whole model, and this is one of several pipeline stages; call the model in Megatron's "
             "schedule, with output_processor=logits_and_states."
         )
-    packed = None if document_BS is None else _packed(trunk, document_BS)
+    packed = None if document_BS is None else packed_rows(document_BS, trunk.config.sequence_parallel)
     joined_BS = tokens_BS if packed is None else tokens_BS.reshape(1, -1)
-    positions_S = to_device(_own_positions(trunk, joined_BS, packed), tokens_BS.device)
+    positions_S = to_device(own_positions(trunk.pg_collection.cp, joined_BS.size(1), packed), tokens_BS.device)
     states: Tensor = model(
         joined_BS[:, positions_S],
         positions_S.expand(len(joined_BS), -1),
@@ -127,35 +129,98 @@ def mtp_loss(
         ValueError: the stage has no depths, shapes differ, there is no such loss, hidden states are to be mixed, or
             sequence parallelism cuts several rows with documents.
     """
-    trunk: MTPTrunk = unwrap_model(model)
+    trunk = unwrap_model(model)
     settings = settings or MTPConfig()
-    _check(trunk, settings, tokens_BS, loss_mask_BS, *([] if labels_BS is None else [labels_BS]))
-    if not trunk.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
-        hidden_SBH = hidden_SBH.to(trunk.head().weight.dtype)
-    if packed_seq_params is not None:
-        document_BS = _documents(packed_seq_params, tokens_BS)
+    _check_stage(trunk, settings)
+    document_BS = None if packed_seq_params is not None else document_BS
+    batch = Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed_seq_params, normalizer)
+    if document_BS is not None:
+        batch = _joined(batch, trunk.config.sequence_parallel)
+        hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
+    return loss_of_stage(trunk, hidden_SBH, batch, settings)
+
+
+class Stage(Protocol):
+    """The last pipeline stage of a model with depths: `MTPTrunk`, or a model to which they are attached."""
+
+    config: TransformerConfig
+    pg_collection: ProcessGroupCollection
+
+    @property
+    def depths(self) -> int:
+        """D."""
+
+    def head(self, *, detached: bool) -> Head:
+        """The output head; detached, it is not trained."""
+
+    def states_for_loss(
+        self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
+    ) -> list[Tensor]:
+        """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding.
+
+        Args:
+            hidden_SBH: the trunk's.
+            batch: this rank's part.
+            packed: of a row of several documents.
+            length: positions of the whole sequences.
+        """
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole sequences, under context parallelism too; the fields are arguments of `mtp_loss`.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor | None
+    loss_mask_BS: Tensor
+    document_BS: Tensor | None = None
+    packed: PackedSeqParams | None = None
+    normalizer: Tensor | float | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.tokens_BS, self.loss_mask_BS, *([] if self.labels_BS is None else [self.labels_BS])]
+        if len({each.shape for each in given}) > 1:
+            raise ValueError(
+                f"tokens, loss mask and labels have the shapes {', '.join(str(tuple(each.shape)) for each in given)}; "
+                "give all as [B, S]."
+            )
+
+
+def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig) -> MTPLoss:
+    """`mtp_loss` of a stage; the documents of a batch only end the shifts, unless the batch is packed."""
+    tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
+    document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
+    if not stage.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
+        hidden_SBH = hidden_SBH.to(stage.head(detached=True).weight.dtype)
+    if packed is not None and document_BS is None:
+        document_BS = _documents(packed, tokens_BS)
     if labels_BS is None:
         labels_BS = shift_left(tokens_BS, 1, document_BS)[0]
         loss_mask_BS = loss_mask_BS * inside_document(tokens_BS, 1, document_BS)[0]
     loss_mask_BS = loss_mask_BS.float()
     if normalizer is not None:
         loss_mask_BS = (loss_mask_BS / normalizer).masked_fill(loss_mask_BS == 0, 0)
-    packed = packed_seq_params
-    if document_BS is not None and packed is None:  # rows are joined to one
-        packed = _packed(trunk, document_BS)
-        hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
-        tokens_BS, labels_BS, loss_mask_BS = (each.reshape(1, -1) for each in (tokens_BS, labels_BS, loss_mask_BS))
-        document_BS = _apart(document_BS).view(1, -1)
-    batch: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS}
-    mask_ignored_labels(batch)
-    depths = depth_batch(batch, trunk.mtp.depths, document_BS).at(_own_positions(trunk, tokens_BS, packed))
-    is_apart = trunk.config.mtp_detach_heads or settings.mtp_train_only or not hidden_SBH.requires_grad
-    states = _depth_states(trunk, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
-    return _loss(trunk, settings, hidden_SBH, states, depths, is_apart, is_normalized=normalizer is not None)
+    shifted: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS}
+    mask_ignored_labels(shifted)
+    own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
+    depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
+    is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
+    with _fork_rng():  # dropout in the depths does not change the trunk's in its next forward
+        states = stage.states_for_loss(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
+    return _loss(stage, settings, hidden_SBH, states, depths, is_apart, is_normalized=normalizer is not None)
+
+
+def is_detached(config: TransformerConfig) -> bool:
+    """Whether `--mtp-detach-heads` is on, which releases before 0.19 do not have."""
+    return bool(getattr(config, "mtp_detach_heads", False))
 
 
 def _loss(
-    model: MTPTrunk,
+    stage: Stage,
     settings: MTPConfig,
     hidden_SBH: Tensor,
     states: list[Tensor],
@@ -164,50 +229,21 @@ def _loss(
     is_normalized: bool,
 ) -> MTPLoss:
     """The loss of the depths' states; the mask of the batch is divided by the normalizer already, if there is one."""
-    loss, group = depth_loss(settings), model.pg_collection.cp
-    weights = depth_weights(settings, model.mtp.depths, 1.0, loss.couples_depths)
+    loss, group = depth_loss(settings), stage.pg_collection.cp
+    weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)
     objective = NextTokensObjective(weights, group, loss, per_token=is_normalized)
     later = objective.later_positions(depths.positions_S, len(states))
-    total, sums = objective.of_depths(hidden_SBH.detach(), states, model.head(detached=is_apart), depths, later)
+    total, sums = objective.of_depths(hidden_SBH.detach(), states, stage.head(detached=is_apart), depths, later)
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()
     torch.distributed.all_reduce(shown_2D, group=group)
     means_D = torch.where(shown_2D[1] > 0, shown_2D[0] / shown_2D[1], 0)
     return MTPLoss(total if is_normalized else total / depths.whole_tokens[0].clamp(min=1), means_D)
 
 
-def _depth_states(
-    model: MTPTrunk,
-    hidden_SBH: Tensor,
-    depths: DepthBatch,
-    packed: PackedSeqParams | None,
-    length: int,
-    is_apart: bool,
-) -> list[Tensor]:
-    """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding.
-
-    Random numbers are forked, so that dropout in the depths does not change the trunk's in its next forward.
-    """
-    turned = length if packed is None else packed.max_seqlen_q
-    angles = model.rotary_angles(turned, packed_seq=packed is not None)[0] if model.turns_heads else None
-    attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
-    position_ids_BS = to_device(depths.positions_S, hidden_SBH.device).expand_as(depths.labels_BS)
-    before, model.config.mtp_detach_heads = model.config.mtp_detach_heads, is_apart
-    try:
-        with _fork_rng():
-            return model.depth_states(hidden_SBH, depths, position_ids_BS, attention)
-    finally:
-        model.config.mtp_detach_heads = before
-
-
-def _check(model: MTPTrunk, settings: MTPConfig, *given: Tensor) -> None:
-    if len({each.shape for each in given}) > 1:
-        raise ValueError(
-            f"tokens, loss mask and labels have the shapes {', '.join(str(tuple(each.shape)) for each in given)}; give "
-            "all as [B, S]."
-        )
-    if not model.config.mtp_num_layers:
+def _check_stage(trunk: Any, settings: MTPConfig) -> None:
+    if not trunk.config.mtp_num_layers:
         raise ValueError("the model has no MTP layers; attach some with megatron-mtp convert attach-mtp.")
-    if not (model.mtp_process and model.post_process):
+    if not (trunk.mtp_process and trunk.post_process):
         raise ValueError(
             "this pipeline stage has not both the MTP layers and the head; call mtp_loss on the last stage, and build "
             "the model without a stage of the MTP layers' own."
@@ -222,9 +258,22 @@ def _check(model: MTPTrunk, settings: MTPConfig, *given: Tensor) -> None:
 # --- documents, and the positions of context-parallel ranks ----------------------------------------------------------
 
 
-def _packed(model: MTPTrunk, document_BS: Tensor) -> PackedSeqParams:
-    """Megatron's description of the documents, all rows joined to one."""
-    if model.config.sequence_parallel and len(document_BS) > 1:
+def _joined(batch: Batch, cuts_rows: bool) -> Batch:
+    """All rows as one, which is packed."""
+    assert batch.document_BS is not None
+    packed, normalizer = packed_rows(batch.document_BS, cuts_rows), batch.normalizer
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.expand_as(batch.tokens_BS).reshape(1, -1)
+    rows = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, _apart(batch.document_BS)
+    tokens, labels, mask, documents = (None if each is None else each.reshape(1, -1) for each in rows)
+    assert tokens is not None
+    assert mask is not None
+    return Batch(tokens, labels, mask, documents, packed, normalizer)
+
+
+def packed_rows(document_BS: Tensor, cuts_rows: bool) -> PackedSeqParams:
+    """Megatron's description of the documents, all rows joined to one; `cuts_rows` is sequence parallelism."""
+    if cuts_rows and len(document_BS) > 1:
         raise ValueError(
             f"document_BS has {len(document_BS)} rows, which sequence parallelism cuts; join them to one row."
         )
@@ -250,10 +299,14 @@ def _documents(packed: PackedSeqParams, tokens_BS: Tensor) -> Tensor:
     return documents_from_offsets(*rows, tokens_BS.size(1))
 
 
-def _own_positions(model: MTPTrunk, tokens_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
+def own_positions(group: ProcessGroup, length: int, packed: PackedSeqParams | None) -> Tensor:
     """The positions that this context-parallel rank holds, [S], on the host, in the order of Megatron's cuts."""
-    group, length = model.pg_collection.cp, tokens_BS.size(1)
+    return positions_of_group(group, length, packed)[group.rank()]
+
+
+def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams | None) -> Tensor:
+    """The same of every rank, [R, S]."""
     if group.size() == 1:
-        return torch.arange(length)
+        return torch.arange(length).unsqueeze(0)
     offsets = torch.tensor([0, length]) if packed is None else bounds_of(packed)
-    return positions_of_ranks(offsets, group.size())[group.rank()]
+    return positions_of_ranks(offsets, group.size())

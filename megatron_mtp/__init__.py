@@ -14,6 +14,7 @@ losses/        what the depths are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
 decoding/      speculative decoding with the trained depths
 training/      one run on Megatron's training loop
+attach.py      MTP layers on a model that Megatron or a framework has built, for training loops of its own
 server/        OpenAI's HTTP API in front of an engine of many texts
 cli/           the verbs of megatron-mtp
 __main__.py    python -m megatron_mtp

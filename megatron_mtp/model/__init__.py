@@ -7,6 +7,7 @@ trunk.py             a trunk of Megatron's with the block on its last pipeline s
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)
+stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 eagle3.py            EAGLE-3: one layer in K passes
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass

@@ -113,9 +113,16 @@ class Head:
         return Vocabulary(rows, self.tp_group, self.logit_scale, drafted, self.vocab_size)
 
 
+def head_owner(model: LanguageModule) -> Any:
+    """The module whose weight is the head's: the output layer, or the embedding of a tied head."""
+    if model.share_embeddings_and_output_weights and (model.pre_process or model.mtp_process):
+        return model.embedding.word_embeddings
+    return model.output_layer
+
+
 def head_of(
     model: LanguageModule,
-    owner: nn.Module,
+    owner: Any,
     gathers: bool | None = None,
     detached: bool = False,
     draft_vocabulary: "DraftVocabulary | None" = None,
@@ -125,15 +132,13 @@ def head_of(
 
     Args:
         model: Megatron's, or a class on top of it.
-        owner: the module whose weight is the head's: the output layer, or the embedding of a tied head.
+        owner: see `head_owner`.
         gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
         detached: whether the head is not trained.
         draft_vocabulary, vocab_size: see `Head`.
     """
     _await_gathered(owner)
-    owned = owner.weight
-    assert isinstance(owned, Tensor)
-    weight, group = owned.detach() if detached else owned, model.pg_collection.tp
+    weight, group = owner.weight.detach() if detached else owner.weight, model.pg_collection.tp
 
     def project(hidden_SBH: Tensor) -> Tensor:
         logits_SBV, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=gathers)

@@ -28,6 +28,7 @@ from megatron_mtp.model.head import (
     StageOutput,
     attach_embedding,
     head_of,
+    head_owner,
     mask_padding_,
     tokens_of_slice,
 )
@@ -184,7 +185,7 @@ class MTPTrunk(LanguageModule):
             return
         super().setup_embeddings_and_output_layer()
         if self.post_process and self.config.mtp_num_layers and not self.config.mtp_detach_heads:
-            self._head_owner().weight.zero_out_wgrad = True
+            head_owner(self).weight.zero_out_wgrad = True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
@@ -391,15 +392,9 @@ class MTPTrunk(LanguageModule):
             group, inside_DBS = self.pg_collection.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
         return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
 
-    def _head_owner(self) -> Any:
-        """The module whose weight is the head's: the output layer, or the embedding of a tied head."""
-        if self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process):
-            return self.embedding.word_embeddings
-        return self.output_layer
-
     def head(self, runtime_gather_output: bool | None = None, detached: bool = False) -> Head:
         """The output head, as a loss needs it; detached, it is not trained."""
-        owner = self._head_owner()
+        owner = head_owner(self)
         return head_of(self, owner, runtime_gather_output, detached, self.draft_vocabulary, self.true_vocab_size)
 
 

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore", "checkpoint/convert"},  # updates of the weights
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore"},
+    "attach": {"config", "data", "model", "training"},
     "server": {"errors", "files", "runtime", "data", "decoding"},
     "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,
     "__main__": {"cli"},
@@ -180,6 +181,35 @@ def test_a_reader_follows_a_command_through_few_files(module: str, most: int) ->
             found.add(name)
             waiting += [above, *graph[name]]
     assert 1 < len(found) <= most, sorted(found)
+
+
+class AtImport(ast.NodeTransformer):
+    """Leaves of a module what runs when it is imported."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return ast.Pass()
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None:
+    """A framework has its own trainer and builder, and releases of Megatron without `megatron.training` can attach."""
+    sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}
+    at_once = {file: ast.unparse(AtImport().visit(ast.parse(source))) for file, source in sources.items()}
+    graph, found, waiting = graph_of(at_once), set[str](), ["megatron_mtp.attach"]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += graph.get(name, ())
+    assert "megatron_mtp.model.mtp" in found
+    ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trunk", "model.arguments")}
+    assert [name for name in found if any(f"{name}.".startswith(f"{one}.") for one in ours)] == []
+    modules = {".".join(("megatron_mtp", *Path(file).with_suffix("").parts)): file for file in sources}
+    imported = [
+        one for name in found & modules.keys() for one in imported_modules(at_once[modules[name]], "megatron_mtp")
+    ]
+    assert [one for one in imported if one.startswith("megatron.training")] == []
 
 
 def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:

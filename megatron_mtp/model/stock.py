@@ -1,0 +1,187 @@
+"""A model of Megatron's own class: where attached depths would miss something, a new block for it, and its layers run.
+
+A stage keeps its class and its modules; the last one gets a block of Megatron's class, whose names exporters know.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel.random import _fork_rng
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_mtp.model.head import attach_embedding
+from megatron_mtp.model.mtp import AttentionInputs, Layer, checkpointed, set_quantization
+from megatron_mtp.model.portable import PortableNorm, with_portable_modules
+
+OWN = "own"
+"""A depth of the kind of the trunk's last layer."""
+
+Refused = list[tuple[Any, str]]
+"""Whether something is so, and the sentence that refuses it."""
+
+
+# --- what hooks cannot do --------------------------------------------------------------------------------------------
+
+
+def refused_models(chunk: Any, adopts: bool) -> Refused:
+    """Models whose forward hooks would not see, or that have no place for new layers.
+
+    Args:
+        chunk: of this rank.
+        adopts: whether the model has a block of its own.
+    """
+    config, layers = chunk.config, chunk.mtp.layers if hasattr(chunk, "mtp") else ()
+    late = chunk.pg_collection.pp.size() > 1 and chunk.position_embedding_type == "learned_absolute"
+    return [
+        (
+            not adopts and any(hasattr(parameter, "main_grad") for parameter in chunk.parameters()),
+            "the model is wrapped for data parallelism, whose buffers have no place for new layers; attach before it "
+            "is wrapped: give attach to register_pre_wrap_hook.",
+        ),
+        (
+            config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm runs schedule plans, in which the depths' states are not seen; turn the "
+            "overlap off, or train by megatron-mtp train.",
+        ),
+        (
+            config.cuda_graph_impl == "full_iteration",
+            "cuda_graph_impl is full_iteration, and hooks are not in the replay of such a graph; take another.",
+        ),
+        (
+            config.mtp_standalone,
+            "the pipeline layout gives the MTP layers a stage of their own; put m before L in the last stage.",
+        ),
+        (
+            not adopts and config.pipeline_model_parallel_layout is not None,
+            "the pipeline layout has no place for new MTP layers; build the model with m before L in the last stage, "
+            "or without a layout.",
+        ),
+        (
+            config.fp8 and config.fp8_recipe == "delayed",
+            "fp8_recipe is delayed, whose scales would be updated by the MTP layers' second pass; take another recipe.",
+        ),
+        (
+            not adopts and late,
+            "learned_absolute positions are embedded on the first stage, and new MTP layers stand on the last; attach "
+            "them in one stage.",
+        ),
+        (
+            adopts and chunk.post_process and not layers,
+            f"mtp_num_layers is {config.mtp_num_layers}, and the last stage has no MTP block; build it with Megatron's "
+            "mtp_block_spec, or with mtp_num_layers of None.",
+        ),
+        (
+            not all(hasattr(layer, "_proj_and_transformer_layer") for layer in layers),
+            "the model's MTP layers are not of Megatron's class; models of this package train by mtp_loss.",
+        ),
+    ]
+
+
+# --- a new block -----------------------------------------------------------------------------------------------------
+
+
+def add_block(chunk: Any, depths: int, block: str) -> None:
+    """Give a chunk its part: the last one the block and an embedding, the first one its place in the embedding's group.
+
+    A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
+    it for the copy as before.
+    """
+    config, tied, whole = chunk.config, chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
+    config.mtp_num_layers = depths
+    if chunk.post_process:
+        with _fork_rng(), _initializing(config):
+            chunk.mtp = _new_block(chunk, depths, block)
+            if not tied:
+                attach_embedding(chunk)
+        like = next(chunk.decoder.parameters())
+        dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
+        chunk.mtp.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
+        set_quantization(chunk.mtp, config)
+        chunk.mtp_process = chunk.pre_process or not tied
+    if (whole or not tied) and (chunk.pre_process or chunk.post_process):
+        chunk.setup_embeddings_and_output_layer()
+
+
+def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock:
+    """Megatron's block, of depths like the end of the trunk."""
+    config, stage = chunk.config, {"vp_stage": chunk.vp_stage, "pg_collection": chunk.pg_collection}
+
+    def as_trunk(spec: Any) -> Any:
+        norm = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
+        return with_portable_modules(spec, config) if isinstance(norm, PortableNorm) else spec
+
+    if not hasattr(chunk, "hybrid_stack_spec"):
+        layers = chunk.transformer_layer_spec
+        uses_te = config.transformer_impl == "transformer_engine"
+        spec = get_gpt_mtp_block_spec(config, layers, uses_te, vp_stage=chunk.vp_stage)
+        return MultiTokenPredictionBlock(config, as_trunk(spec), **stage)
+    layers = chunk.hybrid_stack_spec.submodules
+    spec = layers.mtp_block_spec
+    if spec is None:
+        layer = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
+        spec = as_trunk(MultiTokenPredictionBlockSubmodules([layer]))
+    pattern = _end_of(chunk.hybrid_layer_pattern) if block == OWN else block
+    hybrid = {"mtp_layer_pattern": pattern, "mtp_num_depths": depths, "hybrid_submodules": layers}
+    return MultiTokenPredictionBlock(config, spec, **stage, **hybrid)
+
+
+def _end_of(pattern: str) -> str:
+    """The last layer of a trunk that mixes positions, and the MLPs and experts after it: `*E` of `M-*-ME*E`."""
+    found = re.search(r"[^-E]?[-E]*$", pattern.partition("/")[0].replace("|", ""))
+    assert found is not None
+    return found[0]
+
+
+def tied_embedding(model: Any) -> LanguageModelEmbedding:
+    """An embedding on the weight of the tied head; it is no module of the model, which has the weight already."""
+    with _initializing(model.config, False):
+        made = LanguageModelEmbedding(
+            config=model.config,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_sequence_length,
+            position_embedding_type="none",
+            tp_group=model.pg_collection.tp,
+        )
+    made.word_embeddings.weight = model.output_layer.weight
+    return made
+
+
+@contextmanager
+def _initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]:
+    """While this lasts, new weights are drawn; frameworks turn that off where they load a checkpoint."""
+    before, config.perform_initialization = config.perform_initialization, does
+    try:
+        yield
+    finally:
+        config.perform_initialization = before
+
+
+# --- a layer of the block ---------------------------------------------------------------------------------------------
+
+
+def runner(layer: Any) -> Layer:
+    """Megatron's layer without its own shifts of tokens, which cross the ends of documents."""
+
+    def run(hidden_SBH: Tensor, embedded_SBH: Tensor, attention: AttentionInputs, mask_BS: Tensor | None) -> Tensor:
+        def once(hidden_SBH: Tensor, embedded_SBH: Tensor | None, mask_BS: Tensor | None) -> Tensor:
+            made_SBH: Tensor = layer._proj_and_transformer_layer(
+                hidden_states=hidden_SBH, decoder_input=embedded_SBH, padding_mask=mask_BS, **vars(attention)
+            )
+            return made_SBH
+
+        if layer.training and layer.config.recompute_granularity == "full":
+            return checkpointed(once, layer.config, layer.tp_group, hidden_SBH, embedded_SBH, mask_BS)
+        return once(hidden_SBH, embedded_SBH, mask_BS)
+
+    return run

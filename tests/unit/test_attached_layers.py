@@ -1,0 +1,386 @@
+"""attach.py on stock models in one process: the trunk does not change by a bit, and the depths learn as ours do.
+
+tests/functional/test_attached_layouts.py has the other layouts.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionBlock
+from megatron_single import make_batch, megatron_name, our_model, relative_difference
+from stock_models import KINDS, draw, learned, packed_batch, stock
+from tiers import tiered
+
+from megatron_mtp.attach import attach
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.stock import _end_of
+from megatron_mtp.training.mtp_loss import mtp_loss
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+APART = MTPConfig(mtp_train_only=True)
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+# --- the trunk is that of a step without the layers ------------------------------------------------------------------
+
+TRUNKS = [
+    *((kind, tied, own) for kind in ("dense", "moe", "latent") for tied in (False, True) for own in (None, 2)),
+    ("hybrid", False, None),
+    ("hybrid", True, None),
+]
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "tied", "own"),
+    tiered(TRUNKS, [("dense", False, 2), ("moe", True, None), ("latent", False, None), ("hybrid", False, None)]),
+)
+def test_logits_gradients_and_a_step_of_the_trunk_do_not_change_by_a_bit(
+    kind: str, tied: bool, own: int | None, form: str
+) -> None:
+    """With new depths, and with those of Megatron's own block."""
+    batch, packed = make_batch(2), None
+    if form == "packed":
+        batch, packed = packed_batch(batch)
+    plain, model = stock(kind, tied), stock(kind, tied, own)
+    attached = attach(model, None if own else 2, APART)
+    for each in (plain, model):
+        draw(each)
+    destroy_moe_metrics_tracker()
+    expected = learned(plain, batch, packed, None)
+    destroy_moe_metrics_tracker()
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
+    found = learned(model, batch, packed, lambda: attached.loss(*given).loss)
+    assert differing(found, expected) == []
+    depths = {name for name in found if name.startswith("gradient of mtp.")}
+    assert depths == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith("mtp.")}
+    assert all(found[name].any() or "experts" in name for name in depths)
+
+
+def test_a_loss_that_trains_the_trunk_too_changes_it() -> None:
+    """The comparison can fail."""
+    plain, model, batch = stock("dense"), stock("dense"), make_batch(2)
+    attached = attach(model, 2)
+    for each in (plain, model):
+        draw(each)
+    expected = learned(plain, batch, None, None)
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
+    found = learned(model, batch, None, lambda: attached.loss(*given).loss)
+    assert differing(found, expected)
+
+
+# --- the depths learn what those of this package's own model do ------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+@pytest.mark.parametrize("own", [None, 2], ids=["new", "adopted"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    tiered([(kind, tied) for kind in KINDS for tied in (False, True)], [("dense", True), ("moe", False)]),
+)
+@pytest.mark.parametrize("settings", tiered([None, APART, MTPConfig(mtp_loss="kd")], [None]))
+def test_loss_and_gradients_are_those_of_this_packages_model(
+    kind: str, tied: bool, own: int | None, form: str, settings: MTPConfig | None
+) -> None:
+    batch, packed = make_batch(2), None
+    if form == "packed":
+        batch, packed = packed_batch(batch)
+    ours, model = our_model(2, tied, **KINDS[kind]), stock(kind, tied, own)
+    attached = attach(model, 2, settings)
+    for each in (ours, model):
+        draw(each)
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
+    arguments = batch["tokens"], batch["position_ids"], None
+    forms = {} if packed is None else {"packed_seq_params": packed}
+    states_SBH = ours(*arguments, output_processor=lambda stage: stage.hidden_SBH, **forms)
+    expected = mtp_loss(states_SBH, ours, *given, settings, **forms)
+    model(*arguments, **forms)
+    made = attached.loss(*given)
+    assert torch.equal(made.loss, expected.loss)
+    assert made.depth_means.tolist() == expected.depth_means.tolist()
+    for each in (expected, made):
+        each.loss.backward()
+    wanted = {megatron_name(name): each.grad for name, each in ours.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert differing(found, wanted) == []
+
+
+def test_documents_without_packed_parameters_end_the_shifts() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2)
+    draw(model)
+    document_BS = (torch.arange(16) >= 6).long().expand(3, -1)
+    means = []
+    for documents in (document_BS, None):
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        ones = torch.ones_like(batch["loss_mask"])
+        made = attached.loss(batch["tokens"], batch["labels"], ones, document_BS=documents)
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        one_token = attached.loss(batch["tokens"], batch["labels"], ones, normalizer=1.0, document_BS=documents)
+        means.append(one_token.loss / made.loss.clamp(min=1e-9))
+    assert made.depth_means.isfinite().all()
+    assert means[0] < means[1]  # fewer tokens: 2 D of 16 at depth D for documents, D for rows
+
+
+# --- the loss that rides along ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+@pytest.mark.parametrize("per_token", tiered([False, True], [False]))
+@pytest.mark.parametrize("kind", tiered([*KINDS, "hybrid"], ["dense", "hybrid"]))
+def test_a_weight_adds_the_same_loss_in_the_forward(kind: str, per_token: bool, form: str) -> None:
+    """The weight's gradients are those of the explicit loss; the forward's output does not change."""
+    batch, packed = make_batch(2), None
+    if form == "packed":
+        batch, packed = packed_batch(batch)
+    forms = {} if packed is None else {"packed_seq_params": packed}
+    explicit, riding = (stock(kind, calculate_per_token_loss=per_token) for _ in range(2))
+    attached, alone = attach(explicit, 2), attach(riding, 2, weight=0.3)
+    for each in (explicit, riding):
+        draw(each)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    count = 1.0 if per_token else batch["loss_mask"].sum()
+    arguments, labels = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["labels"]
+    losses = []
+    for model, extra in ((explicit, {}), (riding, {"loss_mask": batch["loss_mask"]})):
+        nats_BS = model(*arguments, labels=labels, **extra, **forms)
+        total = (nats_BS * batch["loss_mask"]).sum() / count
+        if model is explicit:
+            made = attached.loss(batch["tokens"], labels, batch["loss_mask"], 1.0 if per_token else None)
+            total = total + 0.3 * made.loss
+        total.backward()
+        losses.append(nats_BS)
+    assert torch.equal(*losses)
+    assert alone.last is not None
+    assert alone.last.depth_means.tolist() == made.depth_means.tolist()
+    wanted = {name: each.grad for name, each in explicit.named_parameters()}
+    rounding = 1e-4 if kind == "hybrid" else 1e-6  # gradients of decays are small sums of large terms
+    for name, each in riding.named_parameters():
+        assert relative_difference(each.grad, wanted[name]) < rounding, name
+
+
+def test_nothing_rides_along_without_labels_or_gradients() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2, weight=0.3)
+    arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    model(*arguments)
+    with torch.no_grad():
+        model(*arguments, labels=batch["labels"])
+    assert attached.last is None
+    with pytest.raises(ValueError, match="or attach without weight, which takes the loss already"):
+        attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+
+
+def test_a_stage_without_tokens_says_so() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    attach(model, 2, weight=0.3)
+    embedded_SBH = model.embedding(input_ids=batch["tokens"], position_ids=batch["position_ids"])
+    with pytest.raises(ValueError, match="has labels and no input_ids, which its MTP layers read; give"):
+        model(None, None, None, decoder_input=embedded_SBH, labels=batch["labels"])
+    assert model.mtp_process
+    assert model.config.mtp_num_layers == 2
+
+
+# --- traps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_new_layers_are_drawn_where_a_framework_has_turned_that_off(kind: str) -> None:
+    """Megatron-Bridge does so when it loads weights; the layers were uninitialized memory."""
+    model = stock(kind, perform_initialization=False)
+    attach(model, 2)
+    assert not model.config.perform_initialization
+    weights = dict(model.mtp.named_parameters())
+    assert all(0.005 < each.std() < 0.05 for each in weights.values() if each.dim() > 1 and "conv1d" not in each.names)
+
+
+def test_new_layers_take_no_random_numbers_of_the_trunk() -> None:
+    """Dropout of the trunk is that of a run without them."""
+    drawn = []
+    for depths in (None, 2):
+        torch.manual_seed(3)
+        model = stock("dense")
+        if depths:
+            attach(model, depths)
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_new_layers_have_the_names_of_megatrons_block(kind: str) -> None:
+    """Exporters of other frameworks read them."""
+    model = stock(kind)
+    attach(model, 2)
+    assert type(model.mtp) is MultiTokenPredictionBlock
+    inner = "mtp_model_layer.layers.0.self_attention" if kind == "hybrid" else "mtp_model_layer.self_attention"
+    assert f"mtp.layers.1.{inner}.linear_proj.weight" in dict(model.named_parameters())
+    if kind == "hybrid":
+        assert [one.mtp_layer_pattern for one in model.mtp.layers] == ["*-", "*-"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "end"), [("M-*-", "*-"), ("ME*E", "*E"), ("M*-|M-*/*-/*-", "*"), ("M--", "M--"), ("*-M|E", "ME")]
+)
+def test_a_depth_of_a_hybrid_is_the_end_of_its_trunk(pattern: str, end: str) -> None:
+    assert _end_of(pattern) == end
+
+
+def test_routers_count_the_depths_and_the_positions_inside_alone() -> None:
+    """Their losses have a place for every layer; slots that were shifted in are not routed."""
+    model, batch = stock("moe", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"), make_batch(2)
+    attached = attach(model, 2)
+    destroy_moe_metrics_tracker()
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+    counts = [layer.mtp_model_layer.mlp.router.local_tokens_per_expert.sum() for layer in model.mtp.layers]
+    assert counts == [3 * 15 * 2, 3 * 14 * 2]
+    assert len(get_moe_metrics_tracker().metrics["load_balancing_loss"].values) == 2 + 2
+
+
+def test_the_model_has_its_depths_again_after_a_forward_that_failed() -> None:
+    model, batch = stock("dense", True, 2), make_batch(2)
+    attached = attach(model)
+    config = model.config
+    with pytest.raises(IndexError):
+        model(batch["tokens"] + 1000, batch["position_ids"], batch["attention_mask"])
+    assert model.config is config
+    assert model.mtp_process
+    assert "shared_embedding_or_output_weight" not in vars(model)
+    with pytest.raises(ValueError, match=r"no forward of the model has run .* call the model first\."):
+        attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+
+
+def test_settings_of_the_configuration_that_change_later_hold_in_the_forward() -> None:
+    """Schedules and loops set fields of it between forwards."""
+    model, batch, seen = stock("dense"), make_batch(2), []
+    attach(model, 2)
+    model.decoder.register_forward_hook(lambda *_: seen.append((model.config.timers, model.config.mtp_num_layers)))
+    for timers in ("first", "second"):
+        model.config.timers = timers
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    assert seen == [("first", None), ("second", None)]
+    assert model.decoder.config.mtp_num_layers == 2
+
+
+def test_a_trunk_in_bfloat16_gets_layers_in_bfloat16() -> None:
+    model, batch = stock("dense", bf16=True, params_dtype=torch.bfloat16).bfloat16(), make_batch(2)
+    attached = attach(model, 2)
+    wrapped = Float16Module(model.config, model)
+    wrapped(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    assert attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.isfinite()
+    assert {each.dtype for each in model.mtp.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("own", [None, 2], ids=["new", "adopted"])
+def test_recomputed_depths_have_the_same_gradients(own: int | None) -> None:
+    found, batch = list[dict[str, Any]](), make_batch(2)
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for changes in ({}, recompute):
+        model = stock("dense", depths=own, **changes)
+        attached = attach(model, 2, APART)
+        draw(model)
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        attached.loss(*given).loss.backward()
+        found.append({name: each.grad for name, each in model.mtp.named_parameters()})
+    assert max(relative_difference(found[1][name], found[0][name]) for name in found[0]) < 1e-6
+
+
+def test_a_frozen_trunk_has_no_gradients_and_the_depths_have_them() -> None:
+    model, batch = stock("dense").requires_grad_(False), make_batch(2)
+    attached = attach(model, 2)
+    draw(model)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
+    trained = {name.split(".")[0] for name, each in model.named_parameters() if each.grad is not None}
+    assert trained == {"mtp"}
+
+
+def test_a_strict_load_of_a_trunk_after_attach_names_the_keys_that_it_lacks() -> None:
+    state, model = stock("dense").state_dict(), stock("dense")
+    attach(model, 1)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*mtp\.layers\.0\.enorm\.weight"):
+        model.load_state_dict(state)
+    assert all(name.startswith("mtp.") for name in model.load_state_dict(state, strict=False).missing_keys)
+
+
+# --- what cannot be attached -----------------------------------------------------------------------------------------
+
+DEPTHS_ONLY = {"settings": MTPConfig(mtp_architecture="parallel")}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no depths": ({}, {"depths": None}, "the model has no MTP layers, and depths is None; give the number"),
+    "none": ({}, {"depths": 0}, "depths is 0; give 1 or more"),
+    "others": ({"depths": 2}, {"depths": 3}, "the model has 2 MTP layers, and depths is 3; give None"),
+    "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for attached MTP layers; megatron-mtp"),
+    "drafter": ({}, {"settings": MTPConfig(drafter="eagle3")}, "drafter in the settings is not for attached"),
+    "pattern": ({}, {"block": "*-"}, r"block is '\*-', which is the pattern of a hybrid's new MTP layers; give 'own'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_fit_are_refused(case: str) -> None:
+    built, given, sentence = REFUSED[case]
+    with pytest.raises(ValueError, match=sentence):
+        attach(stock("dense", **built), **{"depths": 2, **given})
+
+
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule plans": ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm runs schedule"),
+    "graph": ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is full_iteration, and hooks are not in"),
+    "own stage": ({"mtp_standalone": True}, "the pipeline layout gives the MTP layers a stage of their own; put m"),
+    "layout": ({"pipeline_model_parallel_layout": object()}, "the pipeline layout has no place for new MTP layers"),
+    "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8_recipe is delayed, whose scales would be updated"),
+    "no block": ({"mtp_num_layers": 2}, "mtp_num_layers is 2, and the last stage has no MTP block; build it with"),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_what_hooks_would_miss_is_refused(case: str) -> None:
+    """By fields that Megatron checks where the model is built, on GPUs; so they are set afterwards."""
+    model, (changes, sentence) = stock("dense"), FIELDS[case]
+    vars(model.config).update(changes)
+    with pytest.raises(ValueError, match=sentence):
+        attach(model, 2)
+    assert not hasattr(model, "mtp")
+
+
+def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_own() -> None:
+    """No parameter is added to DDP's buffers by the latter."""
+    batch, wrapped = make_batch(2), []
+    for depths in (None, 2):
+        model = stock("dense", depths=depths)
+        draw(model)
+        wrapped.append(DistributedDataParallel(model.config, DistributedDataParallelConfig(), model))
+    with pytest.raises(ValueError, match=r"the model is wrapped for data parallelism, .* give attach to register_pre_"):
+        attach(wrapped[0], 2)
+    attached = attach(wrapped[1])
+    wrapped[1].zero_grad_buffer()
+    wrapped[1](batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
+    assert all(each.main_grad.any() for each in wrapped[1].module.mtp.parameters())
+
+
+def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:
+    model = stock("dense")
+    attach(model, 2)
+    with pytest.raises(ValueError, match="MTP layers are attached to this model already; use what attach returned"):
+        attach(model)
+    with pytest.raises(ValueError, match="not of Megatron's class; models of this package train by mtp_loss"):
+        attach(our_model(2))
+
+
+def test_a_decoder_that_returns_more_than_states_is_named() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    model.decoder.register_forward_hook(lambda _, __, made: (made, made))
+    attach(model, 2)
+    with pytest.raises(ValueError, match="the model's decoder returns a tuple, and MTP layers are attached to one"):
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])

@@ -448,7 +448,7 @@ def leave_out_depths(args: Namespace) -> dict[str, Any]:
     if args.mtp_train_only:
         raise ValueError(
             "--mtp-train-only was given with --mtp-num-layers 0, which leaves nothing to train; give 1 or more depths, "
-            "or drop --mtp-train-only to train the trunk."
+            "or train the trunk, without --mtp-train-only."
         )
     own = [one for one in fields(MTPConfig) if one.name not in WITHOUT_DEPTHS and "drafter" not in one.name]
     defaults = {one.name: one.default for one in own} | {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}

@@ -20,6 +20,7 @@ PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm", "gui
 PARSED = {
     "bash scripts/setup.sh": "installs",
     "python -m pip download": "downloads",
+    "python -m pip install": "installs",
     "bash scripts/quickstart.sh": "trains for minutes",
     "bash scripts/attach_mtp.sh": "trains for minutes",
     "megatron-mtp attach": "trains for minutes",

@@ -1,0 +1,58 @@
+"""Draw the chart of README.md from the records in benchmarks/results.
+
+python tools/docs/readme_chart.py    # writes docs/chart.svg
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "docs/chart.svg"
+OURS, THEIRS, SLOWER = "#2b6cb0", "#a0aec0", "#cbd5e0"
+
+
+def rows(record: str) -> list[list[Any]]:
+    """The first table of a record."""
+    found = json.loads((ROOT / f"benchmarks/results/{record}.json").read_text(encoding="utf-8"))
+    table: list[list[Any]] = found["tables"][0]["rows"]
+    return table
+
+
+def draw() -> Any:
+    """Seconds of a training step beside Megatron's, and tokens per second of drafting beside plain decoding."""
+    pyplot.rcParams |= {"svg.hashsalt": "megatron-mtp", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9.5}
+    figure, (step, decoding) = pyplot.subplots(1, 2, figsize=(8.6, 2.7), layout="constrained")
+    bars(step, [f"D = {row[0]}" for row in rows("train_step")],
+         {"megatron-mtp": ([row[1] for row in rows("train_step")], OURS),
+          "Megatron's own MTP": ([row[2] for row in rows("train_step")], THEIRS)})  # fmt: skip
+    step.set_title("Seconds of a training step (lower is better)")
+    large = [row for row in rows("decoding") if row[0].startswith("large")]
+    bars(decoding, [row[0].removeprefix("large, ") for row in large],
+         {"drafting, K = 2": ([row[2] for row in large], OURS),
+          "plain": ([row[1] for row in large], THEIRS),
+          "transformers, plain": ([row[4] for row in large], SLOWER)})  # fmt: skip
+    decoding.set_title("Tokens per second, 135 million parameters (higher is better)")
+    return figure
+
+
+def bars(axes: Any, groups: list[str], sides: dict[str, tuple[list[float], str]]) -> None:
+    """A group of bars for every setting, a bar for every side, each with its value above it."""
+    width = 0.8 / len(sides)
+    for place, (name, (values, color)) in enumerate(sides.items()):
+        at = [group + (place - (len(sides) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar_label(axes.bar(at, values, width, label=name, color=color), fmt="{:.3g}", fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_yticks([])
+    axes.margins(y=0.25)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, ncols=len(sides), loc="upper left")
+
+
+if __name__ == "__main__":
+    draw().savefig(CHART, metadata={"Date": None})

@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def main() -> int:
             return SKIPPED
         process = start(args, chosen)
         if args.verb == "start":
-            print(f"gpu_check: process {process} runs {len(chosen)} parts; follow them with: follow --out {args.out}")
+            print(f"gpu_check: process {process} runs {len(chosen)} parts; `follow --out {args.out}` shows them.")
             return 0
         try:
             records = follow(args.out, float("inf"), args.pack)
@@ -192,6 +193,8 @@ def settle(folder: Path) -> None:
         if found["status"] == "running":
             found |= {"status": "killed", "why": "the run was ended from outside"}
         record.end(folder, found)
+    for left in folder.glob(f"*{record.SCRATCH}"):
+        shutil.rmtree(left)
     record.event(folder, "failed", why="the run was ended from outside")
 
 
@@ -228,11 +231,12 @@ def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
 
 def report(records: list[dict[str, Any]]) -> None:
     """Print all tables and goals."""
-    from benchmarks.harness import Table, cpu_name
+    from benchmarks.harness import Goal, Table, cpu_name
     from benchmarks.harness import report as report_of
 
     machine = next((one["hardware"] for one in records if one["hardware"]), None) or {"device": cpu_name()}
-    goals = [goal for one in records for goal in record.goals_of(one)]
+    found = [goal for one in records for goal in one["goals"]]
+    goals = [Goal(goal["what"], goal["value"], goal["goal"], goal["op"]) for goal in found]
     tables = [f"{one['title']}\n{Table(one['header'], one['rows'])}" for each in records for one in each["tables"]]
     rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in records]
     tables.append(str(Table(("part", "outcome", "s", "why"), rows)))

@@ -79,9 +79,9 @@ _BENCHMARK = "benchmarks.gpu.training:benchmark"
 _TRUNK = {"depths": 0, "flags": "--num-layers 4"}
 _UNIT = {
     "losses": "losses_table linear_cross_entropy triton_chunk weight_gradient float32_logits",
-    "megatron": "depths mtp_parity mtp_loss trunk mixing unroll objective draft_vocabulary",
+    "megatron": "objective mtp_parity mtp_loss trunk mixing unroll depths draft_vocabulary",
     "modules": "shift packed portable portable_attention rope latent eagle3 block_drafter",
-    "decoding": "sampling drafting verifiers batch auto_count weight_updates",
+    "decoding": "sampling drafting verifiers batch weight_updates",
     "layers": "cached_attention dense_layer experts recurrent_layers latent_attention",
     "graphs": "drafting_trees graphs drafting_methods",
 }
@@ -110,7 +110,9 @@ PARTS = {
     **{
         f"unit_{n}": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": _UNIT[n]}, needs=("pytest",)) for n in _UNIT
     },
-    "unit_engine": Part("benchmarks.gpu.suite:unit_tests", 240, {"names": "engine"}, needs=("pytest", "hypothesis")),
+    "unit_engine": Part(
+        "benchmarks.gpu.suite:unit_tests", 240, {"names": "auto_count engine"}, needs=("pytest", "hypothesis")
+    ),
     "divergence": Part("benchmarks.gpu.divergence:divergence", 200),
     "train_step": Part(_BENCHMARK, 120, _STEPS, alone=True),
     "te_train_step": _te(_BENCHMARK, 120, _STEPS, alone=True),

@@ -12,12 +12,10 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.harness import Goal
-
-EVENTS = "events"
+EVENTS, SCRATCH = "events", ".scratch"
+"""The file of what happened, and how folders end that go with their part."""
 ENDED_WELL = ("ran", "not run")
 BLANK: dict[str, Any] = {
     "part": "",
@@ -71,12 +69,6 @@ def with_found(record: dict[str, Any], found: Any) -> dict[str, Any]:
         "goals": [goal.as_dict() for goal in found.goals],
         "not run": found.not_run,
     }
-
-
-def goals_of(record: dict[str, Any]) -> list["Goal"]:
-    from benchmarks.harness import Goal
-
-    return [Goal(goal["what"], goal["value"], goal["goal"], goal["op"]) for goal in record["goals"]]
 
 
 def end(folder: Path, record: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ class Run:
         """How the part's process ended, in words; nothing that it started is left behind."""
         own_time = max(seconds - SPARE, seconds / 2)
         quick = ["quick"] if self.quick else []
-        with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        with tempfile.TemporaryDirectory(record.SCRATCH, dir=self.folder) as scratch:
             words = [name, self.folder, scratch, f"{own_time}", lines.address, lines.own, *quick]
             try:
                 process = lines.start(["-m", "benchmarks.gpu.worker", *words], self.folder / f"{name}.log")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_mtp.checkpoint.families import trained_forms
@@ -299,7 +300,8 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             paths = ["--tokenizer", str(args.model), "--output-prefix", str(data)]
             return ["preprocess", source, args.corpus, *paths, *(word for word in args.more if word in OF_CHATS)]
         case "trunk" if not (run / "trunk").is_dir() and args.donor is None:
-            return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", "--resume"]
+            lost = ["--trunk-only"] if _has_lost_depths(args.model) else []
+            return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", *lost, "--resume"]
         case "start" if _fits_drafter(args) and not start.is_dir():
             return _fit(args)
         case "start" | "before" | "verify" if args.drafter:
@@ -343,6 +345,17 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
             flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None
+
+
+def _has_lost_depths(model: Path) -> bool:
+    """True if the model's config counts MTP layers that are not there; new ones are trained in their place."""
+    quieten()
+
+    from megatron_mtp.checkpoint.convert.plan import has_lost_depths
+
+    with suppress(ValueError):  # `convert` says what is wrong
+        return has_lost_depths(model)
+    return False
 
 
 def _sample(args: Namespace) -> list[str]:

@@ -114,7 +114,7 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
         case "hf-to-mcore":
             from megatron_mtp.checkpoint.convert.import_hf import plan_import
 
-            return plan_import(local_folder(source), how)
+            return plan_import(local_folder(source), how, args.trunk_only)
         case "mcore-to-hf":
             from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
             from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -342,6 +342,7 @@ WRITES = {
 }
 DTYPE = {"--dtype": _value("type of the floating-point tensors written (default: as stored)", choices=DTYPES)}
 TRUSTS = {"--trust-remote-code": _switch("run the Python code of the tokenizer folder")}
+IMPORTS = {"--trunk-only": _switch("convert the trunk without the folder's MTP layers, also where they are lost")}
 EXPORTS = {
     "--max-shard-size": _value(f"largest safetensors file (default: {SHARD})", "SIZE", default=SHARD),
     "--like": _value("take config and tokenizer from this Hugging Face folder", "FOLDER", type=named),
@@ -396,7 +397,7 @@ COMMANDS = {
     "hf-to-mcore": Command(
         "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
         IN_OUT,
-        WRITES | DTYPE,
+        WRITES | DTYPE | IMPORTS,
     ),
     "mcore-to-hf": Command(
         "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",

@@ -33,6 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 def settings(model: Path, run: Path, *flags: str) -> Namespace:
     args, args.more = attach.parser("attach").parse_known_args([str(model), "texts", str(run), *flags])
+    args.model = model
     return args
 
 

@@ -47,7 +47,7 @@ def lost(folder: Path) -> Path:
         "model.mtp",
         "mtp.",
         *(f"model.layers.{layers + k}." for k in range(3)),
-        *(f"{OCR}{3 + k}." for k in range(3)),
+        *(f"{OCR}{layers + k}." for k in range(3)),
     )
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(of_depths)}
     assert len(kept) < len(tensors)
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[tuple[str, int, dict[str, Any]], tuple[str, int, dict[s
     "last layer": (("glm4_moe", 1, {}), ("glm4_moe", 0, SMALL), "is 6x48x48 in their layer, and absent in"),
     "hybrid": (("qwen3_next", 1, {}), ("qwen2", 0, {}), "is a hybrid, and"),
     "no MTP layers": (("qwen2", 0, {}), ("qwen2", 0, {}), "has no MTP layers to graft; give a donor that has some."),
-    "MTP layers": (("mimo", 1, {}), ("mimo", 1, {}), "has MTP layers already; drop-mtp writes a copy of"),
+    "MTP layers": (("mimo", 1, {}), ("mimo", 1, {}), "has MTP layers already; graft on a copy of its trunk"),
     "untrainable": (("exaone_moe", 1, {}), ("qwen2", 0, {}), "is a model that Megatron cannot run (layers"),
     "untrainable trunk": (("mimo", 1, {}), ("exaone_moe", 0, {}), "and {donor} has another."),
     "carried settings": (("glm_ocr", 1, {}), ("glm_ocr", 0, {"rms_norm_eps": 1e-3}), "rms_norm_eps 1e-05, and the"),

@@ -312,7 +312,8 @@ def _check_depths(donor: GraftSide, target: GraftSide) -> None:
         raise ValueError(f"{donor.path} has no MTP layers to graft; give a donor that has some.")
     if target.depths:
         raise ValueError(
-            f"{target.path} has MTP layers already; drop-mtp writes a copy of a checkpoint without them: graft on that."
+            f"{target.path} has MTP layers already; graft on a copy of its trunk alone, which hf-to-mcore --trunk-only "
+            "writes of a folder, and drop-mtp of a checkpoint."
         )
     kinds = ["a GPT" if side.layers[0] is None else "a hybrid" for side in (donor, target)]
     if kinds[0] != kinds[1]:

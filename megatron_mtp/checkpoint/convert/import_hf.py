@@ -32,15 +32,19 @@ def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
     return plan_import(source, options).write(target, options)
 
 
-def plan_import(source: Path, options: Options) -> Conversion:
-    """`hf-to-mcore`, from names and shapes alone; ValueError where copies in the folder differ."""
-    model = HFModel.read(source)
+def plan_import(source: Path, options: Options, trunk_only: bool = False) -> Conversion:
+    """`hf-to-mcore`, from names and shapes alone; ValueError where copies in the folder differ.
+
+    With `trunk_only` the depths of the folder are left out, be they whole or not, or lost.
+    """
+    model = HFModel.read(source, trunk_only=trunk_only)
     model.check_numbers()
     args = megatron_arguments(model)
 
     def keep(folder: Path) -> None:
         keep_hf_files(source, folder / HF_FILES, origin(model))
-        carry_record(source, folder)
+        if not trunk_only:
+            carry_record(source, folder)
 
     return Conversion(
         (source,),
@@ -54,9 +58,17 @@ def plan_import(source: Path, options: Options) -> Conversion:
             "carried as they are": carried(model.rules),
             "names": moved(map(sides, model.rules)),
         },
-        notes=notes(model, args),
+        notes=(headless(model) if trunk_only else {}) | notes(model, args),
         tensors=len(model.folder.tensors),
     )
+
+
+def headless(model: HFModel) -> dict[str, str]:
+    """The warning of a trunk that is converted without MTP layers: they are left out, or were not there."""
+    source, lost = model.folder.folder, len(model.left_out)
+    if lost:
+        return {"warning": f"--trunk-only left out the MTP layers of {source}, {lost} tensors; the trunk alone is here"}
+    return {"warning": f"{source} holds no tensor of an MTP layer; the trunk alone is here"}
 
 
 def notes(model: HFModel, args: Namespace) -> dict[str, Any]:

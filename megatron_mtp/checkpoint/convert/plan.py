@@ -216,6 +216,7 @@ class HFModel:
         layout: what its tensors decide.
         folder: its tensors.
         rules: the rule of every tensor.
+        left_out: names of the tensors of depths that were left out of all others.
     """
 
     config: HFConfig
@@ -223,12 +224,16 @@ class HFModel:
     layout: Layout
     folder: HFFolder
     rules: list[Rule]
+    left_out: frozenset[str] = frozenset()
 
     @classmethod
-    def read(cls, path: Path, lost_depths: bool = False) -> "HFModel":
+    def read(cls, path: Path, lost_depths: bool = False, trunk_only: bool = False) -> "HFModel":
         """Read and check a folder; no tensor is read.
 
-        With `lost_depths` the config may count depths of which the folder has no tensor: transformers drops them.
+        Args:
+            path: the folder.
+            lost_depths: whether the config may count depths of which the folder has no tensor: transformers drops them.
+            trunk_only: whether to leave out all depths, whole or not.
 
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself, or its tensors
@@ -241,7 +246,9 @@ class HFModel:
         folder = HFFolder(path, QuantizationSettings.of(path, config.keys).numbers, config.flag(TIED))
         if wrong := family.misnamed(config, folder.tensors):
             raise ValueError(f"{path} has {renaming(wrong, family.title)}.")
-        if lost_depths and family.depths is not None and not family.depths.stored(folder.tensors):
+        left_out = family.of_depths(config, folder.tensors) if trunk_only else frozenset[str]()
+        folder.tensors = {name: one for name, one in folder.tensors.items() if name not in left_out}
+        if (lost_depths or trunk_only) and family.depths is not None and not family.depths.stored(folder.tensors):
             counts = [key for key in family.depths.keys if config.has(key)]
             config = replace(config, keys=config.keys | dict.fromkeys(counts, 0))
         layout = family.layout(config, folder.tensors)
@@ -249,7 +256,7 @@ class HFModel:
         check_hf(rules, folder, config)
         if family.untrainable is not None:
             check_carried(path, config, family, {name: one.shape for name, one in folder.tensors.items()})
-        return cls(config, family, layout, folder, rules)
+        return cls(config, family, layout, folder, rules, left_out)
 
     def check_numbers(self) -> None:
         """Raises ValueError where copies differ, or zeros are not: the tensors whose numbers may contradict a rule."""
@@ -262,6 +269,21 @@ class HFModel:
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
+
+
+def has_lost_depths(path: Path) -> bool:
+    """True if the config of a folder counts depths, and the folder holds no tensor of any.
+
+    Raises:
+        ValueError: the folder cannot be read, or is of no known family.
+    """
+    config = HFConfig.read(path)
+    family = family_of(config)
+    config = family.complete(config)
+    if family.depths is None or not family.depths.configured(config):
+        return False
+    folder = HFFolder(path, QuantizationSettings.of(path, config.keys).numbers, config.flag(TIED))
+    return not family.of_depths(config, folder.tensors)
 
 
 Pair = tuple[str, Tensor, Tensor]

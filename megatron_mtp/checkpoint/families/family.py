@@ -9,7 +9,7 @@ be in both.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 
 CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
+TRUNK_ALONE = "megatron-mtp convert hf-to-mcore --trunk-only"
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
 """Most folders do not store a tied head, but some do."""
 COPIES = {
@@ -209,13 +210,24 @@ class Family:
         Depths are looked for even if the config counts none. ValueError where the rules do not fit the config.
         """
         names = {*names}
-        inner = [unwrapped(name) for name in names]
-        features = {name for name, pattern in self.features.items() if _any_matches(pattern, inner)}
+        return misnamed(names, self._named(config, [unwrapped(name) for name in names], with_depths=True))
+
+    def of_depths(self, config: HFConfig, names: Iterable[str]) -> frozenset[str]:
+        """The tensors of depths among these names, be the depths whole or not."""
+        if self.depths is None:
+            return frozenset()
+        names = {*names}
+        of_trunk, all_named = (self._named(config, names, with_depths) for with_depths in (False, True))
+        carried = (name for name in names if self.depths.depth_of(config, name) is not None)
+        return frozenset((names & all_named | {*carried}) - of_trunk)
+
+    def _named(self, config: HFConfig, names: Collection[str], with_depths: bool) -> set[str]:
+        """Names that the rules give to the tensors of a folder in the form of `names`, for as many depths as may be."""
+        features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
         most = 0
-        if self.depths is not None:
-            most = max(self.depths.configured(config) or 0, self.depths.stored(inner), self.depths.published, 1)
-        rules = self.rules(config, Layout(most, frozenset(features)))
-        return misnamed(names, [tensor.name for rule in rules for tensor in rule.hf])
+        if self.depths is not None and with_depths:
+            most = max(self.depths.configured(config) or 0, self.depths.stored(names), self.depths.published, 1)
+        return {tensor.name for rule in self.rules(config, Layout(most, frozenset(features))) for tensor in rule.hf}
 
     def _stored_depths(self, config: HFConfig, names: list[str]) -> int:
         if self.depths is None:
@@ -227,7 +239,7 @@ class Family:
             if stored < (configured or 0):
                 remedy = (
                     "fetch or export the folder again, or put the MTP layers of the model that it was made from on its "
-                    "trunk (megatron-mtp convert graft)"
+                    f"trunk (megatron-mtp convert graft), or convert the trunk alone ({TRUNK_ALONE})"
                 )
             raise ValueError(
                 f"{config.source} says '{self.depths.keys[0]}' {configured}, but the folder holds {held}; {remedy}."
@@ -331,6 +343,6 @@ def computing(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _any_matches(pattern: str, names: list[str]) -> bool:
+def _any_matches(pattern: str, names: Iterable[str]) -> bool:
     compiled = re.compile(pattern)
     return any(compiled.search(name) for name in names)

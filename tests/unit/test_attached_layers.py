@@ -3,11 +3,13 @@
 tests/functional/test_attached_layouts.py has the other layouts.
 """
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionBlock
@@ -16,9 +18,11 @@ from stock_models import KINDS, draw, learned, packed_batch, stock
 from tiers import tiered
 
 from megatron_mtp.attach import attach
+from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.stock import _end_of
 from megatron_mtp.training.mtp_loss import mtp_loss
+from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -384,3 +388,64 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
     attach(model, 2)
     with pytest.raises(ValueError, match="the model's decoder returns a tuple, and MTP layers are attached to one"):
         model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+
+
+# --- around the loss -------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_trains_the_depths_that_ride_along() -> None:
+    """Supervised fine-tuning, as docs/training.md shows it: one line more than without depths."""
+    model = stock("dense")
+    attached = attach(model, depths=2, weight=0.3)
+    optimizer, batch, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), make_batch(2), []
+    for _ in range(8):
+        nats_BS = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        optimizer.zero_grad()
+        nats_BS.mean().backward()
+        optimizer.step()
+        assert attached.last is not None
+        losses.append(attached.last.depth_means)
+    assert (losses[-1] < losses[0] - 0.5).all()
+
+
+def test_the_layers_are_a_parameter_group_with_a_norm_of_their_own() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2, APART)
+    draw(model)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0)
+    optimizer = get_mtp_optimizer(config, [wrapped], lr=1e-2, clip_grad=1.0)
+    rates = {parameter: group["max_lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert {rates[each] for each in model.mtp.parameters()} == {1e-2}
+    assert rates[model.decoder.final_layernorm.weight] == 1e-3
+    wrapped.zero_grad_buffer()
+    wrapped(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
+    squares = sum(each.main_grad.square().sum() for each in model.mtp.parameters())
+    _, norm, _ = optimizer.step()
+    assert norm == 0
+    assert mtp_grad_norm(optimizer) == pytest.approx(float(squares.sqrt()))
+
+
+class Arguments(Namespace):
+    """Megatron's, of which those that a test does not give are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@pytest.mark.parametrize("own", [None, 2], ids=["new", "adopted"])
+def test_exported_weights_are_those_of_this_packages_model(own: int | None) -> None:
+    ours, model = our_model(2), stock("dense", depths=own)
+    attach(model, 2)
+    for each in (ours, model):
+        draw(each)
+    sizes = {"seq_length": 16, "max_position_embeddings": 16, "padded_vocab_size": 96, "vocab_size": 96}
+    others = {"norm_epsilon": 1e-5, "rotary_base": 10000, "rotary_percent": 1.0, "position_embedding_type": "rope"}
+    switches = {"untie_embeddings_and_output_weights": True, "swiglu": True, "group_query_attention": True}
+    args = Arguments(**{**vars(ours.config), **sizes, **others, **switches, "mtp_architecture": "sequential"})
+    expected, found = (dict(export_hf_weights(each, args)) for each in (ours, model))
+    assert any(name.startswith("model.layers.3.") for name in expected)
+    assert [*found] == [*expected]
+    assert differing(found, expected) == []

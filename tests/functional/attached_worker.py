@@ -1,0 +1,218 @@
+"""A rank of a layout: stock models with attached depths, through Megatron's schedule, DDP and optimizer.
+
+    torchrun --nproc-per-node 2 attached_worker.py FILE tp2-sp dense
+
+Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any rank}; test_attached_layouts.py reads
+it. Every rank compares its own part of the tensors, and weights depend on their names alone.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from megatron_single import make_batch, megatron_name, our_model, relative_difference
+from stock_models import KINDS, draw, packed_batch, stock
+
+from megatron_mtp.attach import Attached, attach
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.runtime import prepare
+from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss, own_positions
+from megatron_mtp.training.parameter_group import get_mtp_optimizer
+
+prepare()
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+    "cp2": {"context_parallel_size": 2},
+    "dp2": {},
+}
+APART = MTPConfig(mtp_train_only=True)
+WEIGHT = 0.3
+EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
+
+
+def cases(kind: str) -> Iterator[tuple[bool, int | None, str]]:
+    """Whether the head is tied, depths of the model's own block, and the form of the batches."""
+    for tied in (False, True):
+        for own in (None,) if kind == "hybrid" else (None, 2):
+            for form in ("rows", "packed"):
+                yield tied, own, form
+
+
+def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
+    """Of every case what differs."""
+    found, rounding = {}, 1e-4 if kind == "hybrid" else 1e-5  # gradients of decays are small sums of large terms
+    for tied, own, form in cases(kind):
+        name = f"{'tied' if tied else 'untied'} {'adopted' if own else 'new'} {form}"
+        build = partial(stock, kind, tied, **LAYOUTS[layout])
+        plain, model, joint, riding = build(), build(depths=own), build(depths=own), build(depths=own)
+        draw(model, tied)
+        attached = attach(model, None if own else 2, APART)
+        record = {"copies": copies(model, tied, bool(own))}
+        every = attach([joint], 2), attach([riding], 2, weight=WEIGHT)
+        for each in (plain, model, joint, riding):
+            draw(each, tied)
+        batches = [batch_of(seed, form) for seed in (2, 3)]
+        expected = step(plain, batches, None)
+        if tied and own and not model.pre_process:  # Megatron's block has the head in the embedding's copy
+            expected = {name.replace(HEAD, EMBEDDING): value for name, value in expected.items()}
+        record["trunk"] = far(step(model, batches, attached, apart=True), expected)
+        together = step(joint, batches, every[0])
+        record["weight"] = far(step(riding, batches, every[1]), together, rounding, "gradient of ")
+        if kind in KINDS:
+            ours = our_model(2, tied, **KINDS[kind], **LAYOUTS[layout])
+            draw(ours, tied)
+            wanted = {renamed(key, together): value for key, value in step(ours, batches, None, ours=True).items()}
+            record["ours"] = far(together, wanted, 1e-6, "gradient of ")
+            record["changed"] = [] if far(together, expected, 1e-3) else ["nothing"]
+        record["saved"] = saving(model)
+        found[name] = {what: sorted({one for rank in gather(names) for one in rank}) for what, names in record.items()}
+    return found
+
+
+def copies(model: Any, tied: bool, adopted: bool) -> list[str]:
+    """What is wrong with the last stage's copy of the embedding, which attach has made where there was none."""
+    weights = dict(model.named_parameters())
+    copy = weights.get("embedding.word_embeddings.weight")
+    if model.pre_process or adopted:
+        return []
+    if tied:
+        return [] if copy is None else ["a second copy"]
+    assert copy is not None
+    given = copy.detach().clone()
+    draw(model, tied)
+    return [] if torch.equal(given, copy) else ["not the first stage's"]
+
+
+def saving(model: Any) -> list[str]:
+    try:
+        model.sharded_state_dict()
+    except AssertionError as error:
+        return [f"AssertionError: {error}"[:60]]
+    return []
+
+
+def renamed(name: str, found: dict[str, Tensor]) -> str:
+    """Ours, in a stock model; the last stage's copy of a tied embedding is its head there."""
+    name = megatron_name(name)
+    return name if name in found else name.replace(EMBEDDING, HEAD)
+
+
+def far(found: dict[str, Tensor], expected: dict[str, Tensor], rounding: float = 0, prefix: str = "") -> list[str]:
+    return [
+        name
+        for name, value in expected.items()
+        if name.startswith(prefix)
+        and (relative_difference(found[name], value) > rounding if rounding else not torch.equal(found[name], value))
+    ]
+
+
+def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
+    seed += 10 * mpu.get_data_parallel_rank()
+    batch = make_batch(2, seed=seed) | {"attention_mask": None}
+    return packed_batch(batch) if form == "packed" else (batch, None)
+
+
+def step(
+    inner: Any, batches: list[Any], attached: Attached | None, ours: bool = False, apart: bool = False
+) -> dict[str, Tensor]:
+    """Logits, gradients and weights after a step of a model, by name."""
+    destroy_moe_metrics_tracker()
+    config = inner.config
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.0)
+    make = partial(get_mtp_optimizer, clip_grad=1.0) if apart else get_megatron_optimizer
+    optimizer = make(settings, [model])
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
+    logits: dict[str, Tensor] = {}
+    torch.manual_seed(7)
+    model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=partial(forward_step, attached, ours, logits),
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=batches[0][0]["tokens"].size(1),
+        micro_batch_size=len(batches[0][0]["tokens"]),
+        forward_only=False,
+    )
+    found = {f"gradient of {name}": each.main_grad.clone() for name, each in inner.named_parameters()}
+    optimizer.step()
+    return {**logits, **found, **{name: each.detach().clone() for name, each in inner.named_parameters()}}
+
+
+def forward_step(
+    attached: Attached | None, ours: bool, kept: dict[str, Tensor], data: Iterator[Any], model: Any
+) -> tuple[Any, Any]:
+    """A microbatch of a loop: the trunk's loss of logits, and the depths' by a call, or by labels with the forward."""
+    batch, packed = next(data)
+    group = mpu.get_context_parallel_group()
+    own_S = own_positions(group, batch["tokens"].size(1), packed)
+    here = {name: value[:, own_S] for name, value in batch.items() if torch.is_tensor(value) and value.dim() == 2}
+    rides = attached is not None and attached.weight is not None
+    extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
+    if rides:
+        extra |= {"labels": here["labels"], "loss_mask": here["loss_mask"]}
+    if ours:
+        extra["output_processor"] = logits_and_states
+    made = model(here["tokens"], here["position_ids"], None, **extra)
+
+    def loss(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logits_BSV, states_SBH = made if ours else (made, None)
+        nats_BS = logits_BSV
+        if not rides:
+            kept[f"logits {len(kept)}"] = logits_BSV.detach().clone()
+            logits_SBV = logits_BSV.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            nats_BS = unwrap_model(model).compute_language_model_loss(here["labels"], logits_SBV)
+        total = (nats_BS * here["loss_mask"]).sum() / batch["loss_mask"].sum()
+        given = batch["tokens"], batch["labels"], batch["loss_mask"]
+        if ours:
+            total = total + WEIGHT * mtp_loss(states_SBH, model, *given, packed_seq_params=packed).loss
+        elif attached is not None and not rides:
+            total = total + WEIGHT * attached.loss(*given).loss
+        return total, {}
+
+    return made, loss
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def main(file: str, layout: str, kind: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    sizes = {name: LAYOUTS[layout].get(name, 1) for name in SIZES}
+    mpu.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(0)
+    found = compare(layout, kind)
+    if torch.distributed.get_rank() == 0:
+        Path(file).write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

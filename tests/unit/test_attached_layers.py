@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionBlock
@@ -211,11 +212,12 @@ def test_new_layers_take_no_random_numbers_of_the_trunk() -> None:
     """Dropout of the trunk is that of a run without them."""
     drawn = []
     for depths in (None, 2):
-        torch.manual_seed(3)
+        model_parallel_cuda_manual_seed(3, force_reset_rng=True)
         model = stock("dense")
         if depths:
             attach(model, depths)
-        drawn.append(torch.rand(4))
+        with get_cuda_rng_tracker().fork():
+            drawn.append(torch.rand(4))
     assert torch.equal(*drawn)
 
 

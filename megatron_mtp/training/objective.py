@@ -250,7 +250,9 @@ def depth_scales(whole_tokens: Tensor, weights: Sequence[float], per_token: bool
         weights: w_1 .. w_D.
         per_token: whether `--calculate-per-token-loss` is on.
     """
-    weight_D = torch.stack([whole_tokens.new_full((), weight) for weight in weights])  # no copy from the host
+    weight_D = whole_tokens.new_empty(len(weights))
+    for weight_1, weight in zip(weight_D, weights, strict=True):
+        weight_1.fill_(weight)  # a copy from the host would wait for the GPU
     return weight_D if per_token else weight_D * whole_tokens[0].int() / whole_tokens[1:].clamp(min=1)
 
 

@@ -100,16 +100,19 @@ def parser(program: str) -> Parser:
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
-    from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
+    from megatron_mtp.checkpoint.mcore.iterations import SENTENCE_PIECES, run_tokenizer
     from megatron_mtp.checkpoint.mcore.reader import DistReader
+    from megatron_mtp.data.sentence_pieces import model_in
 
     reader = DistReader(Path(args.load))
     stored = reader.common()["args"]
     tokenizer = args.tokenizer_model or run_tokenizer(stored, reader.folder.parent)
-    reads = args.tokenizer_model or args.text or stored.tokenizer_type == "HuggingFaceTokenizer"
+    reads = args.tokenizer_model or args.text or stored.tokenizer_type in ("HuggingFaceTokenizer", *SENTENCE_PIECES)
     chosen = []
     if tokenizer and reads:
-        chosen = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+        model = model_in(Path(tokenizer))
+        kind = "HuggingFaceTokenizer" if model is None else SENTENCE_PIECES[0]
+        chosen = ["--tokenizer-type", kind, "--tokenizer-model", str(model or tokenizer)]
         chosen.append("--no-use-tokenizer-model-from-checkpoint-args")
     elif stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint

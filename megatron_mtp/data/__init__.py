@@ -7,6 +7,7 @@ prompts.py           beginnings of documents, or the user's turns of chats, draw
 messages.py          messages of published chats in one form, or refused by name; does a rendered turn hold them
 chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
+sentence_pieces.py   a SentencePiece model behind the names of a transformers tokenizer
 checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which depths
                      may draft
 """

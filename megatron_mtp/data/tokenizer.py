@@ -1,5 +1,7 @@
 """Tokenizers: train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909), load any Hugging Face folder, encode.
 
+A SentencePiece model alone is read as well (sentence_pieces.py).
+
 In:  an iterable of texts, or a folder with a tokenizer.
 Out: a folder that both `transformers.AutoTokenizer` and Megatron's `--tokenizer-type HuggingFaceTokenizer
      --tokenizer-model FOLDER` load, and an `Encoder` that turns texts into token ids inside a worker process.
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_mtp.data.sentence_pieces import SentencePieces, model_in
 from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
@@ -97,7 +100,7 @@ def load_tokenizer(
     Raises:
         ValueError: there is no such folder, tokenizer or `eos_token`, or `eod_token` is not in the vocabulary.
     """
-    if not os.path.isdir(folder):
+    if not os.path.isdir(folder) and model_in(Path(folder)) is None:
         raise ValueError(
             f"--tokenizer: there is no folder '{folder}'; give a Hugging Face tokenizer folder, or leave the flag out."
         )
@@ -123,9 +126,13 @@ def load_tokenizer(
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Load a folder's tokenizer with transformers, without a question at the terminal about the folder's code.
 
+    A folder that has a SentencePiece model alone, or the path of such a model, is loaded with sentencepiece.
+
     Raises:
         ValueError: it cannot be loaded, or not without its code.
     """
+    if (model := model_in(folder)) is not None:
+        return SentencePieces(model)
     from transformers import AutoTokenizer
 
     auto_map = None

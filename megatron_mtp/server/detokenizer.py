@@ -181,19 +181,22 @@ class Codec:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer, self._long = tokenizer, threading.Lock()
         self.backend: Tokenizer | None = None
+        self._encoder: Any = None
         self.ends = frozenset[int]()
         self._added, self._bytes = dict[int, AddedToken](), dict[str, int]()
         self._longest: int | None = None
         if tokenizer is None:
             return
-        if not tokenizer.is_fast:
+        compiled = getattr(tokenizer, "backend_tokenizer", None)
+        if compiled is None:
             raise ValueError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which has no tokenizer.json; give one that has."
             )
         self.ends = end_tokens(tokenizer)
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend = Tokenizer.from_str(compiled.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._encoder = self.backend if tokenizer.is_fast else tokenizer
         self._added, form = self.backend.get_added_tokens_decoder(), json.loads(self.backend.to_str())
         decoder = form["decoder"] or {}
         if any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part):
@@ -217,9 +220,9 @@ class Codec:
             raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
         with self._long if len(text) > LONG else nullcontext():
             # This function alone lets other threads run meanwhile, and keeps no offsets.
-            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=special)
-        if len(encoded) > positions:
-            raise too_long(str(len(encoded)), positions)
+            (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=special)
+        if len(encoded.ids) > positions:
+            raise too_long(str(len(encoded.ids)), positions)
         return list(encoded.ids)
 
     def chat(

@@ -163,9 +163,9 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
 LOADED = {
     "checkpoint.audit.auditing": 48,
     "checkpoint.convert.import_hf": 40,
-    "cli.generate": 55,
-    "cli.serve": 60,
-    "cli.train": 59,
+    "cli.generate": 56,
+    "cli.serve": 61,
+    "cli.train": 60,
 }
 """Modules, and how many of the package's files they and their imports are at most, `__init__` files included."""
 

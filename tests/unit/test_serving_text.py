@@ -140,7 +140,7 @@ def test_byte_tokens_of_other_tokenizers(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_tokenizer_without_a_compiled_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = tokenizer_in(tmp_path)
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", None)
     with pytest.raises(ValueError, match=r"has no tokenizer.json; give one that has"):
         Codec(tokenizer)
 

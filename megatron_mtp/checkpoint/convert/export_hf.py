@@ -48,6 +48,7 @@ from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, has_tokenizer, run_tokenizer
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
+from megatron_mtp.data.sentence_pieces import model_in
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
 from megatron_mtp.files import without_weights
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
@@ -98,6 +99,10 @@ def kept_origin(kept: Path) -> dict[str, Any]:
     return origin
 
 
+SENTENCE_PIECES = "a SentencePiece model alone, which transformers may read with other ids; encode with sentencepiece"
+"""The note of an export whose tokenizer transformers does not know."""
+
+
 def mcore_to_hf(source: Path | DistReader, target: Path, options: Options, form: HFForm) -> dict[str, Any]:
     """Write the model of a distributed checkpoint as a folder that transformers, vLLM and SGLang load."""
     return plan_export(source, target, options, form).write(target, options)
@@ -138,6 +143,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
             "names": moved(sides(rule)[::-1] for rule in export.rules),
         },
         notes=({} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"})
+        | ({"tokenizer": SENTENCE_PIECES} if form.files is not None and model_in(form.files) else {})
         | ({"loaded by": loaded_by(coded, shapes)} if coded else {})
         | epsilon_note(reader.common()["args"]),
     )

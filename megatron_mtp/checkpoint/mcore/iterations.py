@@ -19,6 +19,8 @@ HF_FILES = "hf"
 ORIGIN = "origin.json"
 KEPT_TOKENIZER = "tokenizer"
 """Folder of a trained checkpoint with the files of the run's tokenizer."""
+SENTENCE_PIECES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+"""Values of Megatron's --tokenizer-type whose --tokenizer-model is a SentencePiece model."""
 _ITERATION = re.compile(r"^iter_(\d{7})$")
 
 
@@ -134,17 +136,21 @@ def run_tokenizer(args: Namespace, checkpoint: Path) -> Path | None:
 def keep_tokenizer(args: Namespace, checkpoint: Path) -> None:
     """Copy a run's tokenizer beside the iterations of its checkpoint, unless an equal copy is there.
 
-    A relative path in the arguments is replaced by the absolute one.
+    A folder is copied without weights, and a SentencePiece model as `tokenizer.model`. A relative path in the arguments
+    is replaced by the absolute one.
     """
     source = Path(getattr(args, "tokenizer_model", None) or os.devnull)
-    if not source.is_dir():
+    if source.is_dir():
+        files = {file.name: file for file in without_weights(source)}
+    elif source.is_file() and getattr(args, "tokenizer_type", None) in SENTENCE_PIECES:
+        files = {"tokenizer.model": source}
+    else:
         return
     args.tokenizer_model = str(source.resolve())
     target = checkpoint / KEPT_TOKENIZER
-    names = [file.name for file in without_weights(source)]
-    if source.resolve() == target.resolve() or filecmp.cmpfiles(source, target, names, shallow=False)[0] == names:
+    if all((target / name).is_file() and filecmp.cmp(file, target / name, False) for name, file in files.items()):
         return
     with written_beside(target) as partial:
         partial.mkdir(parents=True)
-        for name in names:
-            shutil.copyfile(source / name, partial / name)
+        for name, file in files.items():
+            shutil.copyfile(file, partial / name)

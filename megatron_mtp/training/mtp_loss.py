@@ -126,8 +126,8 @@ def mtp_loss(
             for each depth's own unmasked tokens in this call.
 
     Raises:
-        ValueError: the stage has no depths, shapes differ, there is no such loss, hidden states are to be mixed, or
-            sequence parallelism cuts several rows with documents.
+        ValueError: the stage has no depths, shapes differ, a label on the CPU is a row that pads the vocabulary, there
+            is no such loss, hidden states are to be mixed, or sequence parallelism cuts several rows with documents.
     """
     trunk = unwrap_model(model)
     settings = settings or MTPConfig()
@@ -206,6 +206,7 @@ def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPC
         loss_mask_BS = (loss_mask_BS / normalizer).masked_fill(loss_mask_BS == 0, 0)
     shifted: dict[str, Any] = {"tokens": tokens_BS, "labels": labels_BS, "loss_mask": loss_mask_BS}
     mask_ignored_labels(shifted)
+    _check_labels(shifted["labels"], shifted["loss_mask"], stage.head(detached=True).vocab_size)
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
     depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
@@ -252,6 +253,17 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         raise ValueError(
             "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
             "step; leave it out."
+        )
+
+
+def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | None) -> None:
+    if vocab_size is None or labels_BS.device.type != "cpu":  # the host would wait for a GPU's labels
+        return
+    strange = labels_BS[(labels_BS >= vocab_size) & (loss_mask_BS != 0)]
+    if strange.numel():
+        raise ValueError(
+            f"the label {int(strange[0])} counts, and the model has tokens 0 to {vocab_size - 1}; the rows behind them "
+            "only pad the vocabulary, so correct the labels or mask them."
         )
 
 

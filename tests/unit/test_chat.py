@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_mtp.cli.preprocess import main as preprocess
 from megatron_mtp.data import corpus
 from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
-from megatron_mtp.data.checks import check_split, read_index
+from megatron_mtp.data.checks import check_data_prefixes, check_split, read_index
 from megatron_mtp.data.corpus import list_documents
 from megatron_mtp.data.messages import TurnError
 from megatron_mtp.data.prompts import UserTurns
@@ -372,6 +372,17 @@ def test_preprocess_says_what_it_leaves_out(
     text = ["--input", str(tmp_path / "chats.jsonl"), "--output-prefix", str(tmp_path / "text")]
     assert preprocess([*text, "--chat-skip-bad-lines"]) == 2
     assert "--chat-skip-bad-lines was given without --chat" in capsys.readouterr().err
+
+
+def test_chats_of_a_larger_vocabulary_are_refused(made: Callable[..., str]) -> None:
+    """Rows that pad the vocabulary are no tokens, in the corpus of chats as in one of texts."""
+    prefix = made({"messages": ONE.messages})
+    highest = int(np.fromfile(f"{prefix}.bin", read_index(prefix).dtype).max())
+    check_data_prefixes([prefix], highest + 1)
+    with pytest.raises(
+        ValueError, match=f"holds the token id {highest}, but the tokenizer has ids up to {highest - 1}"
+    ):
+        check_data_prefixes([prefix], highest)
 
 
 def test_nothing_that_counts_is_refused(made: Callable[..., str], tmp_path: Path) -> None:

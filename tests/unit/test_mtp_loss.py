@@ -75,6 +75,22 @@ def test_a_detached_trunk_gets_no_gradient_anywhere(tied: bool, settings: MTPCon
     assert not model.config.mtp_detach_heads
 
 
+@pytest.mark.parametrize("given", ["labels", "tokens"])
+def test_a_label_in_a_row_that_pads_the_vocabulary_is_refused(given: str) -> None:
+    batch, says = (
+        make_batch(2, tokens=70),
+        r"^the label 70 counts, and the model has tokens 0 to 69; the rows .* or mask them\.$",
+    )
+    model = our_model(2, tokens=70)
+    hidden_SBH = trunk_states(model, batch["tokens"])
+    batch[given][0, 3] = 70
+    labels_BS = batch["labels"] if given == "labels" else None
+    with pytest.raises(ValueError, match=says):
+        mtp_loss(hidden_SBH, model, batch["tokens"], labels_BS, torch.ones_like(batch["loss_mask"]))
+    batch["loss_mask"][0, 2:4] = 0  # a masked label may be anything
+    assert mtp_loss(hidden_SBH, model, batch["tokens"], labels_BS, batch["loss_mask"]).loss > 0
+
+
 def test_without_labels_the_next_tokens_are_learned_and_the_last_of_a_document_is_masked() -> None:
     model, batch = our_model(2), make_batch(2)
     tokens_BS, mask_BS = batch["tokens"], torch.ones_like(batch["loss_mask"])

@@ -27,7 +27,6 @@ from typing import Any, ClassVar, override
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -45,7 +44,7 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
-from megatron_mtp.model.portable import PortableAttention, PortableNorm
+from megatron_mtp.model.portable import PortableAttention, PortableNorm, offsets_of
 
 BLOCKS_AT_ONCE = 64
 """Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
@@ -317,12 +316,7 @@ def _visible(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, po
     column_S = torch.arange(positions, device=position_A.device)
     visible_AS = column_S <= position_A.unsqueeze(1)
     if attention.packed_seq_params is not None:
-        starts = _starts(attention.packed_seq_params)
+        starts = offsets_of(attention.packed_seq_params).long()
         document_A = torch.searchsorted(starts, position_A, right=True) - 1
         visible_AS = visible_AS & (column_S >= starts[document_A].unsqueeze(1))
     return visible_AS[None, None]
-
-
-def _starts(packed: PackedSeqParams) -> Tensor:
-    padded: Tensor | None = packed.cu_seqlens_q_padded
-    return (packed.cu_seqlens_q if padded is None else padded).long()

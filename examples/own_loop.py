@@ -28,8 +28,9 @@ def main(checkpoint: Path, steps: int) -> None:
     model = load_model(checkpoint).train()
     optimizer = torch.optim.AdamW(model.mtp.parameters(), lr=1e-3)
     settings = MTPConfig(mtp_loss="kd", mtp_train_only=True)
+    tokens = model.true_vocab_size or model.vocab_size
     for step in range(steps):
-        stream_BS = torch.randint(model.vocab_size, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        stream_BS = torch.randint(tokens, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
         tokens_BS, labels_BS = stream_BS[:, :-1], stream_BS[:, 1:]
         mask_BS = (torch.arange(LENGTH) >= PROMPT).expand_as(tokens_BS)
         with torch.no_grad():

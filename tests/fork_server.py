@@ -68,7 +68,8 @@ class Fork:
     """A command that runs, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, words: Sequence[str], connection: socket.socket) -> None:
-        self.args, self.returncode, self._connection = words, None, connection
+        self.args, self._connection = words, connection
+        self.returncode: int | None = None
         connection.settimeout(TIMEOUT)
         said = connection.recv(32)
         if not said:
@@ -86,7 +87,7 @@ class Fork:
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode: int | None = int(self._connection.recv(32) or b"-9")
+            self.returncode = int(self._connection.recv(32) or b"-9")
             self._connection.close()
         return self.returncode
 

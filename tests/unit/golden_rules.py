@@ -1,6 +1,10 @@
-"""The rules of every family on tiny configurations, in words: `golden/rules.json`, which `test_golden.py` compares.
+"""The rules of every family on tiny configurations, in words; `golden/rules.json` has a digest of each family's.
 
-    python tests/unit/golden_rules.py       # writes the file anew, after a change that is meant
+    python tests/unit/golden_rules.py                   # writes the file anew, after a change that is meant
+    python tests/unit/golden_rules.py --since COMMIT    # prints how the rules differ from those of COMMIT
+
+`test_golden.py` compares the digests. Where one differs it prints the difference from the commit that last wrote the
+file: the rules of a commit are made anew by its own code.
 
 No model is built: a case is a `config.json` in the form of `hf_models.py` or `trunk_models.py` with the changes of a
 variant. A line is a group of rules that differ by the numbers of layers and experts alone:
@@ -8,13 +12,19 @@ variant. A line is a group of rules that differ by the numbers of layers and exp
     model.layers.{a}.mlp.down_proj.weight 48x56 -> decoder.layers.{a}.mlp.linear_fc2.weight 48x56 : same  [a=0-2]
 
 What a map does is seen from numbered tensors that it moves: `same`, `one after another`, `transposed`, ..., with a
-checksum of what comes out. The first case of a family has all lines, the others the lines that they add and lack.
+checksum of what comes out.
 """
 
+import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +40,7 @@ from megatron_mtp.checkpoint.families.trunk import ZERO_QKV_BIAS, ZERO_ROUTER_BI
 from megatron_mtp.checkpoint.families.wrapped import PREFIXES, WRAPPERS
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
+ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "golden" / "rules.json"
 Keys = dict[str, Any]
 Record = dict[str, Any]
@@ -85,11 +96,14 @@ BY_FAMILY: dict[str, tuple[Keys, Keys, Keys]] = {
 
 
 def record() -> Record:
-    """Every family of this package, new ones last, and every type of model around a text model."""
-    recorded = list(json.loads(FILE.read_text(encoding="utf-8"))["families"])
+    """Every family of this package, and every type of model around a text model."""
     families = {family.model_types[0]: of_family(family) for family in OWN}
-    families = {name: families[name] for name in sorted(families, key=[*recorded, *families].index)}
     return {"families": families, "around a text model": {name: around(name) for name in WRAPPERS}}
+
+
+def digest(rules: object) -> str:
+    """Sixteen digits that another flag, rule or order of rules changes."""
+    return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:16]
 
 
 def of_family(family: Family) -> Record:
@@ -109,11 +123,8 @@ def of_family(family: Family) -> Record:
         "runs": family.untrainable or "in Megatron",
         "depths": None if depths is None else [depths.pattern, depths.embedding_first, depths.before_norm],
     }
-    first: list[str] = []
     for (name, changes, layout), more in zip(cases, own, strict=True):
-        facts[name], lines = _case(family, HFConfig({**base, **changes, **more}, kind), layout)
-        facts[name] |= _difference(first, lines) if first else {"rules": lines}
-        first = first or lines
+        facts[name] = _case(family, HFConfig({**base, **changes, **more}, kind), layout)
     return facts
 
 
@@ -138,7 +149,7 @@ def around(model_type: str) -> list[str]:
     return _lines(family.all_rules(family.complete(config), layout))
 
 
-def _case(family: Family, config: HFConfig, layout: Layout) -> tuple[Record, list[str]]:
+def _case(family: Family, config: HFConfig, layout: Layout) -> Record:
     """What a family makes of a config: the layout that is seen in the names of its rules, flags, and rules as lines."""
     if family.depths is not None:
         config = HFConfig({**config.keys, family.depths.keys[0]: layout.depths}, config.model_type)
@@ -152,19 +163,16 @@ def _case(family: Family, config: HFConfig, layout: Layout) -> tuple[Record, lis
         facts["depth flags"] = _flags(family.depths.flags, config, layout)
         facts["scales"] = family.depths.scales(config)
         facts["carried depths"] = [family.depths.depth_of(config, name) for name in seen.carried]
-    return {key: value for key, value in facts.items() if value}, _lines(rules)
+    return {key: value for key, value in facts.items() if value} | {"rules": _lines(rules)}
 
 
-def _flags(make: Callable[[HFConfig, Layout], list[str]] | None, config: HFConfig, layout: Layout) -> str:
+def _flags(make: Callable[[HFConfig, Layout], list[str]] | None, config: HFConfig, layout: Layout) -> list[str]:
+    """By name; of two of a name the last counts."""
     try:
-        return "" if make is None else " ".join(make(config, layout))
+        words = [] if make is None else " ".join(["", *make(config, layout)]).split(" --")[1:]
     except ValueError as error:
-        return f"refused: {error}"
-
-
-def _difference(first: list[str], lines: list[str]) -> Record:
-    """The lines that a case adds to the first one's, and those that it lacks."""
-    return {"adds": [one for one in lines if one not in first], "lacks": [one for one in first if one not in lines]}
+        return [f"refused: {error}"]
+    return sorted({word.split()[0]: f"--{word}" for word in words}.values())
 
 
 def _lines(rules: Iterable[Rule]) -> list[str]:
@@ -314,11 +322,47 @@ def _checksum(tensors: Iterable[Tensor]) -> str:
     return f"{sum_so_far:08x}"
 
 
-def write() -> None:
-    """Write `golden/rules.json`."""
-    FILE.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+def differences(before: object, now: object, where: str = "") -> list[str]:
+    """What is no longer there (-), and what is new (+)."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = ((name, before.get(name), now.get(name)) for name in dict.fromkeys([*before, *now]))
+        return [line for name, one, other in pairs for line in differences(one, other, f"{where}{name}: ")]
+    if isinstance(before, list) and isinstance(now, list) and before != now:
+        lacks = [f"- {where}{one}" for one in before if one not in now]
+        return lacks + [f"+ {where}{one}" for one in now if one not in before] or [f"{where}another order"]
+    return [] if before == now else [f"- {where}{before}", f"+ {where}{now}"]
+
+
+@cache
+def of_commit(commit: str | None) -> Record:
+    """What `record` is at a commit, or at the one that last wrote the file.
+
+    Raises:
+        subprocess.CalledProcessError: git is not there, or has no such commit.
+    """
+    git = ["git", "-C", str(ROOT)]
+    if commit is None:
+        log = [*git, "log", "-1", "--format=%H", "--", str(FILE)]
+        commit = subprocess.run(log, check=True, capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory() as then:
+        packed = subprocess.run([*git, "archive", commit, "megatron_mtp", "tests"], check=True, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", then], input=packed.stdout, check=True)
+        words = [sys.executable, f"{then}/tests/unit/golden_rules.py", "--print"]
+        made = subprocess.run(words, env={**os.environ, "PYTHONPATH": then}, check=True, stdout=subprocess.PIPE)
+        return dict(json.loads(made.stdout.splitlines()[-1]))
+
+
+def main(verb: str = "--write", commit: str | None = None) -> None:
+    """Print the rules, print how they differ from a commit's, or write `golden/rules.json`."""
+    if verb == "--since":
+        print("\n".join(differences(of_commit(commit), json.loads(json.dumps(record())))))
+    elif verb == "--print":
+        print(json.dumps(record()))
+    else:
+        assert {name for family in OWN for name in family.model_types} <= FAMILIES.keys()
+        digests = {kind: {name: digest(one) for name, one in of_kind.items()} for kind, of_kind in record().items()}
+        FILE.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    assert {name for family in OWN for name in family.model_types} <= FAMILIES.keys()
-    write()
+    main(*sys.argv[1:])

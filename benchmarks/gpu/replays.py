@@ -1,6 +1,7 @@
 """CUDA graphs of other steps than those of `drafting.graphs`: sampled, rejecting, of mtp_eagle, with experts."""
 
 import contextlib
+import os
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from benchmarks.gpu.training import TRAINED, pretrain
 from benchmarks.harness import Goal
 from megatron_mtp.decoding import batch, generate, load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Proposer
 from megatron_mtp.model.build import join_world
@@ -42,7 +43,9 @@ def expert_replays(setting: Setting, flags: str) -> Found:
     saved, steps = setting.folder / "saved", 2 if setting.quick else 20
     saving = f"--mtp-num-layers 2 --train-iters {steps} --save-interval {steps} --save {saved}"
     setting.run("train", pretrain(f"{TRAINED} {flags} {saving}"))
-    return replayed(setting, load_runner(saved, dtype=torch.float32), "experts")
+    with mock.patch.dict(os.environ, {STATIC_EXPERTS: "1"}):
+        runner = load_runner(saved, dtype=torch.float32)
+    return replayed(setting, runner, "experts")
 
 
 def replayed(setting: Setting, runner: Runner, kind: str) -> Found:

@@ -3,6 +3,7 @@
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
 """
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,9 @@ PLACES = ("rope", "yarn", "none")
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 """Module of Megatron's layers with Transformer Engine, which may read back."""
+
+STATIC_EXPERTS = "MEGATRON_MTP_STATIC_EXPERTS"
+"""Set to 1 in the environment, few rows run through `StaticExperts`, so that steps with experts can be recorded."""
 
 
 class Keeping(NamedTuple):
@@ -211,8 +215,8 @@ class Runner:
         return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
-        """On a GPU alone: the host of a CPU's model need not wait for what it reads."""
-        if self.device.type == "cuda" and isinstance(self.model, MTPGPTModel):
+        """Where it is asked for: no GPU has run `decoding/experts.py` yet."""
+        if os.environ.get(STATIC_EXPERTS) == "1" and isinstance(self.model, MTPGPTModel):
             from megatron_mtp.decoding.experts import place_static_experts
 
             for layer in self._layers():

@@ -21,10 +21,9 @@ from megatron_mtp.decoding import engine as engines
 from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.engine import Engine, generate
-from megatron_mtp.decoding.experts import place_static_experts
 from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Proposer, Request, Round
@@ -209,13 +208,8 @@ def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place_static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a runner puts `StaticExperts` in the place of experts."""
-
-    def place_experts(self: Runner) -> None:
-        for layer in self._layers():
-            place_static_experts(layer)
-
-    monkeypatch.setattr(Runner, "_place_experts", place_experts)
+    """A runner puts `StaticExperts` in the place of experts."""
+    monkeypatch.setenv(STATIC_EXPERTS, "1")
 
 
 NO_KERNEL = ("empty", "new_empty", "set_")

@@ -112,7 +112,20 @@ def _side(side: dict[str, Any]) -> list[str]:
     return [
         f"{side['side']}  {side['path']}: {side['form']}, {kind}{drafter}{pattern}{quantized}",
         f"   {counts}{side['tensors']} tensors{copies}, {_size(side['bytes'])} ({types})",
+        *([f"   drafts: {_drafts(side['drafts'])}"] if side.get("drafts") else []),
     ]
+
+
+def _drafts(found: dict[str, Any]) -> str:
+    """`MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
+    key = f", by '{found['key']}'" if found["key"] else ""
+    if found["kind"] == "DSpark":
+        return f"DSpark, stages {found['stages']}, block {found['block'] or 'not in the config'}{key}; no MTP layers"
+    if "halves" not in found:
+        return f"{found['kind']}{key}"
+    first, later = found["fed"]
+    fed = f"fed {first} the final norm" + ("" if first == later else f", later depths {later} their norm")
+    return f"{found['kind']}{key}; {found['halves']}; {fed}"
 
 
 def _size(count: int) -> str:

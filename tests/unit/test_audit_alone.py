@@ -175,7 +175,8 @@ def test_a_whole_file_beside_an_index_is_described_as_it_is(shard: bool, tmp_pat
 
 def of_deepseek_v4(folder: Path, lost: str = "none") -> Path:
     """Two layers and a depth by DeepSeek-V4's names: FP8 and FP4 experts whose scales, E8M0, are called `.scale`."""
-    tensors: Tensors = {name: torch.randn(8, 32) for name in ("embed.weight", "head.weight", "mtp.0.e_proj.weight")}
+    frame = [f"mtp.0.{part}.weight" for part in ("enorm", "hnorm", "e_proj", "h_proj", "norm")]
+    tensors: Tensors = {name: torch.randn(8, 32) for name in ("embed.weight", "head.weight", *frame)}
     for part in ("layers.0.", "layers.1.", "mtp.0."):
         numbers = {"attn.wkv": torch.randn(32, 32), "ffn.experts.0.w1": torch.randint(-128, 128, (32, 16))}
         scales = {"attn.wkv": torch.ones(1, 1), "ffn.experts.0.w1": torch.ones(32, 1)}
@@ -198,7 +199,7 @@ def counts(folder: Path) -> tuple[int, int, int]:
 
 def test_a_model_of_an_unknown_type_is_described_by_its_names(tmp_path: Path) -> None:
     sound, lost = of_deepseek_v4(tmp_path / "sound"), of_deepseek_v4(tmp_path / "lost", "mtp.")
-    assert (alarms(sound), counts(sound)) == ([], (2, 1, 9))
+    assert (alarms(sound), counts(sound)) == ([], (2, 1, 13))
     (found,) = alarms(lost)
     assert found.startswith("MTP dropped: The config says 1 depth, the files hold 0")
     tensors = read(sound)

@@ -161,8 +161,8 @@ def test_the_check_sees_a_planted_circle(back: str) -> None:
 
 
 LOADED = {
-    "checkpoint.audit.auditing": 48,
-    "checkpoint.convert.import_hf": 40,
+    "checkpoint.audit.auditing": 50,
+    "checkpoint.convert.import_hf": 42,
     "cli.generate": 56,
     "cli.serve": 61,
     "cli.train": 60,

@@ -158,6 +158,7 @@ def facts(side: Side, letter: str = "") -> dict[str, Any]:
         own = {"architectures": side.keys.get("architectures"), "quant_method": side.quantization.method}
         own["model_type"] = None if side.config is None else side.config.model_type or None
         own["family"] = None if side.family is None else side.family.title
+        own["drafts"] = side.drafts
         if isinstance(side, DrafterSide):
             own["drafter"] = None if side.drafter is None else side.drafter.says
     parts, sizes = side.parts, Counter[str]()

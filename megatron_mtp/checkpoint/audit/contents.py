@@ -6,14 +6,16 @@ checkpoint, and without a family, depths and layers are counted by their names, 
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
-from megatron_mtp.checkpoint.audit import ERROR, WARNING, Finding, counted, listed
+from megatron_mtp.checkpoint.audit import ERROR, NOTE, SHOWN, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, HFSide, Parts
+from megatron_mtp.checkpoint.audit.side import DEPTH, STAGE, TRUNK, HFSide, Parts
 from megatron_mtp.checkpoint.convert.plan import lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
-from megatron_mtp.checkpoint.families.family import class_tensors
+from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
+from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD
 from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
@@ -42,9 +44,31 @@ def contents(side: Side) -> list[Finding]:
         found += [*_left_over(side, plan), *_shapes(side), *_types(side)]
         if side.family is not None and side.family.untrainable:
             plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
+        if side.described is not None and side.inside is None:
+            plan = [*side.described.lost(held, side.layers), *_thin(side)]
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = lacking(parts, range(said or 0), layers, plan, held)
-    return [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found]
+    every = [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found, *_of_drafter_inside(side)]
+    return list(map(_with_trunk_alone, every)) if _is_only_of_heads(side, every) else every
+
+
+OF_HEADS = ("MTP dropped", "depth missing", "depth incomplete", "depth count", "tensor left over")
+"""Findings that may be about MTP layers alone."""
+
+
+def _is_only_of_heads(side: Side, found: list[Finding]) -> bool:
+    """True if the trunk would convert: its family does, and all that is wrong is about MTP layers."""
+    errors = [one for one in found if one.severity == ERROR]
+    parts = {side.parts.of(name).kind for one in errors if one.guess == "tensor left over" for name in one.names}
+    converts = isinstance(side, HFSide) and side.family is not None
+    return converts and all(one.guess in OF_HEADS for one in errors) and parts <= {DEPTH}
+
+
+def _with_trunk_alone(found: Finding) -> Finding:
+    """The finding, with the way that is left where MTP layers are lost, damaged or unknown."""
+    if found.severity != ERROR or found.guess == "depth count":
+        return found
+    return replace(found, advice=f"{found.advice}, or convert the trunk alone ({TRUNK_ALONE})")
 
 
 def lacking(
@@ -111,6 +135,27 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
         names = tuple(name for name in side.tensors if side.parts.of(name).kind == DEPTH)
         says += ": engines do not load what is not counted."
         yield Finding("depth count", says, f"put {held} into the config", names=names)
+
+
+def _of_drafter_inside(side: Side) -> Iterator[Finding]:
+    """What there is of a DSpark drafter inside of the model, and what it lacks; tensors and keys belong together."""
+    inner = side.inside
+    if inner is None:
+        return
+    if not inner.names:
+        says = f"The config has {listed(inner.keys)}, but the files hold no tensor of a DSpark drafter."
+        yield Finding("drafter dropped", says, "fetch or export the drafter's tensors as well", names=inner.keys)
+        return
+    bodies = side.parts.numbered(STAGE, (name for name in inner.names if not HEADS_OF_STAGES.match(name)))
+    if lost := [*inner.lost(), *(f"'{name}'" for name in lost_of_other_layers(bodies))]:
+        says = f"The DSpark drafter inside of the model lacks {', '.join(lost[:SHOWN])}"
+        says += f" and {len(lost) - SHOWN} more." if len(lost) > SHOWN else "."
+        yield Finding("drafter incomplete", says, AGAIN, names=tuple(sorted(inner.names)))
+    if lost := inner.lost_keys():
+        says = f"The files hold {inner.says}, but the config lacks {listed(lost)}, so engines do not load it."
+        yield Finding("drafter incomplete", says, "take the config of the release", names=tuple(lost))
+    says = f"The files hold {inner.says}: no MTP layers. Engines load it by the method '{METHOD}'; 'mtp' half-loads it."
+    yield Finding("drafter inside", says, severity=NOTE)
 
 
 def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.audit.side import (
     StoredTensor,
 )
 from megatron_mtp.checkpoint.families import Layout, family_of
+from megatron_mtp.checkpoint.families.described import described
 from megatron_mtp.checkpoint.hf.config import (
     CONFIG,
     ConfigError,
@@ -74,9 +75,12 @@ def _read_config(side: HFSide) -> None:
         side.family = family_of(side.config)
         side.config = side.family.complete(side.config)
     except ValueError:
+        side.described = described(side.config.model_type, side.config.text_type)
         named = f"The model_type '{side.config.model_type:.60}' is unknown here"
         if unnamed:
             named = f"The config has no model_type (architectures {', '.join(keys['architectures']):.100})"
+        if side.described is not None:
+            named = f"{side.described.title} does not convert ({side.described.reason})"
         side.add("not compared", f"{named}: tensors are described by their names.", severity=NOTE)
 
 

@@ -12,7 +12,17 @@ from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, counted, liste
 from megatron_mtp.checkpoint.audit.looks import Bits, Look
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, EMBEDDING, HEAD, OF_EMBEDDING, OF_HEAD, TRUNK, HFSide
+from megatron_mtp.checkpoint.audit.side import (
+    BESIDE,
+    DEPTH,
+    EMBEDDING,
+    HEAD,
+    OF_EMBEDDING,
+    OF_HEAD,
+    STAGE,
+    TRUNK,
+    HFSide,
+)
 from megatron_mtp.checkpoint.convert.plan import unnumbered
 from megatron_mtp.checkpoint.hf.config import CHOSEN, EXPERTS, HFConfig, first_count
 
@@ -52,7 +62,9 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
         says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
         yield Finding("stale copy", says, "store the one that was trained in both places", names=stale)
     parts = side.parts
-    looks = {name: look for name, look in looks.items() if look.is_finite and parts.of(name).kind != BESIDE}
+    looks = {
+        name: look for name, look in looks.items() if look.is_finite and parts.of(name).kind not in (BESIDE, STAGE)
+    }
     yield from _sizes(side, looks)
     bits = {name: look.bits for name, look in looks.items() if not look.is_constant and look.bits is not None}
     yield from _repeats(side, bits, ties)

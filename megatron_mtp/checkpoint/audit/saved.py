@@ -115,7 +115,13 @@ class MegatronSide(Opened):
     @property
     def parts(self) -> Parts:
         """Parts of its keys: Megatron's depths are `mtp.layers`, carried ones have the folder's names."""
-        return Parts(None if self.runs else self.layers)
+        stages = frozenset() if self.inside is None else self.inside.names
+        return Parts(None if self.runs else self.layers, stages=stages)
+
+    @property
+    def kept_keys(self) -> Mapping[str, Any]:
+        """The keys of the config that a conversion kept."""
+        return self.kept
 
 
 Side = HFSide | MegatronSide

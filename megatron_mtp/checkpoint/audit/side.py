@@ -10,7 +10,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,9 @@ from megatron_mtp.checkpoint.audit import ERROR, Finding
 from megatron_mtp.checkpoint.audit.looks import Look
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
+from megatron_mtp.checkpoint.families.described import Described
+from megatron_mtp.checkpoint.families.family import Depths
+from megatron_mtp.checkpoint.families.inside import InnerDrafter, stage_of
 from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig, counted_elsewhere
@@ -43,11 +46,11 @@ UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, Ove
 """What the rules of a family raise for a config that they do not fit."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
 """What reading a damaged file raises, and converting what it holds."""
-TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE = KINDS = ("trunk", "depth", "embedding", "head", "beside")
+TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE, STAGE = KINDS = ("trunk", "depth", "embedding", "head", "beside", "drafter")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
 """Config keys by which all depths are one layer."""
-OWN = ("longcat", "step3")
+OWN = ("dots3_note", "longcat", "step3")
 """Beginnings of the `model_type`s whose depths have an embedding or a head of their own; of classes, without one."""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
@@ -92,17 +95,21 @@ class Parts:
         layers: number of the trunk's layers, behind which depths follow; None if it is not known.
         flat: numbered layers of one depth.
         drafter: whether all tensors are a drafter's.
+        stages: the tensors of a drafter that lies inside of the model.
     """
 
     layers: int | None
     flat: int = 1
     drafter: bool = False
+    stages: frozenset[str] = frozenset()
 
     def of(self, name: str) -> Part:
         """The part of a tensor, by its name alone."""
         name = name.removeprefix(CARRIED)
         if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
             return Part(BESIDE)
+        if name in self.stages:
+            return Part(STAGE, stage_of(name))
         if match := _MTP.search(name):
             return Part(DEPTH, int((match.group(1) or "0.")[:-1]) // self.flat)
         if match := _LAYER.search(name):
@@ -212,6 +219,16 @@ class Opened(ABC):
         """Add a finding."""
         self.findings.append(Finding(guess, says, advice, severity, tuple(names)))
 
+    @cached_property
+    def inside(self) -> InnerDrafter | None:
+        """The drafter that lies inside of the model; None without one."""
+        return InnerDrafter.of(self.kept_keys, (name.removeprefix(CARRIED) for name in self.tensors))
+
+    @property
+    def kept_keys(self) -> Mapping[str, Any]:
+        """The keys of the model's `config.json`, those of its text model included; empty without one."""
+        raise NotImplementedError
+
     @property
     def held_depths(self) -> int:
         """The number of depths up to the last one of which there is a tensor."""
@@ -236,12 +253,14 @@ class HFSide(Opened):
         keys: the keys of its `config.json`; empty if it cannot be read.
         config: the config, with the defaults of its family; None if it has no `model_type`.
         family: the family of its `model_type`; None if there is none.
+        described: what is known of folders that do not convert; None if nothing is.
         folder: its tensors; None if the reader of folders refuses it.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
     config: HFConfig | None = None
     family: Family | None = None
+    described: Described | None = None
     folder: HFFolder | None = None
     form = "Hugging Face"
 
@@ -268,12 +287,48 @@ class HFSide(Opened):
         return self.counts("num_hidden_layers", "num_layers", "n_layer")
 
     @property
+    def kept_keys(self) -> Mapping[str, Any]:
+        """The keys of the config, those of the text model included."""
+        return {} if self.config is None else self.config.keys
+
+    @property
+    def stored_as(self) -> Depths | Described | None:
+        """How folders of the family store MTP layers; None if it is not known."""
+        return self.described if self.family is None else self.family.depths
+
+    @property
+    def depth_key(self) -> str | None:
+        """The config key that counts the depths; None if there is none, or it counts the stages of a drafter."""
+        if self.inside is not None:
+            return None
+        keys = DEPTH_KEYS if self.stored_as is None else self.stored_as.keys
+        said = next((name for name in keys if self.counts(name) is not None), None)
+        elsewhere, number = counted_elsewhere(self.kept_keys)
+        return elsewhere if number and not (said and self.counts(said)) else said
+
+    @property
     def said_depths(self) -> int | None:
         """The number of depths in the config; None if no key holds one."""
-        known = self.family is not None and self.family.depths
-        said = self.counts(*(known.keys if known else DEPTH_KEYS))
-        elsewhere = 0 if self.config is None else counted_elsewhere(self.config.keys)[1]
-        return elsewhere if not said and is_count(elsewhere) and elsewhere else said
+        key = self.depth_key
+        said = None if key is None else self.counts(key)
+        if key is not None and said is None:
+            said = counted_elsewhere(self.kept_keys)[1]
+        limit = None if self.described is None else self.described.limit
+        return said if said is None or limit is None else min(said, limit)
+
+    @property
+    def drafts(self) -> dict[str, Any] | None:
+        """What of the model drafts: its kind, its number, the config key that counts it, and how it is fed."""
+        if self.inside is not None:
+            counted = {"stages": len(self.inside.stages), "block": self.inside.block}
+            return {"kind": "DSpark", **counted, "key": next(iter(self.inside.keys), None)}
+        form, count = self.stored_as, len(self.parts.numbered(DEPTH, self.tensors))
+        if isinstance(form, Described) and form.at is None:
+            return {"kind": "no MTP layers", "key": None}
+        if not count and not self.said_depths:
+            return None
+        found = {"kind": "MTP", "depths": count, "key": self.depth_key}
+        return found if form is None else found | {"halves": form.halves, "fed": form.fed}
 
     @property
     def tied(self) -> bool:
@@ -300,10 +355,11 @@ class HFSide(Opened):
     def parts(self) -> Parts:
         """Patterns of its names."""
         key = None if self.family is None or self.family.depths is None else self.family.depths.layers_key
+        stages = frozenset() if self.inside is None else self.inside.names
         if key is None or self.config is None:
-            return Parts(self.layers)
+            return Parts(self.layers, stages=stages)
         pattern = next((self.config.keys[name] for name in (key, BLOCKS) if self.config.has(name)), "*E")
-        return Parts(self.layers, len(pattern) if isinstance(pattern, str | list) and pattern else 1)
+        return Parts(self.layers, len(pattern) if isinstance(pattern, str | list) and pattern else 1, stages=stages)
 
     @override
     def base_of(self, name: str) -> str | None:

@@ -29,8 +29,9 @@ from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.plan import counted, unnumbered
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
+from megatron_mtp.checkpoint.families.inside import DSPARK_KEYS, STAGES, InnerDrafter, check_no_drafter
 from megatron_mtp.checkpoint.families.rules import Shape
-from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.config import BESIDE_MTP
@@ -72,6 +73,7 @@ def changed(
     dropped: frozenset[str] = frozenset(),
     notes: dict[str, str] | None = None,
     begin: Callable[[], object] | None = None,
+    unkeyed: tuple[str, ...] = (),
 ) -> Conversion:
     """A copy of a checkpoint's trunk with other tensors that draft.
 
@@ -83,6 +85,7 @@ def changed(
         depths: number of MTP layers in the result.
         dropped: names of carried tensors that are left out.
         notes, begin: as in `Conversion`.
+        unkeyed: keys that the kept config loses.
     """
     drafts = "mtp.", DRAFTER
     if reader.has_drafter:
@@ -97,6 +100,8 @@ def changed(
     def keep(folder: Path) -> None:
         keep_files(reader.home, folder)
         correct_origin(folder / HF_FILES, depths, dropped)
+        if unkeyed:
+            _drop_keys(folder / HF_FILES / CONFIG, unkeyed)
 
     return Conversion(
         (source,),
@@ -116,6 +121,15 @@ def changed(
     )
 
 
+def _drop_keys(file: Path, names: tuple[str, ...]) -> None:
+    """Remove keys from a config and from its text model's."""
+    keys = read_json(file)
+    for part in (keys, keys.get("text_config")):
+        for name in names if isinstance(part, dict) else ():
+            part.pop(name, None)
+    file.write_text(json.dumps(keys, indent=2) + "\n")
+
+
 def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Conversion:
     """`attach-mtp` of so many depths, from names and shapes alone; `quiet` fits them without a progress bar.
 
@@ -125,6 +139,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     """
     reader = DistReader(source)
     check_trainable(reader.common()["args"], str(source))
+    check_no_drafter(_carried(reader), source, "drop-mtp --keep 0 writes a copy without it")
     if any(key.startswith("mtp.") for key in reader.keys):
         raise ValueError(f"{source} has MTP depths already; drop-mtp writes a copy without them.")
     template = Template.of(reader)
@@ -144,7 +159,10 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
     """`drop-mtp`, from names and shapes alone; ValueError where the checkpoint has fewer than `keep` + 1 depths."""
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
+    if not depths and not keep and (inner := InnerDrafter.of({}, _carried(reader))) is not None:
+        return changed(reader, source, [], {}, {"depths": 0}, 0, inner.names, unkeyed=(*DSPARK_KEYS, *STAGES))
     if not depths:
+        check_no_drafter(_carried(reader), source, "--keep 0 writes a copy without it")
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
     if not 0 <= keep < depths:
         raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
@@ -164,9 +182,14 @@ def copied(reader: DistReader, key: str) -> Group:
     return Group.single(key, reader.shape(key), reader.dtype(key), partial(reader.read, key))
 
 
+def _carried(reader: DistReader) -> list[str]:
+    """The Hugging Face names of the tensors that are carried."""
+    return [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
+
+
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
     """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder."""
-    carried = [key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED)]
+    carried = _carried(reader)
     config = HFConfig.read(source / HF_FILES) if carried else None
     stored = None if config is None else family_of(config).depths
     if config is None or stored is None:

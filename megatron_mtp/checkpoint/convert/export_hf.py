@@ -39,6 +39,7 @@ from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_b
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
 from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
+from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
@@ -46,7 +47,7 @@ from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, has_tokenizer, run_tokenizer
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, has_tokenizer, run_tokenizer
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.sentence_pieces import model_in
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
@@ -145,8 +146,17 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
         notes=({} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"})
         | ({"tokenizer": SENTENCE_PIECES} if form.files is not None and model_in(form.files) else {})
         | ({"loaded by": loaded_by(coded, shapes)} if coded else {})
+        | _drafter_note(export)
         | epsilon_note(reader.common()["args"]),
     )
+
+
+def _drafter_note(export: "Export") -> dict[str, str]:
+    """That a trained trunk has other hidden states than those that the drafter inside of the model was made for."""
+    inner = InnerDrafter.of({}, (tensor.name for rule in export.rules for tensor in rule.hf))
+    if inner is None or export.reader.folder.name == RELEASE:
+        return {}
+    return {"drafter inside": f"{inner.says}, was made for the states of the trunk before its training: train it anew"}
 
 
 @dataclass(frozen=True)
@@ -296,7 +306,7 @@ def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -
     """
     config = HFConfig.from_keys(keys)
     stored = family_of(config).depths
-    if stored is None:
+    if stored is None or InnerDrafter.of(config.keys, ()) is not None:
         return keys
     counts_alone = stored.published or None if stored.default is None else stored.default
     configured = stored.configured(config)

@@ -52,6 +52,7 @@ from megatron_mtp.checkpoint.convert.stream import (
 )
 from megatron_mtp.checkpoint.families import CARRIED, Family, family_of
 from megatron_mtp.checkpoint.families.family import COPIES, STORED_HEAD, class_keys, computing
+from megatron_mtp.checkpoint.families.inside import check_no_drafter
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.families.wrapped import PREFIXES
@@ -308,6 +309,10 @@ def plan_graft(donor: Path, target: Path, options: Options, trust_remote_code: b
 
 
 def _check_depths(donor: GraftSide, target: GraftSide) -> None:
+    for side, advice in ((donor, "give a donor that has some"), (target, "give its trunk alone")):
+        check_no_drafter(
+            (key.removeprefix(CARRIED) for key in side.entries if key.startswith(CARRIED)), side.path, advice
+        )
     if not donor.depths:
         raise ValueError(f"{donor.path} has no MTP layers to graft; give a donor that has some.")
     if target.depths:

@@ -15,6 +15,7 @@ from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, counted_elsewhere, read_json
@@ -25,6 +26,9 @@ from megatron_mtp.config import trained_depths
 from megatron_mtp.files import without_weights
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.head import DRAFT_VOCABULARY, tokens_of_file
+
+TRUNK_ONLY = "trunk only"
+"""In the record of an import: the MTP layers were left out, whatever the kept config counts."""
 
 
 def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def plan_import(source: Path, options: Options, trunk_only: bool = False) -> Con
     args = megatron_arguments(model)
 
     def keep(folder: Path) -> None:
-        keep_hf_files(source, folder / HF_FILES, origin(model))
+        keep_hf_files(source, folder / HF_FILES, origin(model) | ({TRUNK_ONLY: True} if trunk_only else {}))
         if not trunk_only:
             carry_record(source, folder)
 
@@ -82,6 +86,8 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
             f"{settings.source} says quant_method '{settings.method}', but no weight is quantized; they are taken as "
             "they are, and the keys are left out"
         )
+    if (inner := InnerDrafter.of({}, model.folder.tensors)) is not None:
+        found["drafter inside"] = f"{inner.says}, carried as it is, and no MTP layers"
     for (drafts,) in draft_vocabulary(model):
         found["draft vocabulary"] = f"{drafts.entries[0].shape[0]} tokens, those of {DRAFTED}"
     found |= epsilon_note(args)

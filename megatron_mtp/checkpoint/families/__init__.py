@@ -17,13 +17,19 @@ dense.py         dense decoders: MiMo, Llama, Qwen, Mistral, ...
 moe.py           decoders of experts: GLM-4.5, Ling, Qwen3-MoE, ...
 hybrid.py        recurrent layers beside attention: Qwen3-Next, Qwen3.5, Nemotron-H
 depths_only.py   trunks that Megatron cannot run, and the depths of some: ERNIE-4.5, EXAONE, Gemma, OLMo, ...
+described.py     families that do not convert: what their folders hold
+inside.py        DSpark drafters inside of a model's folder
 wrapped.py       models around a text model of a known family
 """
 
+from difflib import get_close_matches
+
 from megatron_mtp.checkpoint.families.dense import DENSE
 from megatron_mtp.checkpoint.families.depths_only import DEPTHS_ONLY
+from megatron_mtp.checkpoint.families.described import described
 from megatron_mtp.checkpoint.families.family import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.hybrid import HYBRID
+from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.mla import LATENT
 from megatron_mtp.checkpoint.families.moe import MOE
 from megatron_mtp.checkpoint.families.trained import TrainedForm
@@ -51,11 +57,23 @@ def family_of(config: HFConfig) -> Family:
     if inner is not None and config.model_type in WRAPPERS:
         return wrapped(inner, config.model_type)
     if family is None:
-        raise ValueError(
-            f"{config.source}: the model_type '{config.model_type:.60}' is unknown here; known are "
-            f"{', '.join(sorted(FAMILIES))}."
-        )
+        raise ValueError(f"{config.source}: {_unknown(config)}.")
     return family
+
+
+def _unknown(config: HFConfig) -> str:
+    """Why a model does not convert, the nearest type that does, and what can be done."""
+    row, inner = described(config.model_type, config.text_type), InnerDrafter.of(config.keys, ())
+    drafts = f", and its '{inner.keys[0]}' is of {inner.says} inside of the model, not of MTP layers" if inner else ""
+    audited = "megatron-mtp audit says what the folder holds"
+    if row is not None:
+        return f"{row.title} ('{config.model_type:.60}') does not convert: {row.reason}{drafts}; {audited}"
+    nearest = get_close_matches(config.model_type, FAMILIES, 1, 0.3)
+    known = f"; the nearest that converts is '{nearest[0]}'" if nearest else ""
+    return (
+        f"the model_type '{config.model_type:.60}' is unknown here{known}{drafts}; {audited}, and docs/extending.md "
+        "how to add a family"
+    )
 
 
 def all_families() -> list[Family]:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.naming import misnamed, unwrapped
 from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm
@@ -23,6 +24,8 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 CARRIED = "carried."
 """Prefix of Megatron keys for tensors that Megatron has no module for, such as vision towers."""
 TRUNK_ALONE = "megatron-mtp convert hf-to-mcore --trunk-only"
+OF_A_HEAD = re.compile(r"(^|\.)mtp(_\w+)?\.")
+"""Tensors of MTP layers, or of another module that drafts, by what published names have in common."""
 STORED_HEAD = {"head": r"(^|\.)lm_head\.weight$"}
 """Most folders do not store a tied head, but some do."""
 COPIES = {
@@ -93,6 +96,17 @@ class Depths:
     flags: Callable[[HFConfig, Layout], list[str]] | None = None
     scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
     served: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def halves(self) -> str:
+        """Which half of the projection is first in the folder."""
+        return f"{'embedding' if self.embedding_first else 'hidden'} half first"
+
+    @property
+    def fed(self) -> tuple[str, str]:
+        """Whether the first depth and later ones get the hidden state before or after the final norm."""
+        side = "before" if self.before_norm else "after"
+        return side, side
 
     def configured(self, config: HFConfig) -> int | None:
         """The number of depths in the config; None if no key holds one."""
@@ -197,8 +211,10 @@ class Family:
         """
         names = list(names)
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
-        layout = Layout(self._stored_depths(config, names), frozenset(features))
-        return replace(layout, carried=tuple(sorted(self._carried(config, layout, names))))
+        inner = InnerDrafter.of(config.keys, names)
+        layout = Layout(self._stored_depths(config, names, inner), frozenset(features))
+        drafter = frozenset() if inner is None else inner.names
+        return replace(layout, carried=tuple(sorted({*self._carried(config, layout, names)} | drafter)))
 
     def all_rules(self, config: HFConfig, layout: Layout) -> list[Rule]:
         """Rules for all tensors: those of the text model, and the carried ones."""
@@ -213,13 +229,13 @@ class Family:
         return misnamed(names, self._named(config, [unwrapped(name) for name in names], with_depths=True))
 
     def of_depths(self, config: HFConfig, names: Iterable[str]) -> frozenset[str]:
-        """The tensors of depths among these names, be the depths whole or not."""
-        if self.depths is None:
-            return frozenset()
+        """The tensors of depths among these names, be the depths whole or not, or of no form that is known here."""
         names = {*names}
         of_trunk, all_named = (self._named(config, names, with_depths) for with_depths in (False, True))
-        carried = (name for name in names if self.depths.depth_of(config, name) is not None)
-        return frozenset((names & all_named | {*carried}) - of_trunk)
+        found = names & all_named | {name for name in names if OF_A_HEAD.search(name)}
+        if self.depths is not None:
+            found |= {name for name in names if self.depths.depth_of(config, name) is not None}
+        return frozenset(found - of_trunk)
 
     def _named(self, config: HFConfig, names: Collection[str], with_depths: bool) -> set[str]:
         """Names that the rules give to the tensors of a folder in the form of `names`, for as many depths as may be."""
@@ -229,11 +245,11 @@ class Family:
             most = max(self.depths.configured(config) or 0, self.depths.stored(names), self.depths.published, 1)
         return {tensor.name for rule in self.rules(config, Layout(most, frozenset(features))) for tensor in rule.hf}
 
-    def _stored_depths(self, config: HFConfig, names: list[str]) -> int:
+    def _stored_depths(self, config: HFConfig, names: list[str], inner: InnerDrafter | None) -> int:
         if self.depths is None:
             return 0
         stored, configured = self.depths.stored(names), self.depths.configured(config)
-        if configured not in (None, stored):
+        if configured not in (None, stored) and inner is None:  # whose stages the same key counts
             held = f"the tensors of {stored} depth(s)" if stored else "no tensor of an MTP layer"
             remedy = f'put "{self.depths.keys[0]}": {stored} there, since engines load no depth that is not counted'
             if stored < (configured or 0):

@@ -1,0 +1,175 @@
+"""What of a folder drafts: MTP layers of every published family, a DSpark drafter inside of a model, or nothing."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import Tensors, make, read, write
+from judged_models import QUIET
+
+from megatron_mtp.checkpoint.audit.auditing import audit
+from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.graft import plan_graft
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.mcore.reader import StoredDepths
+from megatron_mtp.cli import audit as page
+from megatron_mtp.cli.convert import main
+
+SIZE = 4
+
+
+def folder_of(path: Path, keys: dict[str, Any], names: Sequence[str]) -> Path:
+    """A folder of tiny tensors: a trunk of two layers, and what else has these names."""
+    trunk = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("self_attn.o_proj", "mlp.up_proj")]
+    every = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *trunk, *names]
+    path.mkdir()
+    write(path, {name: torch.randn(SIZE, SIZE) for name in every})
+    (path / "config.json").write_text(json.dumps({"vocab_size": SIZE, "num_hidden_layers": 2, **keys}))
+    return path
+
+
+def layer(prefix: str, *frame: str) -> list[str]:
+    """The tensors of a depth: a layer like the trunk's, and what is around it."""
+    return [f"{prefix}{part}.weight" for part in ("self_attn.o_proj", "mlp.up_proj", *frame)]
+
+
+def drafts_line(folder: Path) -> str:
+    """The line of an audit on what drafts; empty without one."""
+    lines = page.text_of(audit(folder)).splitlines()
+    return next((line.removeprefix("   drafts: ") for line in lines if line.startswith("   drafts: ")), "")
+
+
+def alarms(folder: Path) -> list[str]:
+    return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+# --- a DSpark drafter inside of a model -------------------------------------------------------------------------------
+
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 2,
+    "dspark_target_layer_ids": [0, 1],
+    "dspark_noise_token_id": 3,
+}
+LAST = ("norm", "markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj", "hc_head_fn", "hc_head_base")
+STAGES = [
+    *layer("mtp.0.", "main_proj", "main_norm"),
+    *layer("mtp.1."),
+    *layer("mtp.2.", *LAST),
+]
+PREVIEW = layer("mtp.0.", "enorm", "hnorm", "e_proj", "h_proj", "norm", "head", "hc_head_fn")
+V4 = {"model_type": "deepseek_v4", "num_nextn_predict_layers": 3, **DSPARK}
+TEXT = {"model_type": "deepseek_v41_text", "n_mtp_layers": 3, "num_nextn_predict_layers": 3, **DSPARK}
+LARGE = ["mtp_dspark.layers.0.attn.wq.weight", "mtp_dspark.main_proj.weight"]
+LOST_STAGE = [name for name in STAGES if not name.startswith("mtp.2.")]
+TWINS: dict[str, tuple[dict[str, Any], list[str], str, list[str]]] = {
+    "V4, preview": (
+        {"model_type": "deepseek_v4", "num_nextn_predict_layers": 1}, PREVIEW,
+        "MTP, by 'num_nextn_predict_layers'; two projections, one of the embedding and one of the hidden state; "
+        "fed after the final norm", [],
+    ),
+    "V4, 0731": (V4, STAGES, "DSpark, stages 3, block 5, by 'dspark_block_size'; no MTP layers", []),
+    "V4.1": (
+        {"model_type": "deepseek_v41", "text_config": TEXT},
+        [name.replace("markov_w1", "embed").replace("markov_w2", "head") for name in STAGES if "hc_head" not in name],
+        "DSpark, stages 3, block 5, by 'dspark_block_size'; no MTP layers", [],
+    ),
+    "Mistral Large 4": (
+        {"model_type": "mistral_large4", **DSPARK}, LARGE,
+        "DSpark, stages 1, block 5, by 'dspark_block_size'; no MTP layers", [],
+    ),
+    "a stage lost": (
+        V4, LOST_STAGE, "DSpark, stages 2, block 5, by 'dspark_block_size'; no MTP layers",
+        ["drafter incomplete: The DSpark drafter inside of the model lacks stage 2."],
+    ),
+    "the first head lost": (
+        V4, [name for name in STAGES if "main_proj" not in name],
+        "DSpark, stages 3, block 5, by 'dspark_block_size'; no MTP layers",
+        ["drafter incomplete: The DSpark drafter inside of the model lacks 'mtp.0.main_proj'."],
+    ),
+    "a layer of a stage lost": (
+        V4, [name for name in STAGES if name != "mtp.1.mlp.up_proj.weight"],
+        "DSpark, stages 3, block 5, by 'dspark_block_size'; no MTP layers",
+        ["drafter incomplete: The DSpark drafter inside of the model lacks 'mtp.1.mlp.up_proj.weight'."],
+    ),
+    "dropped by a save": (
+        V4, [], "DSpark, stages 0, block 5, by 'dspark_block_size'; no MTP layers",
+        ["drafter dropped: The config has 'dspark_block_size', 'dspark_target_layer_ids', 'dspark_noise_token_id' and "
+         "1 more, but the files hold no tensor of a DSpark drafter."],
+    ),
+    "the keys lost": (
+        {"model_type": "deepseek_v4", "num_nextn_predict_layers": 3}, STAGES,
+        "DSpark, stages 3, block not in the config; no MTP layers",
+        ["drafter incomplete: The files hold a DSpark drafter of 3 stages, in mtp.*, but the config lacks "
+         "'dspark_block_size', 'dspark_target_layer_ids', 'dspark_noise_token_id' and 1 more, so engines do not load "
+         "it."],
+    ),
+}  # fmt: skip
+"""Keys and tensors of a folder, the line on what drafts, and what is wrong."""
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_drafter_inside_of_a_model_is_no_depth(twin: str, tmp_path: Path) -> None:
+    keys, names, line, wrong = TWINS[twin]
+    folder = folder_of(tmp_path / "hf", keys, names)
+    assert alarms(folder) == wrong
+    assert drafts_line(folder) == line
+    (side,) = audit(folder)["sides"]
+    assert side["depths"]["files"] == (1 if twin == "V4, preview" else 0)
+    says = [one["says"] for one in audit(folder)["findings"] if one["guess"] == "drafter inside"]
+    assert len(says) == (twin not in ("V4, preview", "dropped by a save"))
+    assert all("no MTP layers. Engines load it by the method 'dspark'" in one for one in says)
+
+
+@pytest.mark.parametrize("twin", ["V4, 0731", "V4.1", "Mistral Large 4", "a stage lost"])
+def test_a_folder_with_a_drafter_inside_is_refused_by_its_name(
+    twin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, names, *_ = TWINS[twin]
+    folder, out = folder_of(tmp_path / "hf", keys, names), tmp_path / "out"
+    for command in (["hf-to-mcore", folder, out], ["graft", folder, folder, out]):
+        capsys.readouterr()
+        assert main([str(word) for word in command]) == 2
+        assert "a DSpark drafter" in capsys.readouterr().err, command
+        assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_drafter_inside_of_a_known_model_is_carried_and_is_no_depth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "hf", "deepseek_v3-lean", 0)
+    stages = {name: torch.randn(SIZE, SIZE) for name in STAGES}
+    keys = json.loads((folder / "config.json").read_text()) | DSPARK | {"num_nextn_predict_layers": 3}
+    write(folder, read(folder) | stages)
+    (folder / "config.json").write_text(json.dumps(keys))
+    assert alarms(folder) == []
+    done = hf_to_mcore(folder, tmp_path / "mcore", QUIET)
+    assert done["depths"] == 0
+    assert done["drafter inside"] == "a DSpark drafter of 3 stages, in mtp.*, carried as it is, and no MTP layers"
+    assert alarms(tmp_path / "mcore") == []
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", QUIET, form_of(tmp_path / "mcore"))
+    assert_same(read(folder), read(tmp_path / "back"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == keys
+    what = f"{tmp_path / 'mcore'} has a DSpark drafter of 3 stages, in mtp.*, not MTP layers; "
+    with pytest.raises(ValueError, match=what):
+        plan_attaching(tmp_path / "mcore", 1, Init("random"))
+    with pytest.raises(ValueError, match=what):
+        plan_dropping(tmp_path / "mcore", 1)
+    with pytest.raises(ValueError, match=f"{folder} has a DSpark drafter of 3 stages"):
+        plan_graft(folder, tmp_path / "mcore", QUIET)
+    plan_dropping(tmp_path / "mcore", 0).write(tmp_path / "less", QUIET)
+    mcore_to_hf(tmp_path / "less", tmp_path / "trunk", QUIET, form_of(tmp_path / "less"))
+    assert_same({name: one for name, one in read(folder).items() if name not in stages}, read(tmp_path / "trunk"))
+    left = json.loads((tmp_path / "trunk" / "config.json").read_text())
+    assert {name for name in keys if name not in left} == {*DSPARK, "num_nextn_predict_layers"}
+    assert StoredDepths.of([f"carried.{name}" for name in STAGES]).layers == 0
+
+
+def assert_same(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []

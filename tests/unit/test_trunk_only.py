@@ -14,6 +14,7 @@ from test_graft import OF_DEPTHS, lost, tensors
 from tiers import tiered
 
 from megatron_mtp.acceptance import RECORD
+from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli import attach
@@ -114,3 +115,41 @@ def test_attach_takes_the_trunk_alone_where_the_layers_are_lost(flags: list[str]
 def test_attach_leaves_damaged_layers_to_the_refusal(tmp_path: Path) -> None:
     args = settings(damaged(make(tmp_path / "hf", "mimo", 1)), tmp_path / "run")
     assert "--trunk-only" not in (attach.command_of("trunk", args) or [])
+
+
+@pytest.mark.parametrize("name", tiered(["mimo", "glm4_moe", "nemotron_h"], ("mimo",)))
+def test_verify_compares_the_trunk_and_says_that_the_head_was_left_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged(make(tmp_path / "hf", name, 1))
+    assert imported(folder, tmp_path / "trunk", "--trunk-only") == 0
+    capsys.readouterr()
+    assert main(["verify", str(folder), str(tmp_path / "trunk")]) == 0
+    said = capsys.readouterr().out
+    assert "ok   tensors of MTP layers that --trunk-only left out: " in said
+    assert "(witness: the record of the import)" in said
+    assert "ok   trunk logits, largest difference" in said
+    whole = read(folder)
+    write(folder, {**whole, "lm_head.weight": whole["lm_head.weight"] + 1})
+    assert main(["verify", str(folder), str(tmp_path / "trunk")]) == 1
+    assert main(["attach-mtp", str(tmp_path / "trunk"), str(tmp_path / "new"), "--mtp-num-layers", "1"]) == 0
+    assert main(["verify", str(folder), str(tmp_path / "new")]) == 2  # layers that the folder does not hold
+
+
+UNKNOWN = {"mtp.0.join.weight": torch.ones(3, 3)}
+
+
+@pytest.mark.parametrize(("name", "depths", "harm"), [("glm4_moe", 1, lost), ("mimo", 1, damaged), ("llama", 0, None)])
+def test_an_audit_names_the_flag_where_the_trunk_would_convert(
+    name: str, depths: int, harm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "hf", name, depths)
+    if harm is None:
+        write(folder, read(folder) | UNKNOWN)
+    else:
+        harm(folder)
+    (found,) = (one for one in audit(folder)["findings"] if one["severity"] == "error")
+    assert found["advice"].endswith(", or convert the trunk alone (megatron-mtp convert hf-to-mcore --trunk-only)")
+    assert imported(folder, tmp_path / "trunk", "--trunk-only") == 0
+    write(folder, {key: one for key, one in read(folder).items() if "layers.1." not in key})
+    assert all("--trunk-only" not in one["advice"] for one in audit(folder)["findings"])

@@ -231,7 +231,7 @@ def test_logits_may_differ_by_a_few_times_what_the_last_bit_moves(
     folder = judged["llama", False].folder
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
 
-    def differing(hf: Path, prompt: Prompt) -> dict[str, Tensor]:
+    def differing(hf: Path, prompt: Prompt, with_depths: bool) -> dict[str, Tensor]:
         logits = reference_logits(hf, prompt)
         logits["trunk"][3, 5] += 1e-3
         return logits

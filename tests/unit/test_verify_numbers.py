@@ -85,7 +85,7 @@ def failed(folder: Path, mcore: Path) -> set[str]:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers runs here, and Megatron once, since the checkpoint does not change: a process would take seconds."""
 
-    def here(folders: list[Path], prompt: Prompt) -> list[dict[str, Tensor]]:
+    def here(folders: list[Path], prompt: Prompt, with_depths: bool = True) -> list[dict[str, Tensor]]:
         with torch.no_grad():
             return [all_logits(folder, prompt.tokens_BS, prompt.positions_S) for folder in folders]
 

@@ -6,8 +6,8 @@ Nothing here uses the rules of the conversion, or Megatron. The trunk is transfo
 same class with one layer, whose input is the projection of both halves and whose final norm is the depth's;
 reference_forms.py has the names. A folder that lacks a tensor of transformers' class is refused.
 
-TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S] and `positions` [S]. OUTPUT holds, teacher-forced,
-where depth d is given the token d positions later:
+TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether depths are wanted
+(`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
     given state         [S - D, H], the input of the first depth, in families with depths
@@ -42,17 +42,18 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
     """Compute all logits of a folder on the tokens in a file, and write them to another file."""
     given = load_file(tokens)
     with torch.no_grad():
-        found = all_logits(folder, given["tokens"], given["positions"])
+        found = all_logits(folder, given["tokens"], given["positions"], bool(given["with depths"]))
     save_file({name: value.contiguous() for name, value in found.items()}, output)
 
 
-def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensors:
+def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True) -> Tensors:
     """Logits of the trunk and of every depth, and the inputs for Megatron's depths, as above; float32.
 
     Args:
         folder: a Hugging Face folder.
         tokens_BS: ids [1, S].
         positions_S: positions [S] of the tokens; None for 0, 1, 2, ...
+        with_depths: whether the depths are computed, which may be damaged.
 
     Raises:
         ValueError: the folder lacks tensors of transformers' class.
@@ -69,7 +70,7 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
     words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
     trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
     out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
-    depths = _depths(form, model.get_decoder(), tensors, str(folder))
+    depths = _depths(form, model.get_decoder(), tensors, str(folder)) if with_depths else []
     length = tokens_BS.size(1) - len(depths)
     state_BSH = trunk.state(form)[:, :length]
     out["given state"] = state_BSH[0]

@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import depth_flags_of, flags_of
+from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, kept_origin, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, depth_flags_of, flags_of
 from megatron_mtp.checkpoint.convert.plan import HFModel, Step, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
-from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
+from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, equal_bits
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import parsed
@@ -110,10 +110,19 @@ def verify(
         ValueError: one of the two is damaged, or they are not of the same family.
     """
     reader = DistReader(mcore)
-    model = HFModel.read(hf).beside(reader)
+    model = _model_of(hf, reader)
     check_mcore(model.rules, reader)
     checks = [round_trip(model.rules, model.folder, reader), *_same_settings(model, reader)]
+    if model.left_out:
+        name, witness = "tensors of MTP layers that --trunk-only left out", "the record of the import"
+        checks.append(Check(name, len(model.left_out), True, witness))
     return [*checks, *same_logits(hf, mcore, text, length, seed, trust_remote_code)]
+
+
+def _model_of(hf: Path, reader: DistReader) -> HFModel:
+    """The folder's model; its trunk alone if the checkpoint was imported so and has had no MTP layers since."""
+    alone = kept_origin(reader.home / HF_FILES).get(TRUNK_ONLY) is True and not StoredDepths.of(reader.keys).layers
+    return HFModel.read(hf, trunk_only=alone).beside(reader)
 
 
 @exact_float32()
@@ -122,7 +131,7 @@ def same_logits(
 ) -> list[Check]:
     """Compare the logits of a folder with those of a checkpoint; arguments and errors as of `verify`."""
     reader = DistReader(mcore)
-    model = HFModel.read(hf).beside(reader)
+    model = _model_of(hf, reader)
     flags, reason = flags_of(model)
     of_depths = depth_flags_of(model) if flags is None else None
     if flags is not None and not _runs(reader):
@@ -140,7 +149,7 @@ def same_logits(
         theirs, ours = split_logits(model, of_depths or [], hf, reader, prompt)
         checks = compare(theirs, ours, "transformers from the checkpoint")
     else:
-        theirs, ours = reference_logits(hf, prompt), megatron_logits(mcore, prompt)
+        theirs, ours = reference_logits(hf, prompt, not model.left_out), megatron_logits(mcore, prompt)
         checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
@@ -262,21 +271,22 @@ def _perplexity(logits_SV: Tensor, tokens_S: Tensor) -> float:
     return torch.nn.functional.cross_entropy(logits_SV[:-1].double(), tokens_S[1:]).exp().item()
 
 
-def reference_logits(folder: Path, prompt: Prompt) -> dict[str, Tensor]:
+def reference_logits(folder: Path, prompt: Prompt, with_depths: bool = True) -> dict[str, Tensor]:
     """Logits of a folder by transformers, in a process without Megatron; names as in reference.py.
 
     Raises:
         ValueError: transformers cannot run the folder.
     """
-    return all_reference_logits([folder], prompt)[0]
+    return all_reference_logits([folder], prompt, with_depths)[0]
 
 
-def all_reference_logits(folders: list[Path], prompt: Prompt) -> list[dict[str, Tensor]]:
+def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool = True) -> list[dict[str, Tensor]]:
     """`reference_logits` of several folders in one process, since starting it takes longer than computing."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens.safetensors"
         outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
-        save_file({"tokens": prompt.tokens_BS, "positions": prompt.positions_S}, tokens)
+        given = {"tokens": prompt.tokens_BS, "positions": prompt.positions_S}
+        save_file(given | {"with depths": torch.tensor(with_depths)}, tokens)
         words = [
             str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
         ]

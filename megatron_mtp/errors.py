@@ -41,7 +41,10 @@ class InputError(ValueError):
 
 
 class Parser(ArgumentParser):
-    """Argparse's parser, which refuses in one sentence, without all flags before it; examples keep their lines."""
+    """Argparse's parser, which refuses in one sentence, without all flags before it; examples keep their lines.
+
+    A flag may have underscores in the place of hyphens.
+    """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": RawDescriptionHelpFormatter, **settings})
@@ -53,11 +56,23 @@ class Parser(ArgumentParser):
             parsers: list[ArgumentParser] = [self]
             for action in self._actions:
                 if isinstance(action, _SubParsersAction):
-                    parsers.append(action.choices[getattr(found, action.dest)])
+                    parsers += filter(None, [action.choices.get(getattr(found, action.dest))])
             flags = [flag for parser in parsers for flag in parser._option_string_actions]
             wrong = [word.split("=")[0] for word in unknown if word.startswith("--")]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags)}")
         return found
+
+    @override
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        words = [self._hyphenated(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
+
+    def _hyphenated(self, word: str) -> str:
+        """A flag of this parser as it is spelled there; any other word as it is."""
+        flag, equals, value = word.partition("=")
+        hyphenated = flag.replace("_", "-")
+        is_own = flag.startswith("--") and hyphenated in self._option_string_actions
+        return hyphenated + equals + value if is_own else word
 
     @override
     def error(self, message: str) -> NoReturn:

@@ -10,9 +10,13 @@ has a frozen dataclass, whose fields say their kind, default, range and meaning:
         tokens: int = setting(1, "how many of the newest tokens are repeated", 1, 8)
 
 Values are checked when an object is made. Help, the pages' tables and error messages read the same fields. `method.py`
-reads them from JSON.
+reads them from JSON. Names of vLLM's that differ are brought into these first:
+
+    {"method": "deepseek_mtp", "num_speculative_tokens": 1, "disable_padded_drafter_batch": false}
+    {"method": "mtp", "num_speculative_tokens": 1}
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from types import UnionType
@@ -189,3 +193,95 @@ VERIFIERS: Registry[Any] = Registry(
     ),
 )
 """Which drafts are accepted, each a `types.Verifier`; likewise."""
+
+
+# --- as vLLM spells them: vllm/config/speculative.py of 0.33 ----------------------------------------------------------
+
+_FAMILIES = (
+    "bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4 glm4_moe glm4_moe_lite "
+    "glm5_next glm_ocr hy_v3 hy_v4 inkling kimi_k3 longcat_flash mimo mimo_v2 minimax_m3 nemotron_h pangu_ultra_moe "
+    "qwen3_5 qwen3_next qwen4_exp step3p5"
+).split()
+FOREIGN_METHODS = {f"{family}_mtp": "mtp" for family in _FAMILIES} | {"ngram_gpu": "ngram"}
+"""vLLM has a name for the MTP modules of each family; all of them are drafted with as `mtp` does."""
+
+_ANY = (False, True)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of vLLM's.
+
+    Attributes:
+        meaning: what it means here.
+        values: those that are taken; None for all, which go on to `name`.
+        name: the key of this package that it sets; None where it changes nothing.
+        becomes: for `name`, where the values have other names here.
+    """
+
+    meaning: str
+    values: tuple[Any, ...] | None
+    name: str | None = None
+    becomes: Mapping[Any, Any] | None = field(default=None, hash=False)
+
+
+_RULES: dict[str, str | None] = {"standard": None, "block": "block"}
+_NOT_READ = "not read: "
+FOREIGN_KEYS = {
+    "rejection_sample_method": Foreign(
+        "`verifier`: `standard` leaves it out, `block` is `block`", (*_RULES,), "verifier", _RULES
+    ),
+    "prompt_lookup_min": Foreign("`ngram_min`", None, "ngram_min"),
+    "prompt_lookup_max": Foreign("`ngram_max`", None, "ngram_max"),
+    "draft_sample_method": Foreign(
+        _NOT_READ + "drafts are the likeliest tokens at temperature 0, and samples that are judged with their "
+        "probabilities above",
+        ("greedy", "probabilistic"),
+    ),
+    "disable_padded_drafter_batch": Foreign(_NOT_READ + "no row of a draft is padding", _ANY),
+    "disable_eagle_block_drop": Foreign(_NOT_READ + "a block is found again with its drafts' states", _ANY),
+    "use_local_argmax_reduction": Foreign(_NOT_READ + "tokens are the same", _ANY),
+    "draft_tensor_parallel_size": Foreign(_NOT_READ + "MTP layers are cut as the trunk is", (1,)),
+    "enforce_eager": Foreign(_NOT_READ + "steps are recorded where they can be", (False,)),
+    "parallel_drafting": Foreign(_NOT_READ + "`dflash` and `dspark` draft in parallel", (False,)),
+    "use_heterogeneous_vocab": Foreign(_NOT_READ + "draft models have the trunk's tokens", (False,)),
+    "enable_adaptive_verification": Foreign(_NOT_READ + "`min_confidence` of `dspark` ends drafts", (False,)),
+    "index_share_for_mtp_iteration": Foreign(_NOT_READ + "no layer chooses keys by an index", (False,)),
+    "moe_backend": Foreign(_NOT_READ + "modules are those of training", ("auto",)),
+    "kv_cache_dtype": Foreign(_NOT_READ + "caches have the type of the weights", ("auto",)),
+    **{
+        name: Foreign(_NOT_READ + "there is none", ())
+        for name in (
+            *("attention_backend", "quantization", "max_model_len", "revision", "code_revision", "draft_load_config"),
+            *("num_speculative_tokens_per_batch_size", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+            "dspark_draft_topk",
+        )
+    },
+}
+
+
+def from_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with this package's names in the place of vLLM's.
+
+    Raises:
+        ValueError: a key has a value that means something which is not here, or sets what another one sets.
+    """
+    made = {key: value for key, value in given.items() if key not in FOREIGN_KEYS}
+    if isinstance(method := given.get("method"), str):
+        made["method"] = FOREIGN_METHODS.get(method, method)
+    for name, value in given.items():
+        if name not in FOREIGN_KEYS or value is None:
+            continue
+        key = FOREIGN_KEYS[name]
+        if key.values is not None and not any(value == one and type(value) is type(one) for one in key.values):
+            allowed = [*(f"'{one}'" if isinstance(one, str) else str(one).lower() for one in key.values), "null"]
+            raise ValueError(
+                f"speculative config: {name} is {value!r}, which is vLLM's; give {' or '.join(allowed)}, or leave it "
+                "out."
+            )
+        if key.name is None:
+            continue
+        if key.name in made:
+            raise ValueError(f"speculative config: {name} and {key.name} are one setting; give one of both.")
+        made[key.name] = value if key.becomes is None else key.becomes[value]
+    return made

@@ -32,6 +32,7 @@ from megatron_mtp.decoding.config import (
     VERIFIERS,
     Settings,
     SpeculativeConfig,
+    from_vllm,
     keys,
 )
 from megatron_mtp.decoding.sampling import Sampling
@@ -81,7 +82,8 @@ def parse_config(text: str) -> SpeculativeConfig:
 
 
 def config_from(given: dict[str, Any]) -> SpeculativeConfig:
-    """The settings in a dict; errors as of `parse_config`."""
+    """The settings in a dict, by this package's names or vLLM's; errors as of `parse_config`."""
+    given = from_vllm(given)
     if "method" not in given:
         raise ValueError(f"speculative config: 'method' is missing; choose one of {', '.join(PROPOSERS.names())}.")
     drafting, verifying = _settings_kinds(given["method"], given.get("verifier"))

@@ -106,6 +106,18 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "x: error: unrecognized arguments: --no-such-flag (--help lists the flags)\n"
 
 
+def test_a_flag_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    """As other engines take them; a value keeps its own, and an unknown flag its spelling."""
+    parser = Parser("x")
+    parser.add_argument("--speculative-config")
+    parser.add_subparsers(dest="verb").add_parser("y").add_argument("--max-running")
+    found = parser.parse_args(["--speculative_config", "a_b", "y", "--max_running=c_d"])
+    assert (found.speculative_config, found.max_running) == ("a_b", "c_d")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no_such_flag"])
+    assert "arguments: --no_such_flag" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
@@ -115,7 +127,7 @@ def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
         ("train --mtp_num_layers 1 --mtp_num_layers=2", "--mtp-num-layers"),
         ("train --tensor-parallel-size 2", "--tensor-model-parallel-size"),
         ("train --micro_batchsize 2 --mtp_los ce", "--micro-batch-size and --mtp-loss"),
-        ("train --dry_run 8", "--dry-run"),
+        ("train --dry_rn 8", "--dry-run"),
         ("train --lr-decay-style cosin", "cosine"),
         ("convert hf_to_mcore a b", "hf-to-mcore"),
         ("convert hf-to-mcore a b --dytpe x", "--dtype"),

@@ -1,6 +1,7 @@
 """The settings of drafting: what is taken, and what bad input is told."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,52 @@ def test_vllms_form() -> None:
     config = parse_config('{"method": "mtp", "num_speculative_tokens": 2}')
     assert config == SpeculativeConfig("mtp", 2)
     assert parse_config('{"method": "mtp_tree", "tree": [4, 2]}').settings == TreeSettings(tree=(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ('{"method": "mtp", "num_speculative_tokens": 1, "disable_padded_drafter_batch": false}', {"method": "mtp"}),
+        ('{"method": "deepseek_mtp", "num_speculative_tokens": 1}', {"method": "mtp"}),
+        ('{"method": "qwen3_5_mtp", "num_speculative_tokens": 1, "quantization": null}', {"method": "mtp"}),
+        (
+            '{"method": "mtp_eagle", "num_speculative_tokens": 1, "rejection_sample_method": "block"}',
+            {"method": "mtp_eagle", "verifier": "block"},
+        ),
+        (
+            '{"method": "mtp", "num_speculative_tokens": 1, "rejection_sample_method": "standard", '
+            '"draft_sample_method": "probabilistic"}',
+            {"method": "mtp"},
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 2, "prompt_lookup_max": 5}',
+            {"method": "ngram", "ngram_min": 2, "ngram_max": 5},
+        ),
+    ],
+)
+def test_vllms_names_mean_ours(given: str, meant: dict[str, Any]) -> None:
+    assert parse_config(given) == config_from(meant | {"num_speculative_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rejection_sample_method", "synthetic", "give 'standard' or 'block' or null"),
+        ("enforce_eager", True, "enforce_eager is True, which is vLLM's; give false or null, or leave it out."),
+        ("disable_padded_drafter_batch", 0, "give false or true or null"),
+        ("draft_tensor_parallel_size", 2, "give 1 or null"),
+        ("quantization", "fp8", "give null"),
+    ],
+)
+def test_what_vllm_does_and_this_does_not_is_refused(key: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match="speculative config: " + key) as error:
+        config_from({"method": "mtp", key: value})
+    assert said in str(error.value)
+
+
+def test_one_setting_has_one_name() -> None:
+    with pytest.raises(ValueError, match="rejection_sample_method and verifier are one setting"):
+        config_from({"method": "mtp", "rejection_sample_method": "block", "verifier": "block"})
 
 
 def test_what_is_left_out_is_the_default() -> None:

@@ -1,11 +1,14 @@
-"""Write the tables of methods and verifiers in docs/decoding.md from what each of them states in its own file.
+"""Write the tables of methods, verifiers and vLLM's keys in docs/decoding.md from what each of them states in its file.
 
 python tools/docs/method_tables.py
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
+from megatron_mtp.decoding.config import FOREIGN_KEYS, FOREIGN_METHODS, PROPOSERS, VERIFIERS, Foreign, Settings, keys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/decoding.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"
@@ -19,7 +22,7 @@ def updated(page: str) -> str:
 
 
 def tables() -> str:
-    """Of all methods, and of all verifiers."""
+    """Of all methods, of all verifiers, and of what vLLM calls otherwise."""
     methods = [
         f"| `{name}` | {one.line} | {one.depths or ''} | {one.recurrent_layers()} | {_keys(one.settings_kind)} |"
         for name, one in PROPOSERS.items()
@@ -28,11 +31,33 @@ def tables() -> str:
         f"| `{name}` | {one.line} | {'kept' if one.lossless else 'changed'} | {_keys(one.settings_kind)} |"
         for name, one in VERIFIERS.items()
     ]
+    names = ", ".join(f"`{name}`" for name, method in FOREIGN_METHODS.items() if method == "mtp")
+    others = "; ".join(f"`{name}`: `{method}`" for name, method in FOREIGN_METHODS.items() if method != "mtp")
+    renamed = [
+        f"| {', '.join(f'`{name}`' for name in alike)} | {_taken(key.values)} | {key.meaning} |"
+        for key, alike in _alike(FOREIGN_KEYS).items()
+    ]
     heads = (
         "| method | drafts from | needs depths | recurrent layers | keys (default; range) |\n|---|---|---|---|---|",
         "| verifier | rule | distribution | keys (default; range) |\n|---|---|---|---|",
+        f"vLLM's names of methods are taken: {names} are `mtp`; {others}. So are its keys:\n\n"
+        "| key of vLLM | values, and `null` | here |\n|---|---|---|",
     )
-    return "\n".join([heads[0], *methods, "", heads[1], *verifiers])
+    return "\n".join([heads[0], *methods, "", heads[1], *verifiers, "", heads[2], *renamed])
+
+
+def _alike(keys: Mapping[str, Foreign]) -> dict[Foreign, list[str]]:
+    """Names of equal keys."""
+    made: dict[Foreign, list[str]] = {}
+    for name, key in keys.items():
+        made.setdefault(key, []).append(name)
+    return made
+
+
+def _taken(values: tuple[Any, ...] | None) -> str:
+    if values is None:
+        return "all"
+    return ", ".join(f"`{json.dumps(one)}`" for one in values) or "`null`"
 
 
 def _keys(kind: type[Settings]) -> str:

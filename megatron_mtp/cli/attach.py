@@ -6,6 +6,7 @@ continues after an interruption.
 
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
@@ -21,12 +23,15 @@ from megatron_mtp.config import DRAFTERS, EAGLE3, FILL_BLOCKS, flag_of, number_o
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
-from megatron_mtp.files import check_outside
+from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.runtime import quieten
 from megatron_mtp.training.flags import CHAT_FLAGS
-from megatron_mtp.training.run_files import read_run_record
 
+RECORD = "attach.json"
+"""In RUN: the settings of its first start, on which finished steps depend."""
+KEPT = "model corpus mtp_layers unroll mtp_init donor drafter drafter_init loss self_generated".split()
+"""Names of these settings."""
 TRACKER = "latest_checkpointed_iteration.txt"
 STEPS = {
     "corpus": "the corpus",
@@ -67,7 +72,7 @@ EXAMPLES = """examples:
   # a fine-tuned model that has lost its MTP layers: those of the model that it was made from, trained on
   megatron-mtp attach models/my-glm my_texts runs/grafted --donor zai-org/GLM-4.5-Air
 
-The same command continues after an interruption.
+The same command continues after an interruption. For another model, corpus or kind of layers, name another RUN.
 """
 
 
@@ -82,12 +87,15 @@ def main(arguments: list[str], program: str) -> int:
             raise ValueError(f"{args.model} has no config.json; give the folder of a Hugging Face model.")
         _check(args)
         _check_texts(args)
+        _check_run(args)
     if args.dry_run:
         for step, line in STEPS.items():
             if args.only in (None, step):
                 command = command_of(step, args)
                 print(f"> {line}: {'finished' if command is None else shlex.join([PROGRAM, *command])}")
         return 0
+    with sentences(program):
+        _keep_settings(args)
     if args.only is not None:
         return _only(args)
     formless = None
@@ -167,6 +175,7 @@ def parser(program: str) -> Parser:
     add = made.add_argument
     add("--launch", metavar="COMMAND", help="starts the ranks of a training: 'torchrun --nproc-per-node 8'")
     add("--only", choices=STEPS, help="run only this step, in this process; for job schedulers")
+    add("--overwrite", action="store_true", help="remove what is in RUN, and begin it anew")
     add("--dry-run", action="store_true", help="print the command of every step that is not finished, and run none")
     return made
 
@@ -234,18 +243,59 @@ def _words(command: str) -> list[str]:
 
 
 def _check_texts(args: Namespace) -> None:
-    """Raises ValueError where flags of own texts do not fit, or an earlier training of this folder had other data."""
+    """Raises ValueError where flags of own texts do not fit."""
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
     if args.mtp_init == "fitted" and _is_chat(args.corpus):
         raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
-    if "--data-path" in args.more or not (args.run / "checkpoint" / TRACKER).exists():
+
+
+def _check_run(args: Namespace) -> None:
+    """Raises ValueError where RUN was begun with other settings, or --overwrite would remove what is none of ours."""
+    file = args.run / RECORD
+    other = "--dry-run" if args.dry_run else "--only" if args.only else None
+    if args.overwrite and other:
+        raise ValueError(f"--overwrite was given with {other}, which removes nothing; leave one of them out.")
+    if args.overwrite and args.run.exists() and not file.exists():
+        raise ValueError(f"{args.run} has no {RECORD}, so attach did not make it; name another RUN.")
+    sources = [Path(path) for path in (args.model, args.corpus, args.donor) if path]
+    if args.overwrite and any(is_inside(path, args.run) for path in sources):
+        raise ValueError(f"--overwrite would remove what is read, which lies in {args.run}; name another RUN.")
+    if args.overwrite or not file.exists():
         return
-    started = read_run_record(args.run)
-    given = started and started["arguments"].get("data_path")
-    if given and Path(given[-1]).name != Path(_trained_on(args)).name:
-        raise ValueError(f"{args.run} was trained on {given[-1]}, not on {_trained_on(args)}; name another RUN.")
+    try:
+        begun = {name: json.loads(file.read_text())[name] for name in KEPT}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); name another RUN, or give --overwrite.") from error
+    given = _settings(args)
+    others = [_written(name, begun[name]) for name in KEPT if begun[name] != given[name]]
+    if others:
+        raise ValueError(
+            f"{args.run} was begun with {', '.join(others)}; give the same to go on, name another RUN, or give "
+            "--overwrite to begin it anew."
+        )
+
+
+def _keep_settings(args: Namespace) -> None:
+    """Write them at the first start of a RUN, of which --overwrite removes everything before."""
+    if args.overwrite:
+        remove(args.run)
+    if not (args.run / RECORD).exists():
+        args.run.mkdir(parents=True, exist_ok=True)
+        with written_beside(args.run / RECORD, shared=True) as beside:
+            beside.write_text(json.dumps(_settings(args), indent=1))
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    """Those of KEPT as they stand in a file; paths are absolute."""
+    paths = {name: os.path.abspath(value) for name in ("model", "corpus", "donor") if (value := getattr(args, name))}
+    return {name: getattr(args, name) for name in KEPT} | paths
+
+
+def _written(name: str, value: Any) -> str:
+    flag = name.upper() if name in ("model", "corpus") else flag_of(name)
+    return f"no {flag}" if value is None else f"{flag} {value}"
 
 
 def _check_split(args: Namespace) -> None:

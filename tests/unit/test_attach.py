@@ -220,34 +220,59 @@ def test_a_run_inside_the_model_is_refused(model: Path, capsys: pytest.CaptureFi
     assert "which it is made from; name a place outside of it" in capsys.readouterr().err
 
 
-def test_other_data_than_that_of_the_training_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_other_settings_than_those_of_a_run_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finish(tmp_path / "run")
-    start = {"date": "2026-01-01T00:00:00+00:00", "iteration": 0, "versions": {}, "command": ["pretrain_gpt.py"]}
-    started = {"starts": [start], "arguments": {"data_path": ["x/data/corpus"]}}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(started))
-    given = ["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]
-    assert cli.main(given) == 0
+    """Its finished steps would be taken for those of the other model, corpus or layers."""
+    started, run = commands(monkeypatch), tmp_path / "run"
+    given = ["attach", str(model), "texts", str(run)]
+    assert cli.main([*given, "--steps", "10"]) == 0
+    assert cli.main([*given, "--steps", "20"]) == 0, "a training that goes on"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    begun = f"{run} was begun with"
+    for words, says in (
+        (["attach", str(tmp_path / "other"), "texts", str(run)], f"{begun} MODEL {model}; give the same to go on"),
+        (["attach", str(model), "prose", str(run)], f"{begun} CORPUS {Path('texts').absolute()}; give"),
+        ([*given, "--self-generated", "100", "--loss", "tv"], f"{begun} no --loss, no --self-generated; give"),
+        ([*given, "--self-generated", "9"], "--self-generated is 9; give 25 or more"),
+    ):
+        started.clear()
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        said = capsys.readouterr().err
+        assert (says in said, said.count("\n"), started) == (True, 1, []), said
+    (run / attach.RECORD).write_text("[]")
     with pytest.raises(SystemExit, match="2"):
-        cli.main([*given, "--self-generated", "100"])
-    assert "was trained on x/data/corpus, not on" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([*given, "--self-generated", "9"])
-    assert "--self-generated is 9; give 25 or more" in capsys.readouterr().err
+        cli.main([*given, "--dry-run"])
+    assert "attach.json is damaged (TypeError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damaged", ["[]", "{", '{"starts": [1], "arguments": {}}'])
-def test_a_damaged_record_of_the_training_is_named(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
+def test_a_run_is_begun_anew_where_that_is_asked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finish(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text(damaged)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run", "--self-generated", "100"])
-    said = capsys.readouterr().err
-    assert "run.json is damaged" in said
-    assert "remove it to go on without it" in said
+    commands(monkeypatch)
+    run = tmp_path / "run"
+    given = ["attach", str(model), "texts", str(run), "--overwrite"]
+    finish(run)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / attach.RECORD).write_text("{}")
+    (tmp_path / "all" / "texts").touch()
+    for words, says in (
+        (given, f"{run} has no attach.json, so attach did not make it; name another RUN."),
+        ([*given, "--dry-run"], "--overwrite was given with --dry-run, which removes nothing; leave"),
+        ([*given, "--only", "train"], "--overwrite was given with --only, which removes nothing; leave"),
+        (["attach", str(model), str(tmp_path / "all/texts"), str(tmp_path / "all"), "--overwrite"], "would remove"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        assert says in capsys.readouterr().err
+    assert (run / "trunk").is_dir()
+    assert (tmp_path / "all" / "texts").exists()
+    assert cli.main(given[:-1]) == 0
+    assert cli.main([*given, "--loss", "tv"]) == 0
+    assert [path.name for path in run.iterdir()] == [attach.RECORD]
+    assert json.loads((run / attach.RECORD).read_text())["loss"] == "tv"
 
 
 def test_a_dry_run_prints_every_step_and_does_nothing(

@@ -1,10 +1,12 @@
 """Charts of a page, and their drawing.
 
 With one run, the depths share a chart and have a color each. With several, every figure has a chart of its own, where
-the runs have a color each.
+the runs have a color each. All charts have the same steps, and charts of one kind the same values, on their axes.
 """
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -12,6 +14,8 @@ import plotly.graph_objects as go
 
 from megatron_mtp.extensions.report.runs import Run, figures
 
+Ends = tuple[float, float] | None
+"""Of an axis; plotly chooses them where it is None."""
 MEMORY = "peak memory bytes"
 GIB = 2**30
 COLORS = ("#3b7ddd", "#c8611d", "#1f8f68", "#a94f95", "#8a7a1c", "#cf4651", "#6f6bd0", "#5d7f90")
@@ -22,7 +26,16 @@ LONGEST_NAME = 28
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of chart: `pattern` matches the names of its figures, and `whole` are the ends of the vertical axis."""
+    """A kind of chart.
+
+    Attributes:
+        pattern: of the names of its figures.
+        title: above the chart.
+        unit: title of the vertical axis.
+        divisor: of its values.
+        whole: ends of the vertical axis; the least and largest value if left out.
+        logarithmic: whether the page's switch makes the vertical axis logarithmic.
+    """
 
     pattern: str
     title: str
@@ -35,13 +48,13 @@ class Kind:
 RATE = (0.0, 1.0)
 KINDS = (
     Kind("loss$", "Loss", "nats per token", logarithmic=True),
-    Kind(r"^mtp_\d+ acceptance$", "Acceptance", "from the start", whole=RATE),
-    Kind("conditional acceptance$", "Conditional acceptance", "given the earlier drafts", whole=RATE),
+    Kind(r"^mtp_\d+ acceptance$", "Acceptance", "part of drafts 1 .. d", whole=RATE),
+    Kind("conditional acceptance$", "Conditional acceptance", "part, given the earlier drafts", whole=RATE),
     Kind("overlap$", "Overlap", "sum of min(p, q)", whole=RATE),
     Kind("^expected accepted length$", "Expected accepted length", "tokens per forward pass of the trunk"),
-    Kind("^learning rate$", "Learning rate", "", logarithmic=True),
-    Kind("^grad norm$", "Grad norm", "before clipping", logarithmic=True),
-    Kind("^step seconds$", "Step seconds", "median", logarithmic=True),
+    Kind("^learning rate$", "Learning rate", "rate", logarithmic=True),
+    Kind("^grad norm$", "Grad norm", "norm before clipping", logarithmic=True),
+    Kind("^step seconds$", "Step seconds", "seconds, median", logarithmic=True),
     Kind(f"^{MEMORY}$", "Peak memory", "GiB", divisor=GIB),
 )
 
@@ -49,14 +62,26 @@ KINDS = (
 def charts(runs: list[Run]) -> list[tuple[Kind, str, go.Figure]]:
     """Every chart that the runs have figures for: its kind, title and drawing."""
     drawn = []
+    steps = _ends(row["iteration"] for run in runs for row in run.rows)
     for kind in KINDS:
         keys = [key for key in figures(runs) if re.search(kind.pattern, key)]
-        for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
-            lines = [line for key in group for line in _lines(runs, key, kind.divisor)]
-            if lines:
-                title = kind.title if len(runs) == 1 or len(keys) == 1 else f"{kind.title}: {label(group[0])}"
-                drawn.append((kind, title, go.Figure(lines, _layout(kind, alone=len(lines) == 1))))
+        groups = [keys] if len(runs) == 1 else [[key] for key in keys]
+        lines = [[line for key in group for line in _lines(runs, key, kind.divisor)] for group in groups]
+        ends = kind.whole or _ends(value for of_group in lines for line in of_group for value in line.y)
+        for group, of_group in zip(groups, lines, strict=True):
+            if of_group:
+                title = kind.title if len(groups) == 1 else f"{kind.title}: {label(group[0])}"
+                drawn.append((kind, title, go.Figure(of_group, _layout(kind, steps, ends, alone=len(of_group) == 1))))
     return drawn
+
+
+def _ends(values: Iterable[float]) -> Ends:
+    """The least and the largest finite value with a margin, above zero if they are; None if there is no such range."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or math.isinf(margin := (max(finite) - min(finite)) / 20) or not margin:
+        return None
+    low = min(finite)
+    return low - margin if low <= 0 or low > margin else low, max(finite) + margin
 
 
 def _lines(runs: list[Run], key: str, divisor: float) -> list[go.Scatter]:
@@ -88,7 +113,7 @@ def _lines(runs: list[Run], key: str, divisor: float) -> list[go.Scatter]:
     return made
 
 
-def _layout(kind: Kind, alone: bool) -> go.Layout:
+def _layout(kind: Kind, steps: Ends, values: Ends, alone: bool) -> go.Layout:
     grid = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True, "exponentformat": "power"}
     return go.Layout(
         template={},
@@ -97,10 +122,10 @@ def _layout(kind: Kind, alone: bool) -> go.Layout:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         showlegend=not alone,
-        legend={"orientation": "h", "y": -0.15},
+        legend={"orientation": "h", "y": -0.25},
         hovermode="x unified",
-        xaxis=grid,
-        yaxis={**grid, "range": kind.whole},
+        xaxis={**grid, "title": "training step", "range": steps},
+        yaxis={**grid, "title": kind.unit, "range": values},
     )
 
 

@@ -4,6 +4,7 @@ It contains plotly's script and a short one of its own, and its policy allows on
 """
 
 import json
+import re
 import shlex
 from base64 import b64encode
 from hashlib import sha256
@@ -30,7 +31,8 @@ STYLE = """
   --good: #24492a; --bad: #f0838c } }
 body { margin: 0 auto; padding: .75rem; max-width: 84rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-small { color: var(--soft) } figure { margin: 0; min-width: 0 } figcaption { font-weight: 600 }
+.headline { font-size: 1.15rem; font-weight: 600; margin: .25rem 0 }
+figure { margin: 0; min-width: 0 } figcaption { font-weight: 600 }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); gap: 1.5rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; margin: 0 0 1rem; overflow-wrap: normal }
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .8rem .2rem 0; text-align: left; font-weight: 400;
@@ -49,7 +51,10 @@ function draw() {
     layout.font = { color, size: 12 };
     layout.hoverlabel = { bgcolor: backgroundColor, font: { color } };
     layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a touch scrolls the page
-    if (log.checked && "logarithmic" in place.dataset) layout.yaxis.type = "log";
+    if (log.checked && "logarithmic" in place.dataset) {
+      layout.yaxis.type = "log";
+      if (layout.yaxis.range) layout.yaxis.range = layout.yaxis.range.map(Math.log10);
+    }
     Plotly.react(place, data, layout, { responsive: true, displayModeBar: false });
   }
 }
@@ -60,6 +65,11 @@ dark.addEventListener("change", draw);
 KEY = (
     '<p class="key"><span class="prompt">prompt</span> <span class="accepted">drafted and accepted</span> '
     '<span class="own">the trunk\'s own</span> <del>drafted and rejected</del></p>'
+)
+RECORD = (
+    "<p>No drafts were recorded. This command adds a text with its drafts to the folder of a run:</p><pre>"
+    "megatron-mtp generate --load RUN/checkpoint --prompt TEXT --speculative-config "
+    """'{"method": "mtp"}' --compare --record RUN</pre>"""
 )
 
 
@@ -73,10 +83,11 @@ def page(runs: list[Run]) -> str:
     names = escape(", ".join(run.name for run in runs))
     drafted = "".join(_drafts(run.name, run.drafts) for run in runs if run.drafts is not None)
     parts = [
-        f'<h1>{names}</h1><p>{ABOUT}</p><label><input type="checkbox" id="log"> logarithmic axes</label>',
+        f"<h1>{names}</h1>{''.join(_headline(run, len(runs) == 1) for run in runs)}",
+        f'<p>{ABOUT}</p><label><input type="checkbox" id="log"> logarithmic axes</label>',
         f'<div class="charts">{_charts(runs)}</div>',
+        f"<h2>Drafting</h2>{KEY + drafted if drafted else RECORD}",
         f"<h2>Final figures</h2>{_final(runs)}<h2>How it was run</h2>{_settings(runs)}",
-        f"<h2>Drafting</h2>{KEY}{drafted}" if drafted else "",
     ]
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -87,12 +98,30 @@ def page(runs: list[Run]) -> str:
     )
 
 
+def _headline(run: Run, is_alone: bool) -> str:
+    """What came of a run: loss and acceptance of its newest evaluation, and how fast it drafted."""
+    step = max(row["iteration"] for row in run.rows)
+    split = next((one for one in run.evaluations() if one.startswith("validation")), "training")
+    newest = {key: list(points.values())[-1] for key in figures([run]) if (points := run.points(split, key))}
+    parts = [f"trunk loss {newest['lm loss']:.3f}"] if "lm loss" in newest else []
+    rates = [f"{100 * newest[key]:.1f} %" for key in newest if re.fullmatch(r"mtp_\d+ acceptance", key)]
+    parts += [f"acceptance {', '.join(rates)} by depth"] if rates else []
+    if "expected accepted length" in newest:
+        parts.append(f"{newest['expected accepted length']:.2f} tokens expected per forward pass of the trunk")
+    said = f"step {step}, {split}: {'; '.join(parts)}."
+    if run.drafts is not None and "accepted_length" in (drafting := run.drafts.figures):
+        method = "plain" if run.drafts.config is None else run.drafts.config.get("method")
+        said += f" Decoding ({method}): {drafting['accepted_length']} tokens per forward pass"
+        said += f", {drafting['speed_up']} times as fast as plain decoding." if "speed_up" in drafting else "."
+    return f'<p class="headline">{escape(said if is_alone else f"{run.name}, {said}")}</p>'
+
+
 def _charts(runs: list[Run]) -> str:
     made = []
     for kind, title, figure in charts(runs):
         drawing = figure.to_json()  # without a "<", so that no text ends the script element
         made.append(
-            f"<figure><figcaption>{escape(title)} <small>{escape(kind.unit)}</small></figcaption>"
+            f"<figure><figcaption>{escape(title)}</figcaption>"
             f'<div class="chart" role="img" aria-label="{escape(title)} over training steps"'
             f"{' data-logarithmic' if kind.logarithmic else ''}></div>"
             f'<script type="application/json">{drawing}</script></figure>'

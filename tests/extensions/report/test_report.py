@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from megatron_mtp.cli import main as cli
 from megatron_mtp.extensions.report.charts import COLORS
+from megatron_mtp.extensions.report.charts import charts as drawn_charts
 from megatron_mtp.extensions.report.page import SCRIPT, STYLE, page
 from megatron_mtp.extensions.report.runs import Step, read_runs
 
@@ -152,6 +153,33 @@ def test_several_runs_have_a_chart_a_figure(tmp_path: Path) -> None:
     assert [list(points.values())[-1] for points in lines.values()] == [2.5, 2.5, 3.5, 3.5]
     assert len(charts["Loss: depth 3"]) == 2
     assert f"{folders[0]}, {folders[1]} - megatron-mtp" in made.words
+
+
+def test_a_headline_says_what_came_of_a_run(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    made = Page(page(read_runs([folder])))
+    said = "step 50, validation: trunk loss 2.500; acceptance 75.0 %, 56.2 % by depth; 2.31 tokens expected per forward"
+    assert f"{folder}{said} pass of the trunk.Charts are" in made.words
+    assert "No drafts were recorded." in made.words
+    figures = {"accepted_length": 2.5, "tokens_per_second": 9.0, "speed_up": 1.4}
+    (folder / "drafts.json").write_text(json.dumps({**drafts(), "config": {"method": "mtp"}, "figures": figures}))
+    several = Page(page(read_runs([folder, a_run(tmp_path / "other", depths=1)]))).words
+    assert "Decoding (mtp): 2.5 tokens per forward pass, 1.4 times as fast as plain decoding." in several
+    assert f"{tmp_path}/other, step 50, validation: trunk loss 2.500; acceptance 75.0 % by depth;" in several
+    assert "No drafts were recorded." not in several
+
+
+def test_axes_have_titles_and_charts_of_a_kind_equal_ranges(tmp_path: Path) -> None:
+    runs = read_runs([a_run(tmp_path / "one"), a_run(tmp_path / "two", offset=1.0)])
+    drawn = {title: figure.to_dict()["layout"] for _, title, figure in drawn_charts(runs)}
+    assert {str(one["xaxis"]) for one in drawn.values()} == {str(drawn["Loss: trunk"]["xaxis"])}
+    assert drawn["Loss: trunk"]["xaxis"]["title"] == {"text": "training step"}
+    assert drawn["Loss: trunk"]["xaxis"]["range"] == [8.0, 52.0]
+    losses = [drawn[f"Loss: {of}"]["yaxis"] for of in ("trunk", "depth 1", "depth 2")]
+    assert [one["range"] for one in losses] == [[2.5 - 0.15, 5.5 + 0.15]] * 3, "from 2.5 of a trunk to 5.5 of the other"
+    assert losses[0]["title"] == {"text": "nats per token"}
+    assert drawn["Acceptance: depth 1"]["yaxis"]["range"] == [0.0, 1.0]
+    assert all(one["yaxis"]["title"]["text"] for one in drawn.values())
 
 
 def test_evaluations_on_several_sets_are_told_apart(tmp_path: Path) -> None:

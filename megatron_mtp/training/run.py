@@ -1,6 +1,7 @@
 """One training run: arguments and model configuration, and Megatron's `pretrain()` with them, observed."""
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -118,10 +119,20 @@ def train(
             )
         except SystemExit as end:
             if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
-                metrics.close()
+                _end(metrics)
             raise
-    metrics.close()
+    _end(metrics)
     return metrics
+
+
+def _end(metrics: Metrics) -> None:
+    """Close the metrics, and ignore the signal of --exit-signal-handler, which a job repeats until we are gone.
+
+    While Python ends, the signal's default action takes the place of Megatron's handler, and would kill the rank.
+    """
+    metrics.close()
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:

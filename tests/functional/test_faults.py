@@ -1,5 +1,6 @@
 """A rank that dies ends the whole job, which says so; where it was killed, the same command then goes on."""
 
+import contextlib
 import re
 import subprocess
 import time
@@ -81,3 +82,23 @@ def test_damage_that_one_rank_finds_ends_all_ranks(tmp_path: Path) -> None:
     said = [line for line in log.read_text().splitlines() if "__1_0.distcp is damaged: " in line]
     assert len(said) == 1, log.read_text()[-4000:]
     assert "rank 1: error: the checkpoint cannot be loaded into this model: " in said[0]
+
+
+@pytest.mark.matrix
+def test_a_stop_that_has_saved_ends_well_although_its_signal_is_repeated(tmp_path: Path) -> None:
+    """As scripts/slurm/node.sh repeats it; ranks that ended by it made torchrun print a traceback."""
+    log = tmp_path / "stopped.log"
+    running = command(tmp_path)
+    launcher = launch.start_torchrun(
+        launch.Command(running.script, (*running.arguments, "--exit-signal-handler"), processes=2), log
+    )
+    wait_for_step(launcher, log, 3)
+    ranks = [process_of_rank(launcher, rank) for rank in (0, 1)]
+    while launcher.poll() is None:
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        time.sleep(0.01)
+    said = log.read_text()
+    assert (launcher.returncode, "Traceback" in said, "failed" in said) == (0, False, False), said[-4000:]
+    assert f"> checkpoint of step {steps(said)[-1]} saved to" in said

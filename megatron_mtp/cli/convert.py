@@ -55,8 +55,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
 SHARD = "5GB"
 PACKAGE = "megatron_mtp"
-MEASURED_TOKENS = 512
-"""Largest number of tokens of a sequence in which --text measures acceptance."""
+LEAST_TOKENS, MEASURED_TOKENS = 32, 512
+"""Tokens of a sequence in which --text measures acceptance; a shorter text is one sequence."""
+ENOUGH = 100_000
+"""Characters of a document that hold as many tokens."""
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
@@ -94,16 +96,18 @@ def write(args: Namespace) -> dict[str, Any]:
         raise ValueError(f"--text is {text}, which is not there; give a file or a folder of text.")
     how = options(args)
     plan = plan_of(args, how)
+    length = 0
     if text is not None:
-        check_measurable(args, [local_folder(args.donor), local_folder(args.source)] if graft else [args.source])
+        models = [local_folder(args.donor), local_folder(args.source)] if graft else [args.source]
+        length = measurable_tokens(args, models)
     if args.dry_run:
         return plan.described(args.target)
     done = plan.write(args.target, how)
     if text is not None and graft:
-        models = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
-        done["acceptance"] = acceptances(models, args.target, args)
+        sides = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
+        done["acceptance"] = acceptances(sides, args.target, length, args)
     elif text is not None:
-        done["acceptance"] = acceptances({"before": args.source, "after": args.target}, args.source, args)
+        done["acceptance"] = acceptances({"before": args.source, "after": args.target}, args.source, length, args)
     return done
 
 
@@ -187,28 +191,45 @@ def init(args: Namespace) -> "Init":
     return Init(args.mtp_init, args.seed, FitData(**given) if given else None)
 
 
-def check_measurable(args: Namespace, models: list[Path]) -> None:
-    """Raises ValueError where `acceptances` could not run a model, or has no tokenizer of it to read --text with."""
+def measurable_tokens(args: Namespace, models: list[Path]) -> int:
+    """Tokens of a sequence of --text, at most MEASURED_TOKENS; nothing is written yet.
+
+    Raises:
+        ValueError: `acceptances` could not run a model, has no tokenizer of it to read --text with, or too little text.
+    """
     from megatron_mtp.checkpoint.convert.graft import open_side
+    from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
     from megatron_mtp.data.tokenizer import read_tokenizer
 
+    counted = MEASURED_TOKENS
     for path in models:
         side = open_side(path)
         try:
             side.check_runs()
             if side.tokenizer is None:
                 raise ValueError(f"{path} has no tokenizer; put the files of its tokenizer there.")
-            read_tokenizer(side.tokenizer, args.trust_remote_code)
+            tokenizer = read_tokenizer(side.tokenizer, args.trust_remote_code)
+            tokens = 0
+            for document in list_documents(find_files([str(args.text)], TEXT_FILES, "--text")):
+                beginning = read_document(document, "text")[:ENOUGH]
+                tokens += len(tokenizer(beginning, add_special_tokens=False).input_ids)
+                if tokens > MEASURED_TOKENS:
+                    break
+            if tokens <= LEAST_TOKENS:
+                raise ValueError(f"it has {tokens} tokens; give more than {LEAST_TOKENS}.")
         except ValueError as error:
             raise ValueError(f"--text cannot be measured, and nothing was written: {error}") from error
+        counted = min(counted, tokens - 1)
+    return counted
 
 
-def acceptances(models: dict[str, Path], checkpoint: Path, args: Namespace) -> dict[str, dict[str, float]]:
+def acceptances(models: dict[str, Path], checkpoint: Path, tokens: int, args: Namespace) -> dict[str, dict[str, float]]:
     """Acceptance by depth and expected accepted length on --text, as `evaluate` finds them in processes of their own.
 
     Args:
         models: folders or checkpoints by name.
         checkpoint: that sequences have to fit.
+        tokens: of a sequence, at most.
         args: of the command.
 
     Raises:
@@ -218,7 +239,7 @@ def acceptances(models: dict[str, Path], checkpoint: Path, args: Namespace) -> d
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.mcore.reader import DistReader
 
-    length = min(MEASURED_TOKENS, DistReader(checkpoint).common()["args"].max_position_embeddings)
+    length = min(tokens, DistReader(checkpoint).common()["args"].max_position_embeddings)
     flags = ["--text", str(args.text), "--json", "--seq-length", str(length)]
     flags += ["--trust-remote-code"] * args.trust_remote_code
     found = {}

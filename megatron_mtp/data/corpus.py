@@ -208,7 +208,7 @@ def find_files(inputs: Sequence[str], include: Sequence[str], flag: str = "--inp
                 found.setdefault(os.path.realpath(file), Path(file))
     if not found:
         raise ValueError(
-            f"--input: no file in {', '.join(map(repr, inputs))} matches --include {' '.join(include)}; "
+            f"{flag}: no file in {', '.join(map(repr, inputs))} matches --include {' '.join(include)}; "
             "give a folder with such files, or another --include."
         )
     return sorted(found.values(), key=str)

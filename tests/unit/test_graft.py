@@ -450,13 +450,30 @@ def test_a_text_without_a_tokenizer_is_refused_before_anything_is_written(
     pair = [Path(shutil.copytree(one, tmp_path / one.name)) for one in sides]
     for file in (tmp_path / side).glob("tokenizer*"):
         file.unlink()
-    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "text.txt").write_text("some words " * 9)
     capsys.readouterr()
     words = [*map(str, pair), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt")]
     for dry in ([], ["--dry-run"]):
         assert main(["graft", *words, *dry]) == 2
         says = f"--text cannot be measured, and nothing was written: {tmp_path / side} has no tokenizer; put the files"
         assert says in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("some words", "it has 10 tokens; give more than 32."), (None, "no file in")]
+)
+def test_a_text_that_is_too_short_is_refused_before_anything_is_written(
+    text: str | None, says: str, sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    if text:
+        (tmp_path / "texts" / "a.txt").write_text(text)
+    words = [*map(str, sides), str(tmp_path / "out"), "--text", str(tmp_path / "texts")]
+    assert main(["graft", *words]) == 2
+    said = capsys.readouterr().err
+    assert "--text cannot be measured, and nothing was written: " in said
+    assert says in said
     assert not list(tmp_path.glob("out*"))
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ def parser(program: str) -> Parser:
         "server (CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="by which clients call the model; default: the name of its folder")
     add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
+    add("--warm-up", action=BooleanOptionalAction, help="take steps of every number of texts before the first request, "
+        "so that none waits for a compiler or a CUDA graph; default: on a GPU")  # fmt: skip
     add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
     add("--max-waiting", type=int, default=256, metavar="N", help="texts that wait; more are refused; default: 256")
     add("--cache-gib", type=float, metavar="G", help="memory for keys and values, and for the states of recurrent "
@@ -67,7 +69,7 @@ def run(args: Namespace) -> int:
     import torch
 
     from megatron_mtp.data.tokenizer import sampling_defaults
-    from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_for, blocks_in, entry_bytes
+    from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_for, blocks_in, entry_bytes, warm_up
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
@@ -90,6 +92,9 @@ def run(args: Namespace) -> int:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
     sizes = EngineSettings(args.max_running, args.max_waiting, blocks)
     engine = Engine(runner, sizes, config, drafter)
+    began = time.monotonic()
+    if warms := runner.device.type == "cuda" if args.warm_up is None else args.warm_up:
+        warm_up(engine)
     folder = Path(args.load).resolve()  # of a run's `checkpoint`, the run's name
     served = Served(
         name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
@@ -106,6 +111,8 @@ def run(args: Namespace) -> int:
     print(f"> {loaded.line(args.load)}")
     print(f"> {drafting_line(engine)}")
     say_if_lossy(config)
+    if warms:
+        print(f"> warm-up: {time.monotonic() - began:.1f} s")
     used = blocks * block_bytes(runner, drafter) + args.max_running * entry_bytes(runner, drafter)
     cache = f"{blocks} blocks of {sizes.block_size} tokens, {used / 2**30:.3g} GiB"
     print(f"> cache: {cache}; {args.max_running} requests run and {args.max_waiting} wait, at most", flush=True)

@@ -11,11 +11,12 @@ ranks may not have failed, and their collectives would meet those of another ste
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.acceptance import AcceptanceStats, Alarm
 from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, rounded
@@ -31,6 +32,9 @@ MOST_GIB = 4.0
 
 LEAST_KEPT = 1024
 """Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
+
+WARM_STEPS = 4
+"""Steps of a kind until it is recorded, and one more."""
 
 _logger = logging.getLogger(__name__)
 
@@ -147,6 +151,33 @@ class Engine:
                 )
             self._methods[kind] = method
         return replace(self._methods[kind], sampling=request.sampling)
+
+
+def warm_up(engine: Engine) -> None:
+    """Take steps of every number of sequences, greedy and sampled, so that requests need not wait for a compiler.
+
+    What is compiled or recorded at its first use is then ready. Counts and measurements begin anew.
+
+    Args:
+        engine: without requests.
+    """
+    runner, most = engine.runner, engine.speculative.num_speculative_tokens
+    drafted = most if isinstance(most, int) else runner.depths
+    alarm, runner.alarm = runner.alarm, Alarm()
+    for running, sampling in product(range(1, engine.settings.running + 1), (Sampling(), Sampling(1.0))):
+        tokens = (2 * running + WARM_STEPS) * (1 + drafted)
+        try:
+            for number in range(running):
+                engine.add(Request([number % runner.vocab_size], tokens, sampling, seed=number))
+                while engine.load.waiting:
+                    engine.step()
+        except ValueError:  # the verifier is for greedy sequences alone, or for sampled ones
+            continue
+        while engine.busy:
+            engine.step()
+    runner.alarm = alarm
+    runner.auto_counts.clear()
+    engine.stats, engine.scheduler.prompt_tokens, engine.scheduler.cached_tokens = AcceptanceStats(), 0, 0
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:

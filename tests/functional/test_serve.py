@@ -330,9 +330,10 @@ def answers(server: Served) -> list[Any]:
 
 
 def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
-    """They idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
-    server = start(folder, tmp_path / "log", ranks=2)
+    """They warm up, idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
+    server = start(folder, tmp_path / "log", "--warm-up", "--max-running", "3", ranks=2)
     try:
+        assert "> warm-up: " in server.log.read_text()
         expected = answers(served)
         assert answers(server) == expected
         assert any(reason == "stop" for _, reason in expected)

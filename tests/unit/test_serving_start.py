@@ -1,4 +1,4 @@
-"""What `serve` and `generate` say about how texts are drafted."""
+"""What `serve` and `generate` say about how texts are drafted, and what a server does before its first request."""
 
 import json
 
@@ -7,8 +7,12 @@ from drafting_single import runner_of
 
 from megatron_mtp.cli.serve import drafting_line
 from megatron_mtp.cli.terminal import say_if_lossy
-from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.batch import DecodeBatch
+from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.engine import Engine, warm_up
 from megatron_mtp.decoding.method import parse_config
+from megatron_mtp.decoding.scheduler import EngineSettings
+from megatron_mtp.decoding.types import Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -37,3 +41,25 @@ def test_a_verifier_that_changes_the_distribution_is_named(
     say_if_lossy(parse_config(json.dumps({"method": "mtp", "verifier": verifier, **more})))
     said = "" if verifier == "block" else f"> the verifier '{verifier}' does not keep the model's distribution\n"
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("verifier", [None, "greedy"])
+def test_a_warm_up_takes_steps_of_every_size_and_leaves_no_trace(
+    verifier: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, config = runner_of(), SpeculativeConfig("mtp", 2, verifier)
+    engine = Engine(target, EngineSettings(running=3, waiting=1), config)
+    sizes = set[tuple[int, bool]]()
+    own = DecodeBatch.step
+
+    def step(batch: DecodeBatch) -> list[Update]:
+        sizes.add((len([*batch.seqs]), batch.method.sampling.greedy))
+        return own(batch)
+
+    monkeypatch.setattr(DecodeBatch, "step", step)
+    alarm = target.alarm
+    warm_up(engine)
+    assert sizes == {(size, greedy) for size in (1, 2, 3) for greedy in ({True} if verifier else {True, False})}
+    assert target.alarm is alarm
+    assert not engine.busy
+    assert engine.load == Engine(target, EngineSettings(running=3, waiting=1), config).load

@@ -1,0 +1,128 @@
+"""`megatron-mtp plan`: a launch line, a GPU and their number in; memory, time and a placement out."""
+
+import json
+from argparse import Namespace
+
+from megatron_mtp.errors import Parser, check_counts, named, status_of
+from megatron_mtp.files import written_beside
+
+EXAMPLES = """examples:
+  # the launch line of a job, behind --; what is recommended is printed as one
+  megatron-mtp plan --gpu H100 --gpus 1024 -- --num-layers 61 --hidden-size 7168 --pipeline-model-parallel-size 16 ...
+
+  # sizes of a Hugging Face folder, layout and batch from the line
+  megatron-mtp plan --gpu H200 --gpus 64 --model models/GLM-4.5-Air -- --bf16 --pipeline-model-parallel-size 4 \\
+      --expert-model-parallel-size 8 --seq-length 8192 --global-batch-size 256 --use-distributed-optimizer
+
+  # a cluster with a slower network, and a card of one's own
+  megatron-mtp plan --gpu H100,network=25 --gpus 256 -- ...
+  megatron-mtp plan --gpu bf16=300,memory=64,bandwidth=1600,link=200,network=25 --gpus 16 -- ...
+
+  # what depths will add to a step that takes 2.09 s without
+  megatron-mtp plan --gpu H100 --gpus 8 --step-seconds 2.09 -- ...
+
+  # with what drafting will bring, and a page of both
+  megatron-mtp plan --gpu H200 --gpus 64 --accepted runs/mine/checkpoint --output plan.html -- ...
+"""
+
+
+def parser(program: str) -> Parser:
+    """All flags."""
+    made = Parser(
+        program,
+        usage=f"{program} --gpu NAME --gpus N [--model FOLDER] [...] -- LAUNCH LINE",
+        description="Plan a run with MTP layers before it is paid for: memory of every pipeline stage, seconds of a "
+        "step by part, D = 0..4 and their placements, and launch flags of the fastest that fits. Figures are "
+        "arithmetic; docs/extensions/plan.md says what they were compared with.",
+        epilog=EXAMPLES,
+    )
+    add = made.add_argument
+    add("--gpu", required=True, metavar="NAME", help="H100, H200, B200, MI300X, with changes such as H100,network=25, "
+        "or figures of your own (TFLOP/s, GB, GB/s)")  # fmt: skip
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    add("--model", type=named, metavar="FOLDER", help="Hugging Face folder whose config.json gives the model's sizes")
+    add("--depths", type=int, metavar="D", help="depths to plan for; default: those of the line, or 1")
+    seconds = "a measured step of the line without depths; all but head and losses is scaled to it"
+    add("--step-seconds", type=float, metavar="S", help=seconds)
+    add(
+        "--accepted",
+        metavar="RATES",
+        help="show what drafting brings: a folder or file with mtp_acceptance.json, "
+        "rates of K = 1, 2, ... such as 0.83,0.65, or a family that published some (deepseek, glm, glm4, qwen)",
+    )
+    add(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32, 128],
+        metavar="B",
+        help="texts at once; default: 1 8 32 128",
+    )
+    add("--serving-gpus", type=int, default=8, metavar="N", help="GPUs that share a model which decodes; default: 8")
+    add("--weight-bytes", type=float, default=2.0, metavar="B", help="of a weight when decoding; default: 2")
+    add("--context", type=int, default=1024, metavar="N", help="tokens of a text in the cache; default: 1024")
+    add("--forward-ms", type=float, metavar="MS", help="a measured forward of one text without drafts")
+    add("--output", type=named, metavar="FILE", help="write a page with pictures too (needs plotly)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("line", nargs="*", metavar="FLAG", help="the launch line, behind --")
+    return made
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Plan and print; bad input ends with one sentence and exit status 2."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser(program).parse_args(arguments[:split])
+    args.line = [*args.line, *arguments[split + 1 :]]
+    return status_of(program, lambda: _print(args))
+
+
+def _print(args: Namespace) -> int:
+    from megatron_mtp.extensions.plan.decoding import Decoder, accepted_of
+    from megatron_mtp.extensions.plan.hardware import card_of
+    from megatron_mtp.extensions.plan.launch import of_folder
+    from megatron_mtp.extensions.plan.planning import plan
+    from megatron_mtp.extensions.plan.report import Drafting, as_json, as_text
+
+    _check(args)
+    if not args.line and args.model is None:
+        raise ValueError("there is no launch line; give its flags behind --, or a folder with --model.")
+    words = [*(of_folder(args.model) if args.model is not None else []), *args.line]
+    card = card_of(args.gpu)
+    made = plan(words, card, args.gpus, args.depths, args.step_seconds)
+    drafting = None
+    if args.accepted is not None:
+        forward = None if args.forward_ms is None else args.forward_ms / 1000
+        decoder = Decoder(made.model, card, args.serving_gpus, args.weight_bytes, args.context, forward)
+        drafting = Drafting(decoder, accepted_of(args.accepted), tuple(args.batches))
+    print(json.dumps(as_json(made, drafting)) if args.json else as_text(made, drafting), flush=True)
+    if args.output is not None:
+        _write_page(args, made, drafting)
+    return 0
+
+
+def _write_page(args: Namespace, made: object, drafting: object) -> None:
+    try:
+        from megatron_mtp.extensions.plan.picture import page
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("plotly"):
+            raise
+        raise ValueError("the page is drawn with plotly, which is not here; run: pip install plotly.") from error
+    text = page(made, drafting)  # type: ignore[arg-type]
+    try:
+        with written_beside(args.output, shared=True) as beside:
+            beside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{args.output} cannot be written ({error.strerror}); name another file.") from error
+
+
+def _check(args: Namespace) -> None:
+    """Raises ValueError for a number that is out of range."""
+    check_counts(args, "gpus", "serving_gpus", "context")
+    if args.depths is not None and args.depths < 0:
+        raise ValueError(f"--depths is {args.depths}; give 0 or more.")
+    for name in ("step_seconds", "forward_ms", "weight_bytes"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < 1e9:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give a number above 0.")
+    if any(batch < 1 for batch in args.batches):
+        raise ValueError(f"--batches has {min(args.batches)}; give 1 or more.")

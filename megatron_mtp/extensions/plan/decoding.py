@@ -1,0 +1,163 @@
+"""Speed-up of drafting with K depths, from how often drafts are accepted.
+
+A round with K drafts gives 1 + a_1 + ... + a_K tokens, where a_k is the rate at which the drafts 1..k are all accepted
+(Leviathan et al., arXiv:2211.17192, section 3.1). It costs a forward of K + 1 rows a text, and K passes of a depth with
+the head:
+
+    speed-up = (1 + sum a_k) t(b) / (t(b (K + 1)) + K d(b))
+
+t(n) is the time of a forward over n rows: reading the weights, or the products, whichever is longer, and a fixed time a
+layer for launches and collectives. Of E experts, n rows read E (1 - (1 - k / E)^n), k being those of a token.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_mtp.extensions.plan.hardware import Card
+from megatron_mtp.extensions.plan.sizes import EXPERTS, Layer, Model
+
+MOST = 7
+RECORD = "mtp_acceptance.json"
+"""Beside a checkpoint or an export, the acceptance of its depths."""
+LAYER_SECONDS = 20e-6
+"""Of a layer's launches and collectives with CUDA graphs: an assumption; `--forward-ms` gives a measured forward."""
+
+
+DECAY = 0.95
+"""Of the rate at which a draft is accepted after those before it: 0.834, 0.783, 0.757 of GLM-5.2 (`PUBLISHED`)."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Acceptance of the first drafts: a_k, and where it was published."""
+
+    rates: tuple[float, ...]
+    source: str
+
+    def at(self, count: int) -> list[float]:
+        """a_1 .. a_K; behind those that are known, each is accepted after the others `DECAY` as often as the last."""
+        rates = list(self.rates[:count])
+        given = self.rates[-1] / (self.rates[-2] if len(self.rates) > 1 else 1.0)
+        while len(rates) < count:
+            given *= DECAY
+            rates.append(rates[-1] * given)
+        return rates
+
+    def length(self, count: int) -> float:
+        """Tokens of a round with so many drafts."""
+        return 1 + sum(self.at(count))
+
+
+PUBLISHED = {
+    "deepseek": Accepted((0.817,), "DeepSeek-R1, vllm-project/vllm#12755: 81 to 82.3 %"),
+    "glm": Accepted((0.834, 0.653, 0.494), "GLM-5.2, ggml-org/llama.cpp#25980, greedy"),
+    "glm4": Accepted((0.838,), "GLM-4.5-Air, ikawrakow/ik_llama.cpp#1992, before its correction of the warm-up"),
+    "qwen": Accepted((0.9, 0.5, 0.4), "Qwen3.6-27B, kyuz0/amd-strix-halo-vllm-toolboxes#53: lengths 1.9, 2.4, 2.8"),
+}
+"""Published acceptance by family; texts differ, and so do engines."""
+
+
+def of_family(name: str) -> Accepted:
+    """Published acceptance.
+
+    Raises:
+        ValueError: there is none for the family.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"--accepted is '{name:.40}'; give a folder with {RECORD}, rates such as 0.8,0.6, or one of "
+                         f"{', '.join(PUBLISHED)}.")  # fmt: skip
+    return PUBLISHED[name]
+
+
+def accepted_of(words: str) -> Accepted:
+    """The acceptance of `--accepted`: a folder or file with a record, rates with commas, or a family's name.
+
+    Raises:
+        ValueError: it is none of these, or the record is damaged.
+    """
+    path = Path(words)
+    file = path / RECORD if path.is_dir() else path
+    if file.is_file():
+        try:
+            return Accepted(_rates(json.loads(file.read_text(encoding="utf-8"))["acceptance"]), str(file))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no record of acceptance; evaluate the model again.") from error
+    if words.replace(",", "").replace(".", "").strip().isdigit():
+        return Accepted(_rates(words.split(",")), "as given")
+    return of_family(words)
+
+
+def _rates(values: Iterable[object]) -> tuple[float, ...]:
+    rates = tuple(float(str(value)) for value in values)
+    if not rates or any(not 0 < rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
+        raise ValueError(f"rates of acceptance are {rates}; give numbers above 0 and up to 1 that do not rise.")
+    return rates
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model that decodes on some cards.
+
+    Attributes:
+        tensor: cards that share every layer.
+        weight: bytes of a weight.
+        context: tokens of a text in the cache.
+        forward: seconds of a measured forward of one text without drafts, or None.
+    """
+
+    model: Model
+    card: Card
+    tensor: int
+    weight: float = 2.0
+    context: int = 1024
+    forward: float | None = None
+
+    def speed_up(self, accepted: Accepted, count: int, batch: int = 1) -> float:
+        """Tokens a second with so many drafts over those without."""
+        plain, verified = self.trunk(batch), self.trunk(batch * (count + 1))
+        return accepted.length(count) * plain / (verified + count * self.depth(batch))
+
+    def trunk(self, rows: int) -> float:
+        """Seconds of a forward over so many rows."""
+        layers = self.model.layers
+        return self._passes(layers, rows) + self._head(rows) + len(layers) * self.fixed
+
+    def depth(self, rows: int) -> float:
+        """Seconds of a pass of one depth with the head."""
+        return self._passes([self.model.depth], rows) + self._head(rows) + self.fixed
+
+    @property
+    def fixed(self) -> float:
+        """Seconds of a layer that do not depend on rows; what a measured forward has above weights and products."""
+        if self.forward is None:
+            return LAYER_SECONDS
+        layers = self.model.layers
+        return max(0.0, self.forward - self._passes(layers, 1) - self._head(1)) / len(layers)
+
+    def _passes(self, layers: Sequence[Layer], rows: int) -> float:
+        read = work = cache = 0.0
+        for layer in layers:
+            for product in layer.products:
+                missed = (1 - product.used / product.stored) ** rows if product.held == EXPERTS else 0.0
+                read += product.size * (1 - missed)
+                work += product.work
+            cache += layer.cache * 2
+            work += layer.pairs * self.context + layer.states
+        moved = read * self.weight + cache * rows * self.context
+        return max(moved / self._bandwidth, 2 * rows * work / self._rate)
+
+    def _head(self, rows: int) -> float:
+        table = self.model.table
+        return max(table * self.weight / self._bandwidth, 2 * rows * table / self._rate)
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.card.bandwidth * self.card.reached.copies * self.tensor
+
+    @property
+    def _rate(self) -> float:
+        peak = self.card.fp8 if self.weight <= 1 else self.card.bf16
+        return peak * self.card.reached.products * self.tensor

@@ -1,0 +1,195 @@
+"""Placements of D = 0..4 depths beside each other, and the one that is recommended.
+
+Every number of depths has up to four placements: the line's own, the naive one (layers spread evenly, depths on the
+last stage), a last stage with fewer layers, and a stage of the depths' own. The recommended one is the fastest of those
+that fit the card's memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_mtp.extensions.plan.hardware import Card
+from megatron_mtp.extensions.plan.launch import Line, read
+from megatron_mtp.extensions.plan.memory import FILLED, Held, memory_of
+from megatron_mtp.extensions.plan.placement import Placement, balanced, even, flags_of, of_line
+from megatron_mtp.extensions.plan.schedule import Pipeline
+from megatron_mtp.extensions.plan.sizes import Model, model_of
+from megatron_mtp.extensions.plan.step_time import Clock, StepTime, step_time
+
+GIVEN, NAIVE, LIGHTER, ALONE = "as given", "naive", "lighter last stage", "stage of their own"
+MOST_DEPTHS = 4
+
+
+@dataclass(frozen=True)
+class Option:
+    """A placement of so many depths, with its memory and time."""
+
+    depths: int
+    name: str
+    placement: Placement
+    memory: tuple[Held, ...]
+    time: StepTime
+    fits: bool
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the fullest stage."""
+        return max(held.total for held in self.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All options of a launch line.
+
+    Attributes:
+        words: of the launch line.
+        depths: the number of depths that is planned for.
+    """
+
+    words: tuple[str, ...]
+    model: Model
+    card: Card
+    gpus: int
+    depths: int
+    options: tuple[Option, ...]
+
+    def of(self, depths: int, name: str | None = None) -> list[Option]:
+        """The options of so many depths, the fastest first; of one name if it is given."""
+        found = [one for one in self.options if one.depths == depths and name in (None, one.name)]
+        return sorted(found, key=lambda one: (not one.fits, one.time.seconds))
+
+    @property
+    def recommended(self) -> Option:
+        """The fastest option of the planned depths that fits; the fastest of all if none does."""
+        return self.of(self.depths)[0]
+
+    @property
+    def margin(self) -> float:
+        """The part of the naive placement's step that the recommended one saves."""
+        naive = self.of(self.depths, NAIVE)[0].time.seconds
+        return 1 - self.recommended.time.seconds / naive
+
+    def overhead(self, depths: int) -> float:
+        """The part of a step without depths that so many add, each with its best placement."""
+        return self.of(depths)[0].time.seconds / self.of(0)[0].time.seconds - 1
+
+    @property
+    def flags(self) -> list[str]:
+        """The launch line with the recommended placement."""
+        return flags_of(self.recommended.placement, self.model.line, self.words)
+
+
+def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None, seconds: float | None = None) -> Plan:
+    """The plan of a launch line.
+
+    Args:
+        words: the launch line.
+        card: every GPU of the job.
+        gpus: their number.
+        depths: to plan for (None: the line's, or 1).
+        seconds: a measured step of the line without depths, which all but head and losses is scaled to.
+
+    Raises:
+        ValueError: the line lacks a size, or does not fit the GPUs.
+    """
+    line = read(words)
+    line.data_parallel(gpus)
+    wanted = depths if depths is not None else (line.mtp_num_layers or 1)
+    slower = 1.0 if seconds is None else calibrated(with_depths(line, 0), card, gpus, seconds)
+    counts = sorted({*range(MOST_DEPTHS + 1), wanted})
+    options = tuple(one for count in counts for one in _options(line, count, card, gpus, slower))
+    return Plan(tuple(words), model_of(with_depths(line, wanted)), card, gpus, wanted, options)
+
+
+def with_depths(line: Line, depths: int) -> Line:
+    """The line with so many depths, its own placement taken out where it has another number of them."""
+    if line.hybrid_layer_pattern is not None:
+        trunk, *inner = line.hybrid_layer_pattern.split("/")
+        changed = replace(line, hybrid_layer_pattern="/".join([trunk, *(inner[:1] or [""]) * depths]))
+        return replace(changed, mtp_num_layers=depths or None)
+    changed = replace(
+        line, mtp_num_layers=depths or None, mtp_unroll=None if depths != line.mtp_num_layers else line.mtp_unroll
+    )
+    if depths == (line.mtp_num_layers or 0) or line.pipeline_model_parallel_layout is None:
+        return changed
+    chunks = line.chunks
+    return replace(
+        changed,
+        pipeline_model_parallel_layout=None,
+        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+    )
+
+
+def calibrated(line: Line, card: Card, gpus: int, seconds: float) -> float:
+    """The factor of all but head and losses with which a step without depths takes so many seconds, by bisection.
+
+    Raises:
+        ValueError: the head alone takes longer.
+    """
+    model, pipeline = model_of(line), pipeline_of(line, gpus)
+    placement = even(len(model.layers), 0, line.pipeline_model_parallel_size, line.chunks)
+
+    def step(factor: float) -> float:
+        return step_time(Clock(model, card, gpus, factor), placement, pipeline).seconds
+
+    if seconds <= (least := step(0.0)):
+        raise ValueError(
+            f"--step-seconds is {seconds:g}, and head and losses alone take {least:.3g} s at the card's rates; give "
+            "the seconds of a whole step, or other rates with --gpu."
+        )
+    low, high = 0.0, 1.0
+    while step(high) < seconds:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if step(middle) < seconds else (low, middle)
+    return high
+
+
+def pipeline_of(line: Line, gpus: int) -> Pipeline:
+    """The schedule of a line."""
+    ranks, virtual = line.pipeline_model_parallel_size, line.chunks
+    group = line.microbatch_group_size_per_virtual_pipeline_stage or ranks
+    ahead = int(line.overlap_moe_expert_parallel_comm and virtual > 1)
+    return Pipeline(ranks, virtual, line.microbatches(gpus), group, ahead)
+
+
+def _options(line: Line, depths: int, card: Card, gpus: int, slower: float) -> Iterator[Option]:
+    changed = with_depths(line, depths)
+    model = model_of(changed)
+    clock, pipeline = Clock(model, card, gpus, slower), pipeline_of(changed, gpus)
+    for name, placement in _placements(line, changed, model, clock):
+        memory = tuple(memory_of(model, placement, pipeline, gpus))
+        fits = all(held.total <= FILLED * card.memory for held in memory)
+        yield Option(depths, name, placement, memory, step_time(clock, placement, pipeline), fits)
+
+
+def _placements(line: Line, changed: Line, model: Model, clock: Clock) -> Iterator[tuple[str, Placement]]:
+    """Placements by name; one that equals an earlier one is left out."""
+    ranks, virtual, layers = line.pipeline_model_parallel_size, line.chunks, len(model.layers)
+    depths = changed.mtp_num_layers or 0
+    naive = even(layers, depths, ranks, virtual)
+    yield NAIVE, naive
+    if ranks == 1:
+        return
+    seen = {naive}
+    if _places(line) and depths == (line.mtp_num_layers or 0):
+        seen.add(given := of_line(changed, layers))
+        yield GIVEN, given
+    loads = clock.loads()
+    if (lighter := balanced(loads, depths, ranks, virtual)) not in seen:
+        seen.add(lighter)
+        yield LIGHTER, lighter
+    # Megatron has a stage of their own for depths of a GPT alone, and not on the first rank.
+    if depths and line.hybrid_layer_pattern is None and ranks > 2:
+        yield ALONE, balanced(loads, depths, ranks, virtual, alone=True)
+
+
+def _places(line: Line) -> bool:
+    """Return whether the line says where layers are."""
+    names = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    return any(getattr(line, name) is not None for name in names) or (
+        "|" in (line.hybrid_layer_pattern or "")
+        or line.account_for_embedding_in_pipeline_split
+        or line.account_for_loss_in_pipeline_split
+    )

@@ -10,22 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_mtp.drafters import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
+
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
-EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"
-DRAFTERS = {EAGLE3: "an EAGLE-3 drafter", DFLASH: "a DFlash drafter", DSPARK: "a DSpark drafter"}
-"""Kinds of drafters, and how a sentence calls one."""
-
-FILL_BLOCKS = (DFLASH, DSPARK)
-"""Drafters that fill a block of tokens in one pass."""
-
-DRAFTER_LOSSES: dict[str, dict[str, str]] = {
-    EAGLE3: {"mtp_loss": "kd"},
-    DFLASH: {"mtp_loss": "ce"},
-    DSPARK: {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
-}
-"""What each learns unless --mtp-loss says otherwise."""
-
 DRAFTER_SETTINGS = (
     *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
@@ -34,20 +22,6 @@ DRAFTER_SETTINGS = (
 
 BESIDE_MTP = "drafter_beside_mtp"
 """The argument that says whether a drafter stands beside MTP layers, and not in their place."""
-
-DRAFTER_STEPS, DRAFTER_DECAY = 7, 0.8
-"""Tokens that a drafter learns to draft, and the weight of a step's loss over that of the step before (EAGLE-3)."""
-
-BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
-"""Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
-
-READERS = {
-    "drafter_num_layers": FILL_BLOCKS,
-    "drafter_mask_token": FILL_BLOCKS,
-    "drafter_markov_rank": (DSPARK,),
-    "drafter_blocks": FILL_BLOCKS,
-}
-"""Settings of a drafter that some of them read."""
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperatures: below, a distribution is a single token in float32, above, all tokens are equal."""
@@ -87,6 +61,10 @@ def _flag[T](
     metadata = {"help": help_text, "allowed": allowed, "choices": choices, **argparse_kwargs}
     made: T = field(default=default, metadata=metadata)
     return made
+
+
+def _listed(clauses: Sequence[str]) -> str:
+    return ", ".join(clauses[:-1]) + f", and {clauses[-1]}"
 
 
 def flag_of(name: str) -> str:
@@ -247,15 +225,13 @@ class MTPConfig:
     drafter: str | None = _flag(
         None,
         "Train a drafter in the place of MTP layers, behind the frozen trunk of --load, or beside those of "
-        "--mtp-num-layers: 'eagle3' is one layer that reads the trunk's states after three layers (arXiv:2503.01840), "
-        "'dflash' fills a block of tokens in one pass (arXiv:2602.06036), and 'dspark' does so with a bias by the "
-        "token before and a confidence (arXiv:2607.05147). Default: none.",
+        f"--mtp-num-layers: {_listed([f"'{row.name}' {row.line}" for row in DRAFTERS.values()])}. Default: none.",
         choices=(*DRAFTERS,),
     )
     drafter_steps: int | None = _flag(
         None,
         "Tokens that the drafter learns to draft: of 'eagle3' steps, each on its own states of the step before, of "
-        f"others the drafts of a block. Default: {DRAFTER_STEPS}.",
+        f"others the drafts of a block. Default: {STEPS}.",
         allowed=FROM_1,
         metavar="K",
     )
@@ -307,7 +283,7 @@ class MTPConfig:
                 raise ValueError(f"{flag_of(one.name)} is '{value}'; choose one of {', '.join(choices)}.")
             if value is not None and allowed and not allowed[1](value):
                 raise ValueError(f"{flag_of(one.name)} is {value}; give {allowed[0]}.")
-            readers = READERS.get(one.name, (*DRAFTERS,))
+            readers = readers_of(one.name)
             if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
@@ -319,7 +295,7 @@ class MTPConfig:
                 "trunk's state alone; drop one of the two.",
             ),
             (
-                self.fills_blocks and self.mtp_token_fraction != 1,
+                self.kind is not None and self.kind.fills_blocks and self.mtp_token_fraction != 1,
                 f"--mtp-token-fraction was given with --drafter {self.drafter}, whose blocks are --drafter-blocks; "
                 "give that.",
             ),
@@ -353,12 +329,12 @@ class MTPConfig:
         assert self.drafter is not None
         own: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if "drafter" in one.name}
         without: dict[str, Any] = dict.fromkeys(own)
-        return replace(self, **without), MTPConfig(**{**own, **DRAFTER_LOSSES[self.drafter]})
+        return replace(self, **without), MTPConfig(**{**own, **DRAFTERS[self.drafter].loss})
 
     @property
-    def fills_blocks(self) -> bool:
-        """Return whether a block drafter is trained."""
-        return self.drafter in FILL_BLOCKS
+    def kind(self) -> DrafterKind | None:
+        """The kind of the drafter that is trained; None without one."""
+        return None if self.drafter is None else DRAFTERS[self.drafter]
 
     def loss_weights(self, depths: int) -> list[float]:
         """The weights of depth 1 .. D.
@@ -368,9 +344,7 @@ class MTPConfig:
         """
         given = self.mtp_loss_weights
         if given is None:
-            if self.fills_blocks:  # half of the block, as published for blocks of 8 and 10
-                return [math.exp(-2 * step / (depths + 1)) for step in range(depths)]
-            return [1.0 if self.drafter is None else DRAFTER_DECAY**step for step in range(depths)]
+            return [1.0] * depths if self.kind is None else self.kind.weights(depths)
         numbers = [number_of(part) for part in given.split(",")]
         if len(numbers) != depths or not are_weights(numbers):
             raise ValueError(
@@ -390,7 +364,7 @@ def trained_depths(args: Namespace) -> int:
 
 def drafted_steps(args: Namespace) -> int:
     """Tokens that a drafter beside MTP layers learns to draft; 0 without one."""
-    return (args.drafter_steps or DRAFTER_STEPS) if stands_beside(args) else 0
+    return (args.drafter_steps or STEPS) if stands_beside(args) else 0
 
 
 def stands_beside(args: Namespace) -> bool:

@@ -19,9 +19,10 @@ from typing import Any
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import DRAFTERS, EAGLE3, FILL_BLOCKS, flag_of, number_of
+from megatron_mtp.config import flag_of, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
@@ -214,11 +215,14 @@ def _check(args: Namespace) -> None:
             raise ValueError(
                 f"--drafter {args.drafter} was given with {flag}, which is of MTP layers; drop one of them."
             )
-    if args.drafter_init == "fitted" and (args.drafter != EAGLE3 or _is_chat(args.corpus)):
+    kind = DRAFTERS.get(args.drafter)
+    if args.drafter_init == "fitted" and (kind is None or not kind.can_be_fitted or _is_chat(args.corpus)):
+        fitted = next(row for row in DRAFTERS.values() if row.can_be_fitted)
         raise ValueError(
-            "--drafter-init is fitted, which an EAGLE-3 drafter (--drafter eagle3) on a text alone can be; give random."
+            f"--drafter-init is fitted, which {fitted.called} (--drafter {fitted.name}) on a text alone can be; give "
+            "random."
         )
-    if args.drafter in FILL_BLOCKS and number_of(args.token_fraction) != 1:
+    if kind is not None and kind.fills_blocks and number_of(args.token_fraction) != 1:
         raise ValueError(
             f"--token-fraction was given with --drafter {args.drafter}, whose blocks are --drafter-blocks; give that."
         )
@@ -422,7 +426,7 @@ def _sample(args: Namespace) -> list[str]:
 
 def _fits_drafter(args: Namespace) -> bool:
     init = args.drafter_init or ("random" if _is_chat(args.corpus) else "fitted")
-    return args.drafter == EAGLE3 and init == "fitted"
+    return args.drafter is not None and DRAFTERS[args.drafter].can_be_fitted and init == "fitted"
 
 
 def _fit(args: Namespace) -> list[str]:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags, say_if_lossy
-from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.checks import PARTS, read_sidecar
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.errors import Parser, check_counts, status_of
 from megatron_mtp.files import check_outside, one_writer, remove, synced
 from megatron_mtp.runtime import quieten

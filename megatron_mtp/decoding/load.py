@@ -20,10 +20,11 @@ from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder, repair_tracker, run_tokenizer
 from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
-from megatron_mtp.config import DRAFTERS, stands_beside
+from megatron_mtp.config import stands_beside
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import PROPOSERS, SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.runtime import transformer_engine_works
@@ -88,7 +89,7 @@ class Loaded:
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
         many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
         depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
-        depths = DRAFTERS.get(runner.kind or "", depths)
+        depths = DRAFTERS[runner.kind].called if runner.kind in DRAFTERS else depths
         iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
         return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
 

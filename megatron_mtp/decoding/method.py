@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.config import DRAFTERS
 from megatron_mtp.decoding.config import (
     COMMON_KEYS,
     MOST_DRAFTED,
@@ -37,6 +36,7 @@ from megatron_mtp.decoding.config import (
 )
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Method, Proposer, Verifier
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
 
 MOST_TRIED = 6
@@ -179,14 +179,14 @@ def _check_depths(runner: Any, method: str) -> None:
         others = [name for name, one in PROPOSERS.items() if one.depths is None]
         what, lacks, flag = "MTP modules", "no MTP weights; train some", "--mtp-num-layers"
         if wanted in DRAFTERS:
-            what, lacks, flag = DRAFTERS[wanted], "none; train one", f"--drafter {wanted}"
+            what, lacks, flag = DRAFTERS[wanted].called, "none; train one", f"--drafter {wanted}"
         raise ValueError(
             f"'{method}' drafts with {what}, and the checkpoint has {lacks} (megatron-mtp train {flag}), or choose "
             f"{_any_of(others)}."
         )
     if wanted != found:
         others = [name for name, one in PROPOSERS.items() if one.depths == found]
-        has = f"that has {DRAFTERS[found]}" if found in DRAFTERS else f"whose depths are {found}"
+        has = f"that has {DRAFTERS[found].called}" if found in DRAFTERS else f"whose depths are {found}"
         raise ValueError(f"'{method}' was asked of a checkpoint {has}; choose {_any_of(others)}.")
 
 

@@ -15,7 +15,7 @@ Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, override
+from typing import Any, ClassVar, override
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from megatron_mtp.decoding.sampling import NO_PENALTIES, Noise, Penalties, Sampl
 Sequences = Any
 """A batch of the file sequences.py, which keeps what stands here."""
 
-Kind = Literal["sequential", "parallel", "eagle3", "dflash", "dspark"]
-"""Depths that continue one another, heads that all read the trunk's state, or a drafter (`config.DRAFTERS`)."""
+Kind = str
+"""Depths that continue one another (sequential), heads that all read the trunk's state (parallel), or a drafter, of
+`drafters.DRAFTERS`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ reference.py             all losses as their definitions read
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.config import DSPARK, MTPConfig, flag_of
+from megatron_mtp.config import MTPConfig, flag_of
 from megatron_mtp.registry import Imported, Registry
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def check_loss(settings: MTPConfig) -> None:
         ValueError: as `depth_loss`, or a setting was given that the loss does not read.
     """
     loss = depth_loss(settings)
-    if settings.drafter == DSPARK and not loss.knows_overlap:
+    if settings.kind is not None and settings.kind.has_confidence and not loss.knows_overlap:
         raise ValueError(
-            f"--mtp-loss is {settings.mtp_loss}, from which the confidence of --drafter dspark cannot learn how many "
-            "drafts are accepted; give tv, nla, lk or a mix with one of them."
+            f"--mtp-loss is {settings.mtp_loss}, from which the confidence of --drafter {settings.drafter} cannot "
+            "learn how many drafts are accepted; give tv, nla, lk or a mix with one of them."
         )
     for field in fields(settings):
         if field.name in READ_BY_LOSSES and getattr(settings, field.name) != field.default:

@@ -1,7 +1,7 @@
 """From arguments to a model: the trunk with its MTP block; hidden states in, one hidden state per depth out.
 
 arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
-                     patterns of hybrids; which of the trunk's layers a drafter reads (--drafter-layers)
+                     patterns of hybrids
 build.py             configuration to model, and the process group: the only place that builds one
 trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT; a frozen trunk
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern

@@ -1,11 +1,10 @@
 """Megatron's arguments of a model, parsed from flags or completed from a checkpoint's, and its configuration.
 
-Patterns of hybrids and the layers that a drafter reads are read here too, without building a model.
+Patterns of hybrids are read here too, without building a model.
 """
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from megatron_mtp.config import (
     BESIDE_MTP,
-    BLOCK_LAYERS,
     DRAFTER_SETTINGS,
-    EAGLE3,
     MTPConfig,
     add_yarn_arguments,
     drafted_steps,
@@ -250,55 +247,7 @@ def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
     return trunk, depths
 
 
-# --- drafters: the layers that they read, and Megatron's arguments of a model that has one ---------------------------
-
-FEATURES = 3
-"""Layers of the trunk that an EAGLE-3 drafter reads; others read any number."""
-
-
-def default_layers(layers: int, kind: str = EAGLE3, depth: int | None = None) -> tuple[int, ...]:
-    """The layers that are read of a trunk of so many.
-
-    A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does. EAGLE-3
-    reads those of engines, and of a trunk that is too short for them after the first, after half and before the last;
-    a block drafter reads as many as it has layers of its own, from the second to the last but two at equal distances.
-    """
-    if kind == EAGLE3:
-        chosen = engine_layers(layers)
-        return chosen if can_read(chosen, layers) else (1, layers // 2, layers - 1)
-    count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
-    if count == 1:
-        return (min(layers // 2 + 1, layers - 1),)
-    made = {2 + round(number * (last - 2) / (count - 1)) for number in range(count)}
-    return tuple(sorted(made))
-
-
-def engine_layers(layers: int) -> tuple[int, ...]:
-    """The layers that engines read for an EAGLE-3 drafter that names none: after 2, after half and all but three."""
-    return 2, layers // 2, layers - 3
-
-
-def can_read(chosen: Sequence[int], layers: int, kind: str = EAGLE3) -> bool:
-    """Return whether a drafter can read these layers of a trunk that has so many."""
-    count = FEATURES if kind == EAGLE3 else max(len(chosen), 1)
-    return len(chosen) == count and [*chosen] == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
-
-
-def check_layers(chosen: tuple[int, ...], layers: int, kind: str = EAGLE3) -> None:
-    """Raises ValueError where `can_read` does not hold."""
-    least = FEATURES + 1 if kind == EAGLE3 else 2
-    if layers < least:
-        many = FEATURES if kind == EAGLE3 else "one or more"
-        raise ValueError(
-            f"--drafter {kind} reads {many} layers before the trunk's last, and the trunk has {layers}; give a trunk "
-            f"of at least {least} layers."
-        )
-    if not can_read(chosen, layers, kind):
-        count = f"{FEATURES} " if kind == EAGLE3 else ""
-        raise ValueError(
-            f"--drafter-layers is {' '.join(map(str, chosen))}, and the trunk has {layers} layers; give {count}"
-            f"rising numbers from 1 to {layers - 1}, each the number of layers before the state that is read."
-        )
+# --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------
 
 
 def as_mtp_layers(steps: int) -> dict[str, Any]:

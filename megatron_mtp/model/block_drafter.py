@@ -39,8 +39,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
-from megatron_mtp.config import DSPARK
 from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
@@ -209,7 +209,7 @@ class BlockDrafter(DrafterBlock):
     def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
         self.takes_slices, self.cp_group = config.sequence_parallel, others[1].cp
-        self.rows = self.depths if drafter.kind == DSPARK else self.depths + 1
+        self.rows = self.depths + DRAFTERS[drafter.kind].idle_rows
 
     @classmethod
     @override

@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp import cpu
-from megatron_mtp.config import BLOCK_LAYERS, DRAFTER_STEPS, DSPARK, MARKOV_RANK, MTPConfig
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, check_layers, default_layers
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.drafters import STEPS
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
@@ -37,7 +38,7 @@ from megatron_mtp.model.portable import (
     with_portable_modules,
     with_portable_projections,
 )
-from megatron_mtp.model.trunk import DRAFTERS, MTPGPTModel, MTPTrunk
+from megatron_mtp.model.trunk import BLOCKS, MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 
 if TYPE_CHECKING:
@@ -174,8 +175,8 @@ def _beside(config: MTPModelConfig) -> dict[str, Any]:
     """Arguments of a drafter beside MTP layers."""
     if config.beside is None or (drafter := _drafter(config, config.beside)) is None:
         return {}
-    drafter = replace(drafter, steps=config.beside.drafter_steps or DRAFTER_STEPS)
-    submodules = DRAFTERS[drafter.kind].submodules(config.transformer)
+    drafter = replace(drafter, steps=config.beside.drafter_steps or STEPS)
+    submodules = BLOCKS[drafter.kind].submodules(config.transformer)
     return {"beside": drafter, "beside_submodules": submodules, "lacks_drafter": config.lacks_drafter}
 
 
@@ -185,28 +186,26 @@ def _drafter(config: MTPModelConfig, settings: MTPConfig) -> "Drafter | None":
     Raises:
         ValueError: the trunk does not have them.
     """
-    kind, layers = settings.drafter, config.transformer.num_layers
+    kind, layers = settings.kind, config.transformer.num_layers
     if kind is None:
         return None
     if config.transformer.mtp_standalone:
         raise ValueError(
-            f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it stands beside the "
-            "head; put m before L in the last stage."
+            f"--pipeline-model-parallel-layout gives --drafter {kind.name} a stage of its own, but it stands "
+            "beside the head; put m before L in the last stage."
         )
     from megatron_mtp.model.drafter import Drafter
 
-    chosen = tuple(settings.drafter_layers or default_layers(layers, kind, settings.drafter_num_layers))
-    check_layers(chosen, layers, kind)
-    if not settings.fills_blocks:
-        return Drafter(kind, chosen, settings.drafter_ffn_hidden_size)
+    depth = settings.drafter_num_layers or kind.settings.get("drafter_num_layers")
+    chosen = tuple(settings.drafter_layers or kind.default_layers(layers, depth))
+    kind.check_layers(chosen, layers)
     tokens = config.true_vocab_size or config.vocab_size
     assert tokens is not None
     mask = tokens - 1 if settings.drafter_mask_token is None else settings.drafter_mask_token
     if mask >= tokens:
         raise ValueError(f"--drafter-mask-token is {mask}, and the vocabulary has {tokens} tokens; give one of those.")
-    depth = settings.drafter_num_layers or BLOCK_LAYERS
-    rank = (settings.drafter_markov_rank or MARKOV_RANK) if kind == DSPARK else None
-    return Drafter(kind, chosen, settings.drafter_ffn_hidden_size, depth, mask, tokens, rank)
+    rank = settings.drafter_markov_rank or kind.settings.get("drafter_markov_rank")
+    return Drafter(kind.name, chosen, settings.drafter_ffn_hidden_size, depth or 1, mask, tokens, rank)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:
@@ -226,7 +225,7 @@ def _mtp_submodules(
     if transformer.mtp_num_layers is None:
         return None
     if config.mtp.drafter is not None:
-        return DRAFTERS[config.mtp.drafter].submodules(transformer)
+        return BLOCKS[config.mtp.drafter].submodules(transformer)
     use_te = transformer.transformer_impl == "transformer_engine"
     if isinstance(layer_spec, ModuleSpec):
         last_layer = layer_spec

@@ -33,7 +33,7 @@ class Drafter:
     """Settings that a model with a drafter is built with.
 
     Attributes:
-        kind: a name of `config.DRAFTERS`.
+        kind: a name of `drafters.DRAFTERS`.
         layers: numbers of the trunk's layers that it reads, from 1.
         ffn_hidden_size: of its MLPs; None for the trunk's.
         depth: its own layers.

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.model.arguments import FEATURES
+from megatron_mtp.drafters import EAGLE3_LAYERS
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, whole_states
 from megatron_mtp.model.portable import PortableAttention, PortableNorm, SharingAttention, recomputed
@@ -64,7 +64,7 @@ class Eagle3Layer(DrafterLayer):
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config, FEATURES, drafted, pg_collection)
+        super().__init__(config, EAGLE3_LAYERS, drafted, pg_collection)
         self.tf_layer = build_module(
             submodules.tf_layer,
             config=config,

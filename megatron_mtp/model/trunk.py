@@ -19,8 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor, nn
 
-from megatron_mtp.config import FILL_BLOCKS
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.head import (
     DRAFT_VOCABULARY,
     DraftVocabulary,
@@ -47,13 +47,8 @@ if TYPE_CHECKING:
     from megatron_mtp.model.drafter import Drafter, DrafterBlock
 
 
-DRAFTERS: "Imported[type[DrafterBlock]]" = Imported(
-    {
-        "eagle3": "megatron_mtp.model.eagle3:Eagle3Block",
-        "dflash": "megatron_mtp.model.block_drafter:BlockDrafter",
-        "dspark": "megatron_mtp.model.block_drafter:BlockDrafter",
-    }
-)
+BLOCKS: "Imported[type[DrafterBlock]]" = Imported({row.name: row.block for row in DRAFTERS.values()})
+"""Modules of drafters by kind."""
 
 DRAFTER_BLOCK = "drafter_block"
 """The module of a drafter beside MTP layers."""
@@ -114,7 +109,7 @@ class MTPTrunk(LanguageModule):
             of_block = self.pg_collection, self.vp_stage, draft_vocabulary
 
             def drafting(kind: "Drafter", submodules: MultiTokenPredictionLayerSubmodules) -> "DrafterBlock":
-                return DRAFTERS[kind.kind](kind, self.config, submodules, *of_block)
+                return BLOCKS[kind.kind](kind, self.config, submodules, *of_block)
 
             if drafter is None:
                 self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, *of_block)
@@ -336,7 +331,7 @@ class MTPTrunk(LanguageModule):
             return made_SBH.detach()
 
         states_SBX = self._read_states()
-        if block.drafter.kind in FILL_BLOCKS:
+        if DRAFTERS[block.drafter.kind].fills_blocks:
             made: tuple[list[Tensor], Tensor | None]
             made = block.blocks(states_SBX, batch, embedding, attention, self._whole_angles)
             return made

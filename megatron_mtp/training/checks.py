@@ -26,12 +26,6 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.config import (
-    BLOCK_LAYERS,
-    DRAFTER_LOSSES,
-    DRAFTER_STEPS,
-    DSPARK,
-    FILL_BLOCKS,
-    MARKOV_RANK,
     MTPConfig,
     drafted_steps,
     flag_of,
@@ -39,7 +33,8 @@ from megatron_mtp.config import (
     trained_depths,
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers, check_layers, default_layers
+from megatron_mtp.drafters import DRAFTERS, STEPS
+from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.datasets import counted_part, example, named_prefixes, read_answers
 from megatron_mtp.training.flags import CHAT_FLAGS
@@ -418,22 +413,23 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the trunk does not have the layers that are to be read.
     """
-    chosen = args.drafter_layers
+    kind, chosen = DRAFTERS[args.drafter], args.drafter_layers
+    sizes = {
+        name: getattr(args, name) or kind.settings.get(name) for name in ("drafter_num_layers", "drafter_markov_rank")
+    }
     if args.num_layers is not None:
-        chosen = list(chosen or default_layers(args.num_layers, args.drafter, args.drafter_num_layers))
-        check_layers(tuple(chosen), args.num_layers, args.drafter)
-    blocks = args.drafter in FILL_BLOCKS
+        chosen = list(chosen or kind.default_layers(args.num_layers, sizes["drafter_num_layers"]))
+        kind.check_layers(tuple(chosen), args.num_layers)
     return {
         "drafter_layers": chosen,
-        "drafter_num_layers": args.drafter_num_layers or (BLOCK_LAYERS if blocks else None),
-        "drafter_markov_rank": args.drafter_markov_rank or (MARKOV_RANK if args.drafter == DSPARK else None),
+        **sizes,
         **({} if stands_beside(args) else _in_their_place(args)),
     }
 
 
 def _in_their_place(args: Namespace) -> dict[str, Any]:
-    loss = DRAFTER_LOSSES[args.drafter] if args.mtp_loss == "ce" else {}
-    return {**loss, **as_mtp_layers(args.drafter_steps or DRAFTER_STEPS)}
+    loss = DRAFTERS[args.drafter].loss if args.mtp_loss == "ce" else {}
+    return {**loss, **as_mtp_layers(args.drafter_steps or STEPS)}
 
 
 def leave_out_depths(args: Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_mtp.config import BLOCKS, MTPConfig, drafted_steps, trained_depths
+from megatron_mtp.config import MTPConfig, drafted_steps, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
@@ -73,7 +73,7 @@ class _Learner:
     def of(cls, settings: MTPConfig, depths: int) -> "_Learner":
         loss = depth_loss(settings)
         weights = depth_weights(settings, depths, 1.0, loss.couples_depths)
-        blocks = settings.drafter_blocks or BLOCKS if settings.fills_blocks else None
+        blocks = settings.drafter_blocks or (settings.kind.settings.get("drafter_blocks") if settings.kind else None)
         return cls(settings, depths, loss, weights, blocks)
 
 

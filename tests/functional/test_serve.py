@@ -27,8 +27,8 @@ from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
 from tiers import tiered
 
-from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.drafters import DRAFTERS
 
 VERB = [sys.executable, "-m", "megatron_mtp"]
 WORKER = Path(__file__).parent / "serve_worker.py"

@@ -12,10 +12,12 @@ from judged_models import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_form import ARCHITECTURES, DrafterForm, Kind, sizes_of
+from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.drafters import DRAFTERS
 
 Change = Callable[[dict[str, Tensor]], object]
 Pairs = dict[str, tuple[Path, Path]]
@@ -59,7 +61,7 @@ def make_drafter(root: Path, name: str, trunk: Path) -> tuple[Path, Path]:
             lists = rule.to_hf([torch.tensor(drafted)])
             tensors |= {one.name: tensor for one, tensor in zip(rule.hf, lists, strict=True)}
     keys: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[kind.name]],
+        "architectures": [DRAFTERS[kind.name].architecture],
         "model_type": "llama",
         **form.sizes,
         "intermediate_size": kind.width,

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.config import DRAFTERS
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import backend, batch, dense_layer, sequences
 from megatron_mtp.decoding import engine as engines
@@ -27,6 +26,7 @@ from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, Proposer, Request, Round
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.head import Head, StageOutput

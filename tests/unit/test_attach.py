@@ -19,7 +19,7 @@ from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
-from megatron_mtp.config import DRAFTERS
+from megatron_mtp.drafters import DRAFTERS
 
 ORDER = "preprocess convert convert train train convert convert generate".split()
 

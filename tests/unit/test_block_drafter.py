@@ -14,8 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, sil
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import with_blocks
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import check_loss, depth_loss
-from megatron_mtp.model.arguments import check_layers, default_layers
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, depth_weights
@@ -252,14 +252,14 @@ def test_a_ranks_blocks_begin_at_its_own_positions_and_count_for_all() -> None:
 def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: int) -> None:
     given = " ".join(map(str, chosen))
     with pytest.raises(ValueError, match=f"is {given}, and the trunk has {layers} layers; give rising numbers from 1"):
-        check_layers(chosen, layers, "dflash")
+        DRAFTERS["dflash"].check_layers(chosen, layers)
 
 
 def test_the_default_layers_are_those_of_published_drafters() -> None:
-    assert default_layers(36, "dspark", 5) == (2, 10, 18, 26, 34)
-    assert default_layers(4, "dflash", 1) == (3,)
+    assert DRAFTERS["dspark"].default_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert DRAFTERS["dflash"].default_layers(4, 1) == (3,)
     for layers in range(2, 9):
-        check_layers(default_layers(layers, "dflash", 5), layers, "dflash")
+        DRAFTERS["dflash"].check_layers(DRAFTERS["dflash"].default_layers(layers, 5), layers)
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused() -> None:

@@ -13,13 +13,14 @@ from torch.nn.functional import embedding, kl_div, silu
 
 from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.arguments import check_layers, default_layers, engine_layers
 from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, depth_weights
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
+EAGLE3 = DRAFTERS["eagle3"]
 KD = depth_loss(MTPConfig(mtp_loss="kd"))
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -216,7 +217,7 @@ def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: i
     with pytest.raises(
         ValueError, match=f"--drafter-layers is {given}, and the trunk has {layers} layers; give 3 rising"
     ):
-        check_layers(chosen, layers)
+        EAGLE3.check_layers(chosen, layers)
 
 
 def test_a_pipeline_stage_of_its_own_is_refused() -> None:
@@ -225,23 +226,28 @@ def test_a_pipeline_stage_of_its_own_is_refused() -> None:
 
 
 def test_the_default_layers_are_those_of_engines() -> None:
-    assert default_layers(32) == engine_layers(32) == (2, 16, 29)
+    assert EAGLE3.default_layers(32, None) == engine_layers(32) == (2, 16, 29)
 
 
 def test_a_short_trunk_has_default_layers_or_is_refused() -> None:
     """(2, 2, 1) of four layers was refused as if it had been typed."""
-    assert [default_layers(layers) for layers in (4, 5, 6, 7)] == [(1, 2, 3), (1, 2, 4), (1, 3, 5), (2, 3, 4)]
+    assert [EAGLE3.default_layers(layers, None) for layers in (4, 5, 6, 7)] == [
+        (1, 2, 3),
+        (1, 2, 4),
+        (1, 3, 5),
+        (2, 3, 4),
+    ]
     for layers in (4, 5, 6, 7):
-        check_layers(default_layers(layers), layers)
+        EAGLE3.check_layers(EAGLE3.default_layers(layers, None), layers)
     for layers in (1, 2, 3):
         with pytest.raises(
             ValueError, match=f"eagle3 reads 3 layers before the trunk's last, and the trunk has {layers};"
         ):
-            check_layers(default_layers(layers), layers)
+            EAGLE3.check_layers(EAGLE3.default_layers(layers, None), layers)
     with pytest.raises(
         ValueError, match="reads one or more layers before the trunk's last, and the trunk has 1; give a"
     ):
-        check_layers(default_layers(1, "dflash", 5), 1, "dflash")
+        DRAFTERS["dflash"].check_layers(DRAFTERS["dflash"].default_layers(1, 5), 1)
 
 
 def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused() -> None:

@@ -12,7 +12,8 @@ fitting.py          eh_proj of new depths, fitted to text
 fitting_drafter.py  fit-drafter: an EAGLE-3 drafter, fitted to text
 edit.py             attach-mtp, drop-mtp and draft-vocab
 graft.py            the MTP layers of a donor on another trunk
-drafter_form.py     the form of the folder of an EAGLE-3, DFlash or DSpark drafter, and its rules
+drafter_codecs.py   keys and tensors of a drafter's folder, one class a kind
+drafter_form.py     the form of a drafter's folder, read and checked, and its rules
 drafters.py         drafter-to-hf and attach-drafter
 hybrid.py           gpt-to-hybrid and hybrid-to-gpt
 """

@@ -23,18 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
-from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
+from megatron_mtp.checkpoint.convert.drafter_codecs import (
+    AUX_LAYERS,
+    CODECS,
+    TARGET_LAYERS,
+    Kind,
+    Rows,
+    by_token,
+    kind_in,
+)
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.folder import DRAFTER_KINDS, HFFolder, drafter_kind
+from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import BLOCK_LAYERS, DFLASH, DRAFTER_STEPS, DSPARK, EAGLE3, MARKOV_RANK
-from megatron_mtp.model.arguments import as_mtp_layers, can_read, engine_layers
+from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.model.head import DRAFTER
 
-ARCHITECTURES = {kind: name for name, kind in DRAFTER_KINDS.items()}
-LAYERS, BLOCK_LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
 VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"
 FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
@@ -46,68 +51,6 @@ OTHER_FORMS: dict[str, Any] = {
 """Config keys of drafters that compute something else with another value than this one."""
 LAYER = ("midlayer.", "layers.0.")
 """Names of an EAGLE-3 drafter's layer: as it is written, and another that is read."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Kind and settings of a drafter, without its trunk's sizes.
-
-    Attributes:
-        name: of `config.DRAFTERS`.
-        layers: numbers of the trunk's layers that it reads.
-        width: of its MLPs.
-        steps: tokens that it drafts at once, or was trained to draft.
-        depth: its own layers.
-        mask_token: of its blocks; None without blocks.
-        rank: of the bias by the token before; None without.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    width: int
-    steps: int = DRAFTER_STEPS
-    depth: int = 1
-    mask_token: int | None = None
-    rank: int | None = None
-
-    @classmethod
-    def of(cls, args: Namespace) -> "Kind":
-        """That of a checkpoint's drafter, from its arguments."""
-        name, width = args.drafter, args.drafter_ffn_hidden_size or args.ffn_hidden_size
-        known = name, tuple(args.drafter_layers), width, args.drafter_steps or DRAFTER_STEPS
-        if name == EAGLE3:
-            return cls(*known)
-        mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
-        rank = (args.drafter_markov_rank or MARKOV_RANK) if name == DSPARK else None
-        return cls(*known, args.drafter_num_layers or BLOCK_LAYERS, mask, rank)
-
-    def arguments(self, args: Namespace) -> dict[str, Any]:
-        """The arguments of a checkpoint that has it beside the trunk of these."""
-        fills_blocks = self.mask_token is not None
-        return {
-            "drafter": self.name,
-            "drafter_layers": [*self.layers],
-            "drafter_steps": self.steps,
-            "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
-            "drafter_num_layers": self.depth if fills_blocks else None,
-            "drafter_mask_token": self.mask_token,
-            "drafter_markov_rank": self.rank,
-            **as_mtp_layers(self.steps),
-        }
-
-    def keys(self) -> dict[str, Any]:
-        """Keys of config.json that only drafters of its kind have."""
-        returns = [number - 1 for number in self.layers]
-        if self.mask_token is None:
-            return {LAYERS: [*self.layers], "eagle_config": {LAYERS: returns, "use_aux_hidden_state": True}}
-        inner = {BLOCK_LAYERS_READ: returns, "mask_token_id": self.mask_token}
-        if self.rank is None:
-            return {"block_size": self.steps + 1, "dflash_config": inner}
-        return {
-            **{"block_size": self.steps, "dflash_config": inner, **inner},
-            **{"markov_rank": self.rank, "markov_head_type": "vanilla"},
-            **{"enable_confidence_head": True, "confidence_head_with_markov": True},
-        }
 
 
 def sizes_of(args: Namespace) -> dict[str, Any]:
@@ -122,22 +65,6 @@ def sizes_of(args: Namespace) -> dict[str, Any]:
         "rope_theta": args.rotary_base,
         "vocab_size": args.vocab_size,
     }
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
-
-    order_N: Tensor
-    what = "by ascending token"
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The rows as a checkpoint has them."""
-        return [rows[self.order_N] for rows in tensors]
-
-    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The rows as the folder has them."""
-        return [rows[self.order_N.argsort()] for rows in tensors]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +113,7 @@ class DrafterForm:
     def settings(self) -> dict[str, Any]:
         """Settings of its computation, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
         own = asdict(self.kind)
-        return {**self.sizes, **own, "steps": None if self.kind.name == EAGLE3 else self.kind.steps}
+        return {**self.sizes, **own, "steps": self.kind.steps if CODECS[self.kind.name].stores_steps else None}
 
     @property
     def says(self) -> str:
@@ -209,24 +136,10 @@ class DrafterForm:
             rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, len(kind.layers) * hidden)),
             rename("norm.weight", f"{DRAFTER}norm.weight", (hidden,)),
         ]
-        if kind.name == EAGLE3:
-            norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
-            rules += _layer_rules(Place(self.layer, f"{DRAFTER}tf_layer."), self.sizes, kind.width, norms, 2)
-        else:
-            rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (hidden,)))
-            for number in range(kind.depth):
-                place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
-                rules += _layer_rules(place, self.sizes, kind.width, {"input_layernorm": "input_layernorm"}, 1)
-        by_token = Rows(self.order_N)
-        if (rank := kind.rank) is not None:
-            rules += [
-                rename("markov_head.markov_w1.weight", f"{DRAFTER}markov_w1", (vocabulary, rank)),
-                _moved("markov_head.markov_w2.weight", f"{DRAFTER}markov_w2", (drafted, rank), by_token),
-                rename("confidence_head.proj.weight", f"{DRAFTER}confidence_weight", (1, hidden + rank)),
-                rename("confidence_head.proj.bias", f"{DRAFTER}confidence_bias", (1,)),
-            ]
+        rows = Rows(self.order_N)
+        rules += CODECS[kind.name].rules(kind, self.sizes, self.layer, rows)
         if self.has_head:
-            rules.append(_moved(FOLDER_HEAD, head, (drafted, hidden), by_token))
+            rules.append(by_token(FOLDER_HEAD, head, (drafted, hidden), rows))
         if self.has_head and head == HEAD:
             shapes = {"d2t": (drafted,), "t2d": (vocabulary,)}
             named = tuple(HFTensor(name, shapes[name]) for name in self.lists)
@@ -234,33 +147,12 @@ class DrafterForm:
         return rules
 
 
-def _moved(name: str, key: str, shape: Shape, by_token: Rows) -> Rule:
-    """A matrix with a row for each draft; the trunk's head may have more rows."""
-    return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), by_token)
-
-
-def _layer_rules(place: Place, sizes: dict[str, Any], width: int, norms: dict[str, str], inputs: int) -> list[Rule]:
-    """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
-    hidden, heads, groups, channels = (
-        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=inputs == 1))
-    output = f"{place.mcore}self_attention.linear_proj.weight"
-    named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
-    return [
-        *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
-        *(rule for rule in attention if rule.mcore[0].key != output),
-        rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
-        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width),
-    ]
-
-
 def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
     """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
     kind = Kind.of(args)
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
     lists = LISTS if drafted < args.vocab_size else ()
-    has_head = reader.holds(HEAD) or kind.name == EAGLE3
+    has_head = reader.holds(HEAD) or CODECS[kind.name].has_own_head
     return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists)
 
 
@@ -319,11 +211,12 @@ def form_in(path: Path, args: Namespace, names: Collection[str]) -> DrafterForm:
         ValueError: the config lacks something, or is of another kind or of another trunk.
     """
     keys = _checked_config(path, args)
-    kind, vocabulary = _kind_in(path, keys, args), args.vocab_size
+    said = {**keys, **(keys.get("dflash_config") or {})}
+    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], said, args), args.vocab_size
     drafted = int(keys.get("draft_vocab_size") or vocabulary)
     has_list = "d2t" in names or drafted < vocabulary
     lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
-    has_head = kind.name == EAGLE3 or has_list or FOLDER_HEAD in names
+    has_head = CODECS[kind.name].has_own_head or has_list or FOLDER_HEAD in names
     layer = LAYER[1] if any(name.startswith(LAYER[1]) for name in names) else LAYER[0]
     return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists, layer)
 
@@ -353,8 +246,7 @@ def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     if other := [key for key, plain in OTHER_FORMS.items() if said.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
     rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
-    several = name == EAGLE3 and keys.get("num_hidden_layers", 1) != 1
-    if several or rope.get("rope_type", rope.get("type", "default")) != "default":
+    if CODECS[str(name)].has_unknown_layers(keys) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(
             f"{path / CONFIG} has several layers or a rope_scaling, which drafters here do not have; give another."
         )
@@ -373,13 +265,14 @@ def _config(path: Path) -> dict[str, Any]:
     keys: dict[str, Any] = read_json(path / CONFIG)
     if drafter_kind(path) is None:
         raise ValueError(
-            f"{path / CONFIG} has architectures {keys.get('architectures')}; give a {', '.join(DRAFTER_KINDS)}."
+            f"{path / CONFIG} has architectures {keys.get('architectures')}; give a "
+            f"{', '.join(row.architecture for row in DRAFTERS.values())}."
         )
     objects = {name: keys.get(name) or {} for name in ("dflash_config", "eagle_config", *ROPE)}
     wrong = {name: value for name, value in objects.items() if not isinstance(value, dict)}
     for said in [] if wrong else [keys, *objects.values()]:
         wrong |= {name: said[name] for name in SIZES if type(said.get(name) or 0) is not int}
-        lists = {name: said.get(name) or [] for name in (LAYERS, BLOCK_LAYERS_READ)}
+        lists = {name: said.get(name) or [] for name in (AUX_LAYERS, TARGET_LAYERS)}
         wrong |= {name: of for name, of in lists.items() if type(of) is not list or {*map(type, of)} - {int}}
     for name, value in wrong.items():
         raise ValueError(f"{path / CONFIG} has {name} {value!r}, which no drafter has; fetch the folder again.")
@@ -398,44 +291,3 @@ def _sizes_in(keys: dict[str, Any]) -> dict[str, Any]:
     }
     names = "hidden_size", "num_attention_heads", *defaults
     return {name: defaults.get(name) if keys.get(name) is None else keys[name] for name in names}
-
-
-def _kind_in(path: Path, keys: dict[str, Any], args: Namespace) -> Kind:
-    """The kind of drafter that a config describes."""
-    name = str(drafter_kind(path))
-    said = {**keys, **(keys.get("dflash_config") or {})}
-    needed = ["intermediate_size"]
-    if name != EAGLE3:
-        needed += ["num_hidden_layers", "block_size", "mask_token_id", *(["markov_rank"] if name == DSPARK else [])]
-    if lacks := [key for key in needed if type(said.get(key)) is not int]:
-        raise ValueError(f"{path / CONFIG} lacks {lacks[0]}; fetch the folder again.")
-    layers, width = _layers_of(path, said, args.num_layers, name), said["intermediate_size"]
-    if name == EAGLE3:
-        return Kind(name, layers, width)
-    mask, steps = said["mask_token_id"], said["block_size"] - (name == DFLASH)
-    if not 0 <= mask < args.vocab_size:
-        raise ValueError(
-            f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
-            "drafter of this trunk."
-        )
-    if not 1 <= steps <= args.max_position_embeddings:
-        raise ValueError(
-            f"{path / CONFIG} has block_size {said['block_size']}, of {steps} drafts, and the trunk has "
-            f"{args.max_position_embeddings} positions; fetch the folder again."
-        )
-    return Kind(name, layers, width, steps, said["num_hidden_layers"], mask, said.get("markov_rank"))
-
-
-def _layers_of(path: Path, keys: dict[str, Any], layers: int, name: str) -> tuple[int, ...]:
-    """Numbers of the layers that are read, from any of the keys; without one, engines' default."""
-    if name == EAGLE3:
-        inner = (keys.get("eagle_config") or {}).get(LAYERS)
-        found = keys.get(LAYERS) or ([number + 1 for number in inner] if inner else engine_layers(layers))
-    else:
-        found = [number + 1 for number in keys.get(BLOCK_LAYERS_READ) or ()]
-    if not can_read(found, layers, name):
-        raise ValueError(
-            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
-            "drafter of this trunk."
-        )
-    return tuple(found)

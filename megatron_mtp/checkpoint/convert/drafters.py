@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafter_form import (
-    ARCHITECTURES,
     VOCABULARY,
     DrafterForm,
     head_key,
@@ -26,7 +25,7 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import EAGLE3
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import check_trainable
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
     return Conversion(
         (source,),
-        ARCHITECTURES[args.drafter],
+        DRAFTERS[args.drafter].architecture,
         0,
         [groups],
         {"source": reader.fingerprint(), "config": keys},
@@ -69,16 +68,16 @@ def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
     Raises:
         ValueError: the layer has positions that this form does not say.
     """
-    kind = form.kind
+    kind, row = form.kind, DRAFTERS[form.kind.name]
     for name, plain in (("rotary_percent", 1.0), ("use_rope_scaling", False), ("rotary_interleaved", False)):
         if (found := getattr(args, name, plain)) not in (plain, None):
             raise ValueError(
-                f"the drafter turns heads with {name} {found}, for which {ARCHITECTURES[kind.name]} has no form; draft "
-                "with it by megatron-mtp generate or serve."
+                f"the drafter turns heads with {name} {found}, for which {row.architecture} has no form; draft with it "
+                "by megatron-mtp generate or serve."
             )
     return {
-        "architectures": [ARCHITECTURES[kind.name]],
-        "model_type": "llama" if kind.name == EAGLE3 else "qwen3",
+        "architectures": [row.architecture],
+        "model_type": row.model_type,
         **form.sizes,
         "intermediate_size": kind.width,
         "max_position_embeddings": args.max_position_embeddings,

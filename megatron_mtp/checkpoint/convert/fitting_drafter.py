@@ -28,15 +28,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, Kind, sizes_of
+from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, sizes_of
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import EAGLE3
-from megatron_mtp.model.arguments import FEATURES, check_layers, check_trainable, default_layers
+from megatron_mtp.drafters import DRAFTERS, EAGLE3_LAYERS
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
 from megatron_mtp.model.trunk import MTPTrunk
@@ -76,9 +77,10 @@ def plan_fitting(
             f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
             "(train --drafter eagle3, attach --drafter-init random)."
         )
-    read = tuple(layers or default_layers(trunk.num_layers))
-    check_layers(read, trunk.num_layers)
-    kind = Kind(EAGLE3, read, trunk.ffn_hidden_size)
+    row = DRAFTERS["eagle3"]
+    read = tuple(layers or row.default_layers(trunk.num_layers, None))
+    row.check_layers(read, trunk.num_layers)
+    kind = Kind(row.name, read, trunk.ffn_hidden_size)
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
     fit = Fit(reader, changed_args(reader, **plain)["args"], trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)
@@ -98,7 +100,7 @@ def _shapes(args: Namespace, drafted: int) -> dict[str, Shape]:
     sizes = sizes_of(args)
     hidden, heads, channels = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
     return {
-        f"{DRAFTER}fc.weight": (hidden, FEATURES * hidden),
+        f"{DRAFTER}fc.weight": (hidden, EAGLE3_LAYERS * hidden),
         f"{DRAFTER}norm.weight": (hidden,),
         **{f"{LAYER}input_layernorm.{name}.weight": (hidden,) for name in ("enorm", "hnorm")},
         QKV: ((heads + 2 * sizes["num_key_value_heads"]) * channels, 2 * hidden),
@@ -114,9 +116,9 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
     """The drafter's tensors by key, float32."""
     model, hidden = fit.trunk(), fit.args.hidden_size
     last: Any = model.decoder.layers[-1]
-    of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (FEATURES * hidden, 2 * hidden))
+    of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (EAGLE3_LAYERS * hidden, 2 * hidden))
     embedded_H = torch.zeros(hidden, device="cuda")
-    fc_HX = torch.zeros(hidden, FEATURES * hidden, device="cuda")
+    fc_HX = torch.zeros(hidden, EAGLE3_LAYERS * hidden, device="cuda")
     with tqdm(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet or None) as bar:
         for number, tokens_S in enumerate([*fit.texts[::2], *fit.texts[1::2]]):
             seen = _seen(model, read, tokens_S)

@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.hf.quantized import (
     quantized_weights,
     readable_methods,
 )
-from megatron_mtp.config import DFLASH, DSPARK, EAGLE3
+from megatron_mtp.drafters import DRAFTERS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,8 +51,6 @@ DTYPES: dict[str, torch.dtype] = {
 PIECE = 2**24
 """Bytes of a piece: small enough for the processor's caches."""
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
-DRAFTER_KINDS = {"LlamaForCausalLMEagle3": EAGLE3, "DFlashDraftModel": DFLASH, "Qwen3DSparkModel": DSPARK}
-"""Architectures of drafters, which are no models by themselves."""
 ADAPTER = "adapter_config.json"
 BUFFERS = re.compile(r"(^|\.)rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Buffers that older saves hold beside the weights. The config implies them, so transformers and vLLM skip them."""
@@ -353,13 +351,15 @@ def check_form(folder: Path) -> None:
 
 
 def drafter_kind(path: Path) -> str | None:
-    """The kind of drafter that the config of a folder names, of `config.DRAFTERS`; None of one that cannot be read."""
+    """The kind of drafter, of `drafters.DRAFTERS`, that the config of a folder names; None if it names none."""
     try:
         keys = read_json(path / CONFIG)
     except ValueError:
         return None
     named = keys.get("architectures") if isinstance(keys, dict) else None
-    return next((kind for name, kind in DRAFTER_KINDS.items() if isinstance(named, list) and name in named), None)
+    if not isinstance(named, list):
+        return None
+    return next((row.name for row in DRAFTERS.values() if row.architecture in named), None)
 
 
 def _is_adapter(folder: Path) -> bool:

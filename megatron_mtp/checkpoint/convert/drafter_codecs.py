@@ -1,0 +1,286 @@
+"""What the folder of a drafter says and holds, one class a kind; CODECS is the table.
+
+Letters in names: N drafted tokens, V vocabulary, H hidden, M rank of the bias.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, override
+
+from torch import Tensor
+
+from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.drafters import DRAFTERS, STEPS, DrafterKind, engine_layers
+from megatron_mtp.model.arguments import as_mtp_layers
+from megatron_mtp.model.head import DRAFTER
+
+AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind and settings of a drafter, without its trunk's sizes.
+
+    Attributes:
+        name: of `drafters.DRAFTERS`.
+        layers: numbers of the trunk's layers that it reads.
+        width: of its MLPs.
+        steps: tokens that it drafts at once, or was trained to draft.
+        depth: its own layers.
+        mask_token: of its blocks; None without blocks.
+        rank: of the bias by the token before; None without.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    width: int
+    steps: int = STEPS
+    depth: int = 1
+    mask_token: int | None = None
+    rank: int | None = None
+
+    @classmethod
+    def of(cls, args: Namespace) -> "Kind":
+        """That of a checkpoint's drafter, from its arguments."""
+        own = DRAFTERS[args.drafter].settings
+        mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
+        return cls(
+            args.drafter,
+            tuple(args.drafter_layers),
+            args.drafter_ffn_hidden_size or args.ffn_hidden_size,
+            args.drafter_steps or STEPS,
+            args.drafter_num_layers or own.get("drafter_num_layers") or 1,
+            mask if "drafter_mask_token" in own else None,
+            args.drafter_markov_rank or own.get("drafter_markov_rank"),
+        )
+
+    def arguments(self, args: Namespace) -> dict[str, Any]:
+        """The arguments of a checkpoint that has it on the trunk of these."""
+        own = {
+            "drafter_num_layers": self.depth,
+            "drafter_mask_token": self.mask_token,
+            "drafter_markov_rank": self.rank,
+        }
+        read = DRAFTERS[self.name].settings
+        return {
+            "drafter": self.name,
+            "drafter_layers": [*self.layers],
+            "drafter_steps": self.steps,
+            "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
+            **{name: value if name in read else None for name, value in own.items()},
+            **as_mtp_layers(self.steps),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
+
+    order_N: Tensor
+    what = "by ascending token"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as a checkpoint has them."""
+        return [rows[self.order_N] for rows in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as the folder has them."""
+        return [rows[self.order_N.argsort()] for rows in tensors]
+
+
+class Codec:
+    """A kind's keys of config.json and tensors.
+
+    Attributes:
+        has_own_head: whether the folder always has a head, which is otherwise the trunk's without a draft vocabulary.
+        stores_steps: whether the folder has the number of drafts.
+        whole_numbers: config keys that it must have as integers.
+    """
+
+    has_own_head = False
+    stores_steps = True
+    whole_numbers: tuple[str, ...] = ("intermediate_size",)
+
+    def keys(self, kind: Kind) -> dict[str, Any]:
+        """Keys that only drafters of this kind have."""
+        raise NotImplementedError
+
+    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+        """The rules of what only drafters of this kind have.
+
+        Args:
+            kind: the drafter.
+            sizes: of `drafter_form.sizes_of`.
+            layer: the name of its one layer in the folder.
+            rows: the order of the drafted tokens.
+        """
+        raise NotImplementedError
+
+    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
+        """Numbers of the layers that are read of a trunk of so many, from any of the keys."""
+        raise NotImplementedError
+
+    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        """Settings of `Kind` beside those of all kinds.
+
+        Raises:
+            ValueError: the trunk of these arguments has no such drafter.
+        """
+        raise NotImplementedError
+
+    def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
+        """Return whether it has more layers than drafters of its kind have."""
+        return False
+
+
+class OneLayer(Codec):
+    """EAGLE-3, which does not say with how many steps it was trained."""
+
+    has_own_head = True
+    stores_steps = False
+
+    @override
+    def keys(self, kind: Kind) -> dict[str, Any]:
+        returns = [number - 1 for number in kind.layers]
+        return {AUX_LAYERS: [*kind.layers], "eagle_config": {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
+
+    @override
+    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+        norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
+        return _layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, norms, 2)
+
+    @override
+    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
+        inner = (keys.get("eagle_config") or {}).get(AUX_LAYERS)
+        found = keys.get(AUX_LAYERS) or ([number + 1 for number in inner] if inner else engine_layers(layers))
+        return [*found]
+
+    @override
+    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        return {}
+
+    @override
+    def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
+        return bool(keys.get("num_hidden_layers", 1) != 1)
+
+
+class Blocks(Codec):
+    """DFlash, whose `block_size` counts the newest token's row too."""
+
+    whole_numbers = ("intermediate_size", "num_hidden_layers", "block_size", "mask_token_id")
+    idle_rows = 1
+
+    @override
+    def keys(self, kind: Kind) -> dict[str, Any]:
+        return {"block_size": kind.steps + self.idle_rows, "dflash_config": self.inner(kind)}
+
+    def inner(self, kind: Kind) -> dict[str, Any]:
+        """What engines look for in `dflash_config`."""
+        return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
+
+    @override
+    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+        rules = [rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],))]
+        for number in range(kind.depth):
+            place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
+            rules += _layer_rules(place, sizes, kind.width, {"input_layernorm": "input_layernorm"}, 1)
+        return rules
+
+    @override
+    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
+        return [number + 1 for number in keys.get(TARGET_LAYERS) or ()]
+
+    @override
+    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        mask, steps = keys["mask_token_id"], keys["block_size"] - self.idle_rows
+        if not 0 <= mask < args.vocab_size:
+            raise ValueError(
+                f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
+                "drafter of this trunk."
+            )
+        if not 1 <= steps <= args.max_position_embeddings:
+            raise ValueError(
+                f"{path / CONFIG} has block_size {keys['block_size']}, of {steps} drafts, and the trunk has "
+                f"{args.max_position_embeddings} positions; fetch the folder again."
+            )
+        return {
+            "steps": steps,
+            "depth": keys["num_hidden_layers"],
+            "mask_token": mask,
+            "rank": keys.get("markov_rank"),
+        }
+
+
+class BiasedBlocks(Blocks):
+    """DSpark, with a bias by the token before and a confidence; every row of its block drafts."""
+
+    whole_numbers = (*Blocks.whole_numbers, "markov_rank")
+    idle_rows = 0
+
+    @override
+    def keys(self, kind: Kind) -> dict[str, Any]:
+        return {
+            **super().keys(kind),
+            **self.inner(kind),
+            **{"markov_rank": kind.rank, "markov_head_type": "vanilla"},
+            **{"enable_confidence_head": True, "confidence_head_with_markov": True},
+        }
+
+    @override
+    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+        hidden, rank, drafted = sizes["hidden_size"], kind.rank, len(rows.order_N)
+        assert rank is not None
+        return [
+            *super().rules(kind, sizes, layer, rows),
+            rename("markov_head.markov_w1.weight", f"{DRAFTER}markov_w1", (sizes["vocab_size"], rank)),
+            by_token("markov_head.markov_w2.weight", f"{DRAFTER}markov_w2", (drafted, rank), rows),
+            rename("confidence_head.proj.weight", f"{DRAFTER}confidence_weight", (1, hidden + rank)),
+            rename("confidence_head.proj.bias", f"{DRAFTER}confidence_bias", (1,)),
+        ]
+
+
+CODECS: dict[str, Codec] = {"eagle3": OneLayer(), "dflash": Blocks(), "dspark": BiasedBlocks()}
+"""By the names of `drafters.DRAFTERS`."""
+
+
+def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> Kind:
+    """The drafter that the keys of a config describe, on the trunk of these arguments.
+
+    Raises:
+        ValueError: a key is missing, or the drafter is of another trunk.
+    """
+    codec = CODECS[row.name]
+    if lacks := [key for key in codec.whole_numbers if type(keys.get(key)) is not int]:
+        raise ValueError(f"{path / CONFIG} lacks {lacks[0]}; fetch the folder again.")
+    found = codec.layers(keys, args.num_layers)
+    if not row.can_read(found, args.num_layers):
+        raise ValueError(
+            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {args.num_layers} "
+            "layers; give a drafter of this trunk."
+        )
+    return Kind(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, keys, args))
+
+
+def by_token(name: str, key: str, shape: Shape, rows: Rows) -> Rule:
+    """A matrix with a row for each draft; the trunk's head may have more rows."""
+    return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
+
+
+def _layer_rules(place: Place, sizes: dict[str, Any], width: int, norms: dict[str, str], inputs: int) -> list[Rule]:
+    """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
+    hidden, heads, groups, channels = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=inputs == 1))
+    output = f"{place.mcore}self_attention.linear_proj.weight"
+    named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
+    return [
+        *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
+        *(rule for rule in attention if rule.mcore[0].key != output),
+        rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
+        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width),
+    ]

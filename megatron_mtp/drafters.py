@@ -1,0 +1,170 @@
+"""Kinds of drafters, a row of plain facts each; a new kind is a row here, and the parts that the row names.
+
+A drafter reads the trunk's states after some of its layers. It stands in the place of MTP layers or with them, and to a
+model, a loss and a folder it is what they are: a head that drafts. This file imports nothing of the package.
+
+    the row                    names, what it reads and learns by default, its settings
+    model/                     its block, which the row names
+    decoding/proposers/        its method, a row in decoding/config.py
+    checkpoint/convert/        its folder's form: a class and a row in drafter_codecs.py
+
+Letters in names: K drafts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+STEPS = 7
+"""Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
+
+BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
+"""Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
+
+EAGLE3_LAYERS, EAGLE3_DECAY = 3, 0.8
+"""Layers of the trunk that EAGLE-3 reads, and the weight of a step's loss over that of the step before."""
+
+
+def engine_layers(layers: int) -> tuple[int, ...]:
+    """The layers that engines read for an EAGLE-3 drafter that names none: after 2, after half and all but three."""
+    return 2, layers // 2, layers - 3
+
+
+def eagle3_layers(layers: int, _: int | None = None) -> tuple[int, ...]:
+    """The layers of engines; of a trunk that is too short for them, the first, the middle one and the last but one."""
+    chosen = engine_layers(layers)
+    return chosen if sorted(set(chosen)) == [*chosen] and chosen[0] >= 1 else (1, layers // 2, layers - 1)
+
+
+def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
+    """As many layers as the drafter has, from the second to the last but two at equal distances."""
+    count, last = min(depth or BLOCK_LAYERS, layers - 1), max(layers - 2, 2)
+    if count == 1:
+        return (min(layers // 2 + 1, layers - 1),)
+    return tuple(sorted({2 + round(number * (last - 2) / (count - 1)) for number in range(count)}))
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """Facts of a kind of drafters.
+
+    Attributes:
+        name: of --drafter, and of the method that drafts with it.
+        called: what a sentence calls it.
+        line: what it does, for --help.
+        architecture, model_type: of its folder's config.
+        block: its module in a model, "module:class".
+        default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1.
+        weights: from K to the weights of the losses of draft 1 .. K.
+        loss: what it learns unless --mtp-loss says otherwise, as settings.
+        settings: arguments that drafters of its kind read and others do not, with their defaults.
+        reads: the number of layers that it reads; None where it may be any.
+        idle_rows: rows of a block that draft nothing.
+        has_confidence: whether it learns how many of its drafts are accepted, from a loss that knows that.
+        can_be_fitted: whether `fit-drafter` makes one.
+    """
+
+    name: str
+    called: str
+    line: str
+    architecture: str
+    model_type: str
+    block: str
+    default_layers: Callable[[int, int | None], tuple[int, ...]]
+    weights: Callable[[int], list[float]]
+    loss: dict[str, str]
+    settings: dict[str, int | None] = field(default_factory=dict)
+    reads: int | None = None
+    idle_rows: int = 0
+    has_confidence: bool = False
+    can_be_fitted: bool = False
+
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether it drafts a block of tokens in one pass, and is trained on blocks in the place of positions."""
+        return "drafter_blocks" in self.settings
+
+    def can_read(self, chosen: Sequence[int], layers: int) -> bool:
+        """Return whether it can read these layers of a trunk that has so many.
+
+        A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does.
+        """
+        count = self.reads or max(len(chosen), 1)
+        return len(chosen) == count and [*chosen] == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
+
+    def check_layers(self, chosen: tuple[int, ...], layers: int) -> None:
+        """Raises ValueError where `can_read` does not hold."""
+        least = (self.reads or 1) + 1
+        if layers < least:
+            raise ValueError(
+                f"--drafter {self.name} reads {self.reads or 'one or more'} layers before the trunk's last, and the "
+                f"trunk has {layers}; give a trunk of at least {least} layers."
+            )
+        if not self.can_read(chosen, layers):
+            count = f"{self.reads} " if self.reads else ""
+            raise ValueError(
+                f"--drafter-layers is {' '.join(map(str, chosen))}, and the trunk has {layers} layers; give {count}"
+                f"rising numbers from 1 to {layers - 1}, each the number of layers before the state that is read."
+            )
+
+
+def _halving(drafts: int) -> list[float]:
+    """Weights that fall by the factor e in half of a block, as published for blocks of 8 and 10."""
+    return [math.exp(-2 * draft / (drafts + 1)) for draft in range(drafts)]
+
+
+_OF_BLOCKS: dict[str, int | None] = {
+    "drafter_num_layers": BLOCK_LAYERS,
+    "drafter_mask_token": None,
+    "drafter_blocks": BLOCKS,
+}
+
+_ROWS = (
+    DrafterKind(
+        name="eagle3",
+        called="an EAGLE-3 drafter",
+        line="is one layer that reads the trunk's states after three layers (arXiv:2503.01840)",
+        architecture="LlamaForCausalLMEagle3",
+        model_type="llama",
+        block="megatron_mtp.model.eagle3:Eagle3Block",
+        default_layers=eagle3_layers,
+        weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
+        loss={"mtp_loss": "kd"},
+        reads=EAGLE3_LAYERS,
+        can_be_fitted=True,
+    ),
+    DrafterKind(
+        name="dflash",
+        called="a DFlash drafter",
+        line="fills a block of tokens in one pass (arXiv:2602.06036)",
+        architecture="DFlashDraftModel",
+        model_type="qwen3",
+        block="megatron_mtp.model.block_drafter:BlockDrafter",
+        default_layers=spread_layers,
+        weights=_halving,
+        loss={"mtp_loss": "ce"},
+        settings=_OF_BLOCKS,
+        idle_rows=1,
+    ),
+    DrafterKind(
+        name="dspark",
+        called="a DSpark drafter",
+        line="does so with a bias by the token before and a confidence (arXiv:2607.05147)",
+        architecture="Qwen3DSparkModel",
+        model_type="qwen3",
+        block="megatron_mtp.model.block_drafter:BlockDrafter",
+        default_layers=spread_layers,
+        weights=_halving,
+        loss={"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
+        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
+        has_confidence=True,
+    ),
+)
+
+DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in _ROWS}
+"""Kinds by name."""
+
+
+def readers_of(setting: str) -> list[str]:
+    """Names of the kinds that read a setting: those whose row has it, or all."""
+    return [row.name for row in _ROWS if setting in row.settings] or [*DRAFTERS]

@@ -372,9 +372,47 @@ def stands_beside(args: Namespace) -> bool:
     return getattr(args, "drafter", None) is not None and getattr(args, BESIDE_MTP, False)
 
 
-def settings_apart(settings: MTPConfig, args: Namespace) -> tuple[MTPConfig, MTPConfig | None]:
-    """The settings of a run, and those of a drafter beside its MTP layers; None without one."""
-    return settings.apart() if stands_beside(args) else (settings, None)
+# --- draft heads -----------------------------------------------------------------------------------------------------
+#
+# What drafts on a trunk: MTP layers, a drafter, or both. A model has them in this order.
+
+HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
+"""Modules of draft heads in a model, and what their figures are called by; a drafter alone is `mtp` too."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """A draft head of a run or a model.
+
+    Attributes:
+        name: of its module, a key of `HEADS`.
+        settings: what it is, and what it learns.
+        depths: tokens that it drafts.
+        has_lambda: whether its loss is weighted with lambda and trains the output head as the trunk's does; that of a
+            drafter beside MTP layers is not and does not.
+    """
+
+    name: str
+    settings: MTPConfig
+    depths: int
+    has_lambda: bool = True
+
+
+def heads_of(settings: MTPConfig, depths: int, steps: int) -> list[HeadSettings]:
+    """The draft heads of a run or a model.
+
+    Args:
+        settings: of all of them.
+        depths: of the first one (`trained_depths`); 0 without any.
+        steps: tokens that a drafter beside MTP layers drafts (`drafted_steps`); 0 without one.
+    """
+    first, *others = HEADS
+    if not depths:
+        return []
+    if not steps:
+        return [HeadSettings(first, settings, depths)]
+    own, drafter = settings.apart()
+    return [HeadSettings(first, own, depths), HeadSettings(others[0], drafter, steps, has_lambda=False)]
 
 
 def number_of(text: str) -> float:

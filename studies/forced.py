@@ -114,7 +114,7 @@ def forward(model: MTPTrunk, text: list[int]) -> list[Tensor]:
     """Logits [S, V] of the trunk and of every depth, by the forward of training."""
 
     def logits(stage: StageOutput) -> list[Tensor]:
-        states: Iterable[Tensor] = (stage.hidden_SBH, *stage.depth_hidden)
+        states: Iterable[Tensor] = (stage.hidden_SBH, *stage.drafted[0].hidden)
         return [stage.head.project(state_SBH)[:, 0, : model.true_vocab_size].clone() for state_SBH in states]
 
     tokens_BS = torch.tensor([text], device="cuda")
@@ -123,6 +123,6 @@ def forward(model: MTPTrunk, text: list[int]) -> list[Tensor]:
     mask = square_mask(len(text), "cuda")
     shifted = depth_batch(batch, model.mtp.depths)
     out: list[Tensor] = model(
-        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=shifted
+        tokens_BS, positions_BS, mask, output_processor=logits, output_processor_context=[shifted]
     )
     return out

@@ -49,7 +49,6 @@ class DepthBatch:
             the host; None for everywhere.
         block_weight: of each: positions of the whole sequence by blocks, or 0 where this rank has a block in order to
             have one.
-        beside: the depths of a drafter beside MTP layers; None without one.
     """
 
     labels_BS: Tensor
@@ -63,7 +62,6 @@ class DepthBatch:
     ages_DS: Tensor | None = None
     blocks_A: Tensor | None = None
     block_weight: float = 1.0
-    beside: "DepthBatch | None" = None
 
     def first(self, depths: int) -> "DepthBatch":
         """The first so many depths."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import arguments as megatrons
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models import gpt as megatron_gpt
@@ -18,10 +19,11 @@ from torch import Tensor
 from megatron_mtp.config import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
+    HeadSettings,
     MTPConfig,
     add_yarn_arguments,
     drafted_steps,
-    settings_apart,
+    heads_of,
     stands_beside,
     trained_depths,
 )
@@ -159,16 +161,22 @@ class DepthFields:
     """Fields of our configurations beside Megatron's."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
-    beside: MTPConfig | None = None
-    """Settings of a drafter beside MTP layers."""
-    lacks_drafter: bool = False
-    """True if the checkpoint to load has none."""
+    """Settings of the run."""
+    drafter_steps: int = 0
+    """Tokens that a drafter beside MTP layers drafts; 0 without one."""
     mtp_init_seed: int = 0
-    absent_mtp_layers: tuple[int, ...] = ()
+    absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Layers that the checkpoint to load lacks, by head; all of a drafter's are number 0."""
     draft_vocabulary: Tensor | None = None
     absent_draft_vocabulary: bool = False
     true_vocab_size: int | None = None
     """Tokens; `vocab_size` also counts the rows that Megatron appends to them. None if every row is a token."""
+
+    @property
+    def heads(self) -> list[HeadSettings]:
+        """The draft heads."""
+        transformer: TransformerConfig = self.transformer  # type: ignore[attr-defined]
+        return heads_of(self.mtp, transformer.mtp_num_layers or 0, self.drafter_steps)
 
 
 @dataclass(kw_only=True)
@@ -204,13 +212,13 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
     if args.mtp_num_layers is not None:
         config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
     of_drafter = (*DRAFTER_SETTINGS, "drafter_steps") if getattr(args, "drafter", None) is not None else ()
-    settings = MTPConfig(
+    config.mtp = MTPConfig(
         mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
         mtp_unroll=getattr(args, "mtp_unroll", None),
         mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
         **{name: value for name in of_drafter if (value := getattr(args, name, None)) is not None},
     )
-    config.mtp, config.beside = settings_apart(settings, args)
+    config.drafter_steps = drafted_steps(args)
     return config
 
 

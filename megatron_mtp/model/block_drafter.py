@@ -43,7 +43,7 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.portable import PortableAttention, PortableNorm, offsets_of
 
 BLOCKS_AT_ONCE = 64
@@ -224,36 +224,28 @@ class BlockDrafter(DrafterBlock):
     def make_layer(self, *args: Any) -> BlockDrafterLayer:
         return BlockDrafterLayer(self.drafter, self.config, self.drafted, *args)
 
-    def blocks(
-        self,
-        states_SBX: Tensor,
-        batch: DepthBatch,
-        embedding: Callable[..., Tensor],
-        attention: AttentionInputs,
-        angles: Callable[[int], Tensor],
-    ) -> tuple[list[Tensor], Tensor | None]:
+    @override
+    def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
         """Inputs of the head for draft 1 .. K, each [A, B, H], or [A, B, H + R] with the bias; and the confidence.
 
         Args:
-            states_SBX: the trunk's states that are read, as this rank has them.
+            trunk: its states that are read, as this rank has them; its attention, whose masks say what a block may see.
             batch: `blocks_A` says where blocks begin; None for everywhere.
-            embedding: the trunk's.
-            attention: as of the trunk's layers, whose masks say what a block may see.
-            angles: from a number of positions to their rotary angles.
 
         Returns:
             The states, and the confidence's logits [K, A, B], which only DSpark has.
         """
         assert batch.tokens_DBS is not None
+        states_SBX = self.read_states(trunk)
         blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
         positions_S, place_A = (to_device(each, states_SBX.device) for each in (batch.positions_S, blocks_A))
         before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
-        feature_SBH = self.layer.feature(self._whole(states_SBX.detach(), positions_S))
-        turned = angles(len(feature_SBH) + self.rows + 1)
-        self._give_context(feature_SBH, turned, _visible(attention, place_A, position_A, len(feature_SBH)))
+        feature_SBH = self.layer.feature(self._whole(states_SBX, positions_S))
+        turned = trunk.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
+        self._give_context(feature_SBH, turned, _visible(trunk.attention, place_A, position_A, len(feature_SBH)))
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
-        made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], embedding), rotary))
+        made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], trunk.frozen_embedding), rotary))
         states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
         if self.layer.markov_w1 is None:
             return list(states_ADBH.unbind(1)), None

@@ -6,7 +6,9 @@ build(configuration) -> model   a pipeline stage: `MTPGPTModel` or, of arguments
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +28,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp import cpu
-from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafters import STEPS
+from megatron_mtp.config import HeadSettings
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
-from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
+from megatron_mtp.model.mtp import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionLayerSubmodules,
+    mtp_layer_submodules,
+)
 from megatron_mtp.model.portable import (
     PLAIN_QUERIES,
     PortableAttention,
@@ -38,7 +43,7 @@ from megatron_mtp.model.portable import (
     with_portable_modules,
     with_portable_projections,
 )
-from megatron_mtp.model.trunk import BLOCKS, MTPGPTModel, MTPTrunk
+from megatron_mtp.model.trunk import BLOCKS, HeadPlan, MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 
 if TYPE_CHECKING:
@@ -95,35 +100,38 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         layer_spec = _layer_spec(config, vp_stage)
         with with_portable_projections(config.transformer):
             return MTPGPTModel(
-                mtp_submodules=_mtp_submodules(config, layer_spec, vp_stage),
                 transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
                 rope_scaling=config.rope_scaling,
                 rope_scaling_factor=config.rope_scaling_factor,
                 scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
-                **stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+                **stage_arguments(
+                    config,
+                    _mtp_submodules(config, layer_spec, vp_stage),
+                    pg_collection,
+                    pre_process,
+                    post_process,
+                    vp_stage,
+                ),
             )
 
 
 def stage_arguments(
     config: MTPModelConfig,
+    mtp_layer: MultiTokenPredictionLayerSubmodules | None,
     groups: ProcessGroupCollection,
     pre_process: bool | None,
     post_process: bool | None,
     vp_stage: int | None,
 ) -> dict[str, Any]:
-    """Arguments that trunks of all classes are built from."""
+    """Arguments that trunks of all classes are built from; `mtp_layer` is the spec of an MTP layer, or None."""
     virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
     if pre_process is None:
         pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)
     if post_process is None:
         post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(groups.pp)
     return {
-        "mtp_init": config.mtp.mtp_init or "random",
-        "mtp_init_seed": config.mtp_init_seed,
-        "absent_mtp_layers": config.absent_mtp_layers,
+        "heads": [_head_plan(config, head, mtp_layer) for head in config.heads],
         "train_only_mtp": config.mtp.mtp_train_only,
-        "drafter": _drafter(config, config.mtp),
-        **_beside(config),
         "draft_vocabulary": config.draft_vocabulary,
         "absent_draft_vocabulary": config.absent_draft_vocabulary,
         "true_vocab_size": config.true_vocab_size,
@@ -171,21 +179,38 @@ def _block_spec(config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
     return with_portable_modules(layer_spec, config.transformer)
 
 
-def _beside(config: MTPModelConfig) -> dict[str, Any]:
-    """Arguments of a drafter beside MTP layers."""
-    if config.beside is None or (drafter := _drafter(config, config.beside)) is None:
-        return {}
-    drafter = replace(drafter, steps=config.beside.drafter_steps or STEPS)
-    submodules = BLOCKS[drafter.kind].submodules(config.transformer)
-    return {"beside": drafter, "beside_submodules": submodules, "lacks_drafter": config.lacks_drafter}
+def _head_plan(
+    config: MTPModelConfig, head: HeadSettings, mtp_layer: MultiTokenPredictionLayerSubmodules | None
+) -> HeadPlan:
+    """How a stage makes a head.
+
+    Raises:
+        ValueError: the trunk does not have the layers that it reads.
+    """
+    block: Callable[..., MultiTokenPredictionBlock] = MultiTokenPredictionBlock
+    layer, drafter = mtp_layer, _drafter(config, head)
+    if drafter is not None:
+        kind = BLOCKS[drafter.kind]
+        block, layer = partial(kind, drafter), kind.submodules(config.transformer)
+    assert layer is not None
+    return HeadPlan(
+        name=head.name,
+        block=block,
+        layer=layer,
+        reads=() if drafter is None else drafter.layers,
+        absent=config.absent.get(head.name, ()),
+        init=head.settings.mtp_init or "random",
+        seed=config.mtp_init_seed,
+    )
 
 
-def _drafter(config: MTPModelConfig, settings: MTPConfig) -> "Drafter | None":
-    """The drafter of these settings; None without one.
+def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
+    """The drafter that a head is; None of MTP layers.
 
     Raises:
         ValueError: the trunk does not have them.
     """
+    settings = head.settings
     kind, layers = settings.kind, config.transformer.num_layers
     if kind is None:
         return None
@@ -205,7 +230,8 @@ def _drafter(config: MTPModelConfig, settings: MTPConfig) -> "Drafter | None":
     if mask >= tokens:
         raise ValueError(f"--drafter-mask-token is {mask}, and the vocabulary has {tokens} tokens; give one of those.")
     rank = settings.drafter_markov_rank or kind.settings.get("drafter_markov_rank")
-    return Drafter(kind.name, chosen, settings.drafter_ffn_hidden_size, depth or 1, mask, tokens, rank)
+    width = settings.drafter_ffn_hidden_size
+    return Drafter(kind.name, chosen, head.depths, width, depth or 1, mask, tokens, rank)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:
@@ -220,12 +246,10 @@ def _padded_vocab_size(config: MTPModelConfig) -> int:
 def _mtp_submodules(
     config: MTPGPTModelConfig, layer_spec: Any, vp_stage: int | None
 ) -> MultiTokenPredictionLayerSubmodules | None:
-    """The depths repeat the kind of the trunk's last layer, dense or MoE."""
+    """The spec of an MTP layer, which has the kind of the trunk's last layer, dense or MoE; None without any."""
     transformer = config.transformer
-    if transformer.mtp_num_layers is None:
+    if all(head.settings.drafter is not None for head in config.heads):
         return None
-    if config.mtp.drafter is not None:
-        return BLOCKS[config.mtp.drafter].submodules(transformer)
     use_te = transformer.transformer_impl == "transformer_engine"
     if isinstance(layer_spec, ModuleSpec):
         last_layer = layer_spec

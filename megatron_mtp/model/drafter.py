@@ -1,7 +1,7 @@
-"""Interface of drafters: they read the trunk's states after some layers, and stand where MTP layers would.
+"""Interface of drafters: they read the trunk's states after some layers, in the place of MTP layers or beside them.
 
-A drafter is an MTP block of another kind on a frozen trunk, so that losses, metrics, layouts and drafting are those of
-MTP: eagle3.py runs one layer in K passes, block_drafter.py several layers once for K tokens.
+A drafter is an MTP block of another kind, so that losses, metrics, layouts and drafting are those of MTP: eagle3.py
+runs one layer in K passes, block_drafter.py several layers once for K tokens.
 
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_mtp.model.head import DRAFTER, Head
-from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
 
 
@@ -35,22 +35,22 @@ class Drafter:
     Attributes:
         kind: a name of `drafters.DRAFTERS`.
         layers: numbers of the trunk's layers that it reads, from 1.
+        steps: tokens that it drafts.
         ffn_hidden_size: of its MLPs; None for the trunk's.
         depth: its own layers.
         mask_token: whose embedding stands at the places of a block that are to be drafted.
         vocabulary: tokens of the trunk.
         markov_rank: of the bias by the token before; None without.
-        steps: tokens that it drafts beside MTP layers; None in their place, where it has as many as the model depths.
     """
 
     kind: str
     layers: tuple[int, ...]
+    steps: int
     ffn_hidden_size: int | None = None
     depth: int = 1
     mask_token: int = 0
     vocabulary: int = 0
     markov_rank: int | None = None
-    steps: int | None = None
 
 
 def layer_config(config: TransformerConfig, ffn_hidden_size: int | None = None, **others: Any) -> TransformerConfig:
@@ -139,7 +139,7 @@ class DrafterLayer(MegatronModule):
 
 
 class DrafterBlock(MultiTokenPredictionBlock):
-    """K drafts; arguments as of the MTP block, whose `mtp_num_layers` is K here, with the drafter before them.
+    """K drafts, whose head and embedding are the trunk's and are not trained by them; the drafter comes first.
 
     Attributes:
         settings: of the drafter's layers, beside those of `layer_config`.
@@ -157,10 +157,14 @@ class DrafterBlock(MultiTokenPredictionBlock):
         draft_vocabulary: Tensor | None = None,
     ) -> None:
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
-        steps = drafter.steps or config.mtp_num_layers
-        own = layer_config(config, drafter.ffn_hidden_size, **self.settings, mtp_num_layers=steps)
+        own = layer_config(config, drafter.ffn_hidden_size, **self.settings, mtp_num_layers=drafter.steps)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
         self.sequential = True
+
+    @property
+    @override
+    def is_apart(self) -> bool:
+        return True
 
     @classmethod
     def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
@@ -172,6 +176,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
         """All of the drafter's weights."""
         return self.layers[0]
 
+    @override
     def begin_head(self, head: Head) -> None:
         """Copy the trunk's rows of the drafted tokens, each from the rank that has it."""
         if self.layer.head is None or head.draft_vocabulary is None:
@@ -190,6 +195,19 @@ class DrafterBlock(MultiTokenPredictionBlock):
         first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
         rows_NH = copy_to_tensor_model_parallel_region(self.layer.head, group=self.tp_group)
         return replace(head, own_rows=rows_NH[first : first + count])
+
+    def read_states(self, trunk: TrunkOutput) -> Tensor:
+        """The trunk's states after the layers that are read, side by side; they are not trained.
+
+        Raises:
+            ValueError: the layers did not run in the same forward pass.
+        """
+        if trunk.read_SBX is None:
+            raise ValueError(
+                "this model's drafter reads states of the trunk's layers, which only its own forward pass gives; train "
+                "it by megatron-mtp train --drafter."
+            )
+        return trunk.read_SBX.detach()
 
     @override
     def sharded_state_dict(

@@ -22,9 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.drafters import EAGLE3_LAYERS
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, whole_states
+from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.portable import PortableAttention, PortableNorm, SharingAttention, recomputed
 
 
@@ -135,7 +136,12 @@ class Eagle3Block(DrafterBlock):
         return Eagle3Layer(self.config, self.drafted, *args)
 
     @override
+    def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
+        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding, trunk.attention
+        return self(self.read_states(trunk), *given, angles=self.later_angles(trunk)), None
+
+    @override
     def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:
         """Inputs of the head at step 1 .. K, each [S, B, H], from the trunk's states [S, B, 3 H]."""
-        states = super().forward(self.layer.feature(hidden_SBH.detach()), *args, **others)
+        states = super().forward(self.layer.feature(hidden_SBH), *args, **others)
         return [self.layer.norm(state_SBH) for state_SBH in states]

@@ -24,6 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_mtp.data.batch import DepthBatch
+
 DRAFT_VOCABULARY = "mtp.draft_vocabulary"
 """The key of the drafted tokens [N] in state dicts and checkpoints: a buffer of the MTP block."""
 
@@ -177,26 +179,38 @@ def _await_gathered(module: torch.nn.Module) -> None:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """Output of a draft head.
+
+    Attributes:
+        hidden: states of depth 1 .. D.
+        head: the output head as it drafts with it, detached where it must not train it.
+        batch: its depths.
+        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
+    """
+
+    hidden: list[Tensor]
+    head: Head
+    batch: DepthBatch
+    confidence_DSB: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class StageOutput:
     """Output of the last stage.
 
     Attributes:
         hidden_SBH: the trunk's hidden states after its final norm.
-        depth_hidden: those of depth 1 .. D; empty where the call had no batch of depths.
-        confidence_DSB: logits that the drafts of a depth are accepted, of a drafter that has them; else None.
         head: the output head.
-        depth_head: the same as the depths see it, detached where they must not train it.
-        batch: the call's `output_processor_context`.
-        beside: the same of a drafter beside MTP layers; None without one.
+        drafted: of every draft head; empty where the call had no batches.
+        batches: the call's `output_processor_context`: one for every draft head, and one without depths for a trunk
+            alone. All have the trunk's labels.
     """
 
     hidden_SBH: Tensor
-    depth_hidden: list[Tensor]
     head: Head
-    depth_head: Head
-    batch: Any
-    confidence_DSB: Tensor | None = None
-    beside: "StageOutput | None" = None
+    drafted: Sequence[Drafted] = ()
+    batches: Sequence[DepthBatch] | None = None
 
 
 # --- rows that stand for no token ------------------------------------------------------------------------------------

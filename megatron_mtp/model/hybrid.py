@@ -263,8 +263,7 @@ class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
             submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
         with with_portable_projections(config.transformer):
             return MTPHybridModel(
-                mtp_submodules=submodules,
                 hybrid_stack_spec=trunk,
                 hybrid_layer_pattern=pattern.main_pattern,
-                **stage_arguments(config, pg_collection, pre_process, post_process, vp_stage),
+                **stage_arguments(config, submodules, pg_collection, pre_process, post_process, vp_stage),
             )

@@ -36,7 +36,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.data.batch import LaterPositions, to_device
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.portable import SharingAttention, sharing
 
@@ -94,6 +94,31 @@ class AttentionInputs:
     def at_pass(self, index: int, angles: Angles | None) -> "AttentionInputs":
         """The same for a pass (0 for the first), which stands so many positions later where there are `angles`."""
         return self if angles is None or not index else replace(self, rotary_pos_emb=angles(index))
+
+
+@dataclass(frozen=True)
+class TrunkOutput:
+    """What a head reads of the trunk's forward pass.
+
+    Attributes:
+        hidden_SBH: after the trunk's final norm.
+        position_ids_BS: of the trunk's tokens.
+        embedding: the trunk's, called with `input_ids` and `position_ids`.
+        attention: of the trunk's layers.
+        angles: Megatron's rotary angles, from a number of positions and its further arguments.
+        read_SBX: states after the layers that a drafter reads, side by side; None without them.
+    """
+
+    hidden_SBH: Tensor
+    position_ids_BS: Tensor
+    embedding: Callable[..., Tensor]
+    attention: AttentionInputs
+    angles: Callable[..., Tensor]
+    read_SBX: Tensor | None = None
+
+    def frozen_embedding(self, **given: Any) -> Tensor:
+        """The embedding, which is not trained."""
+        return self.embedding(**given).detach()
 
 
 def whole_states(part: Tensor, config: TransformerConfig, group: ProcessGroup) -> Tensor:
@@ -288,9 +313,11 @@ class MultiTokenPredictionBlock(MegatronModule):
         draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the depths in checkpoints;
             None where they draft all tokens.
         shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
+        drafter: settings of a drafter (`drafter.py`); None of MTP layers.
     """
 
     draft_vocabulary: Tensor | None
+    drafter: Any = None
 
     def __init__(
         self,
@@ -304,7 +331,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         assert config.mtp_num_layers is not None
         self.register_buffer("draft_vocabulary", draft_vocabulary)
         self.depths = config.mtp_num_layers
-        self.tp_group = pg_collection.tp
+        self.groups, self.tp_group = pg_collection, pg_collection.tp
         self.sequential = submodules.eh_proj is not None
         self.shares_kv = submodules.shares_kv
         physical = 1 if config.mtp_use_repeated_layer else self.depths
@@ -321,9 +348,44 @@ class MultiTokenPredictionBlock(MegatronModule):
         """A layer, from what its class takes after the configuration."""
         return MultiTokenPredictionLayer(self.config, *args)
 
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        return bool(self.config.mtp_detach_heads)
+
     def head_of(self, head: Head) -> Head:
         """The head that drafts, from the trunk's: the same."""
         return head
+
+    def begin_head(self, head: Head) -> None:
+        """Make new rows of the head that drafts, from the trunk's: there are none of its own."""
+
+    def drafts(self, trunk: "TrunkOutput", batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
+        """Inputs of the head that drafts, one a depth, and the logits of their confidence, if there is one."""
+        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
+        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.embedding, trunk.attention, shifted_in_DBS
+        return self(trunk.hidden_SBH, *given, self._mixer(batch), self.later_angles(trunk)), None
+
+    def later_angles(self, trunk: "TrunkOutput") -> Angles | None:
+        """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
+        attention = trunk.attention
+        if not self.shares_kv or attention.rotary_pos_emb is None:
+            return None
+        is_packed = attention.packed_seq_params is not None
+        whole = (1 if is_packed else self.groups.cp.size()) * attention.rotary_pos_emb.size(0)
+        return lambda later: trunk.angles(whole, offset=later, packed_seq=is_packed)
+
+    def _mixer(self, batch: DepthBatch) -> "Mixer | None":
+        """The mixer of this rank's positions, which sequence parallelism cuts once more."""
+        if batch.ages_DS is None:
+            return None
+        group, positions_S = self.groups.cp, batch.positions_S
+        ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
+        if self.config.sequence_parallel:
+            ranks, rank = self.groups.tp.size(), self.groups.tp.rank()
+            positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
+            group, inside_DBS = self.groups.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
+        return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
 
     @property
     def mtp_use_repeated_layer(self) -> bool:

@@ -5,8 +5,8 @@ block and the shared embedding. Given an `Objective`, the last stage returns wha
 the depths' hidden states; without one it is the plain model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor, nn
 
-from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
+from megatron_mtp.config import HEADS
+from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.head import (
-    DRAFT_VOCABULARY,
+    Drafted,
     DraftVocabulary,
     Head,
     StageOutput,
@@ -33,11 +34,10 @@ from megatron_mtp.model.head import (
     tokens_of_slice,
 )
 from megatron_mtp.model.mtp import (
-    Angles,
     AttentionInputs,
-    Mixer,
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
+    TrunkOutput,
     set_quantization,
 )
 from megatron_mtp.patches.saving import ABSENT
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 BLOCKS: "Imported[type[DrafterBlock]]" = Imported({row.name: row.block for row in DRAFTERS.values()})
 """Modules of drafters by kind."""
 
-DRAFTER_BLOCK = "drafter_block"
-"""The module of a drafter beside MTP layers."""
-
 OWN_HEAD = "layers.0.head"
 """A drafter's rows of the draft vocabulary, within its block."""
 
@@ -63,10 +60,38 @@ Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
 
 
-class MTPTrunk(LanguageModule):
-    """The MTP block's part of a pipeline stage, whatever Megatron class the trunk is; to be put before that class.
+@dataclass(frozen=True)
+class HeadPlan:
+    """How a stage makes a draft head.
 
-    The stage holds a block where `mtp_submodules` is given and the stage is the one for it.
+    Attributes:
+        name: of its module.
+        block: makes it, from the arguments of `MultiTokenPredictionBlock`.
+        layer: the spec of its layers.
+        reads: numbers of the trunk's layers whose states it reads, from 1.
+        absent: its layers that the checkpoint which is about to be loaded lacks.
+        init, seed: how these are made (`initialize.py`).
+    """
+
+    name: str
+    block: Callable[..., MultiTokenPredictionBlock]
+    layer: MultiTokenPredictionLayerSubmodules
+    reads: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    init: str = "random"
+    seed: int = 0
+
+
+class MTPTrunk(LanguageModule):
+    """The draft heads' part of a pipeline stage, whatever Megatron class the trunk is; to be put before that class.
+
+    Args:
+        heads: those of the model, which one stage holds.
+        train_only_mtp: whether the trunk stays as it is loaded.
+        draft_vocabulary: the tokens that the heads draft, [N], ascending; None for all.
+        absent_draft_vocabulary: whether the checkpoint that is about to be loaded lacks them.
+        true_vocab_size: tokens; None if every row of the output head is one.
+        trunk_arguments: of Megatron's class.
     """
 
     _read: tuple[int, ...] = ()
@@ -75,15 +100,8 @@ class MTPTrunk(LanguageModule):
     def __init__(
         self,
         *,
-        mtp_submodules: MultiTokenPredictionLayerSubmodules | None,
-        mtp_init: str = "random",
-        mtp_init_seed: int = 0,
-        absent_mtp_layers: tuple[int, ...] = (),
+        heads: Sequence[HeadPlan] = (),
         train_only_mtp: bool = False,
-        drafter: "Drafter | None" = None,
-        beside: "Drafter | None" = None,
-        beside_submodules: MultiTokenPredictionLayerSubmodules | None = None,
-        lacks_drafter: bool = False,
         draft_vocabulary: Tensor | None = None,
         absent_draft_vocabulary: bool = False,
         true_vocab_size: int | None = None,
@@ -94,31 +112,19 @@ class MTPTrunk(LanguageModule):
         self._stage_input: Tensor | None = None
         super().__init__(**trunk_arguments)
         self._trunk_is_built = True
-        self._mtp_init, self._mtp_init_seed, self._absent = mtp_init, mtp_init_seed, absent_mtp_layers
-        self._lacks_draft_vocabulary, self._lacks_drafter = absent_draft_vocabulary, lacks_drafter
-        self.drafter_block: DrafterBlock | None = None
-        self.mtp_process = mtp_submodules is not None and mtp_on_this_rank(
+        self._plans, self._lacks_draft_vocabulary = tuple(heads), absent_draft_vocabulary
+        self.mtp_process = bool(heads) and mtp_on_this_rank(
             layout=self.config.pipeline_model_parallel_layout,
             mtp_num_layers=self.config.mtp_num_layers,
             ignore_virtual=False,
             vp_stage=self.vp_stage,
         )
         if self.mtp_process:
-            assert mtp_submodules is not None
             attach_embedding(self)
-            of_block = self.pg_collection, self.vp_stage, draft_vocabulary
-
-            def drafting(kind: "Drafter", submodules: MultiTokenPredictionLayerSubmodules) -> "DrafterBlock":
-                return BLOCKS[kind.kind](kind, self.config, submodules, *of_block)
-
-            if drafter is None:
-                self.mtp = MultiTokenPredictionBlock(self.config, mtp_submodules, *of_block)
-            else:
-                self.mtp = drafting(drafter, mtp_submodules)
-            if beside is not None:
-                assert beside_submodules is not None
-                self.drafter_block = drafting(beside, beside_submodules)
-            set_quantization(self.mtp, self.config)
+            for plan in heads:
+                block = plan.block(self.config, plan.layer, self.pg_collection, self.vp_stage, draft_vocabulary)
+                set_quantization(block, self.config)
+                setattr(self, plan.name, block)
         if self.pre_process or self.post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
         self.draft_vocabulary = None
@@ -126,11 +132,20 @@ class MTPTrunk(LanguageModule):
             ranks = self.pg_collection.tp.size()
             slice_size = self.vocab_size // ranks
             self.draft_vocabulary = DraftVocabulary(draft_vocabulary, slice_size, ranks, self.pg_collection.tp.rank())
-        self.drafter = drafter
-        if reading := drafter or beside:
-            self._read_layers(reading.layers)
+        if read := sorted({number for plan in heads for number in plan.reads}):
+            self._read_layers(tuple(read))
         if train_only_mtp:
             freeze_trunk(self)
+
+    @property
+    def heads(self) -> list[MultiTokenPredictionBlock]:
+        """The draft heads that this stage holds."""
+        return [getattr(self, plan.name) for plan in self._plans] if self.mtp_process else []
+
+    @property
+    def drafter(self) -> "Drafter | None":
+        """The settings of the first head, if that is a drafter."""
+        return self.heads[0].drafter if self.heads else None
 
     def _read_layers(self, numbers: tuple[int, ...]) -> None:
         """Keep what these layers return in a forward pass, which a drafter reads; number n is the n-th layer.
@@ -185,33 +200,32 @@ class MTPTrunk(LanguageModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
         """Megatron's, after `mtp_init` has made the layers that the checkpoint lacks."""
         lacking = self._lacking()
-        new_heads: list[DrafterBlock] = []
-        if lacking and self.mtp_process:
+        new_heads: list[MultiTokenPredictionBlock] = []
+        if lacking and self.heads:
             from megatron_mtp.model.initialize import fill_absent_layers
 
-            own, filled, seed = self.state_dict(), dict(state_dict), self._mtp_init_seed
-            if self._absent:
-                filled = fill_absent_layers(filled, own, self.mtp, self._absent, self._mtp_init, seed)
-            if self.drafter_block is not None and self._lacks_drafter:
-                filled = fill_absent_layers(filled, own, self.drafter_block, (0,), "random", seed, DRAFTER_BLOCK)
+            own, filled = self.state_dict(), dict(state_dict)
+            for plan, head in zip(self._plans, self.heads, strict=True):
+                filled = fill_absent_layers(filled, own, head, plan.absent, plan.init, plan.seed, plan.name)
+                if f"{plan.name}.{OWN_HEAD}".startswith(lacking):
+                    new_heads.append(head)
             state_dict = {name: value for name, value in own.items() if name.startswith(lacking)} | filled
-            drafters = {"mtp": self.mtp if self.drafter is not None else None, DRAFTER_BLOCK: self.drafter_block}
-            new_heads = [one for name, one in drafters.items() if one and f"{name}.{OWN_HEAD}".startswith(lacking)]
-        self._absent, self._lacks_draft_vocabulary, self._lacks_drafter = (), False, False
+        self._plans = tuple(replace(plan, absent=()) for plan in self._plans)
+        self._lacks_draft_vocabulary = False
         loaded = super().load_state_dict(state_dict, strict=strict, **kwargs)
-        for drafter in new_heads:
-            drafter.begin_head(self.head())
+        for head in new_heads:
+            head.begin_head(self.head())
         return loaded
 
     def _lacking(self) -> tuple[str, ...]:
         """Beginnings of the names of what the checkpoint that is about to be loaded lacks."""
-        names = [f"mtp.layers.{index}." for index in self._absent]
-        if 0 in self._absent or self._lacks_draft_vocabulary:
-            names.append(DRAFT_VOCABULARY)
-        if self._lacks_draft_vocabulary:  # then a drafter has no rows of its own either
-            names += [f"mtp.{OWN_HEAD}", f"{DRAFTER_BLOCK}.{OWN_HEAD}", f"{DRAFTER_BLOCK}.draft_vocabulary"]
-        if self._lacks_drafter:
-            names.append(f"{DRAFTER_BLOCK}.")
+        names = []
+        for plan in self._plans:
+            names += [f"{plan.name}.layers.{index}." for index in plan.absent]
+            if 0 in plan.absent or self._lacks_draft_vocabulary:
+                names.append(f"{plan.name}.draft_vocabulary")
+            if self._lacks_draft_vocabulary:  # then a drafter has no rows of its own either
+                names.append(f"{plan.name}.{OWN_HEAD}")
         return tuple(names)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> ShardedStateDict:
@@ -228,7 +242,7 @@ class MTPTrunk(LanguageModule):
         hidden_states: Tensor,
         *,
         output_processor: Objective | None = None,
-        output_processor_context: DepthBatch | None = None,
+        output_processor_context: Sequence[DepthBatch] | None = None,
         **trunk_outputs: Any,
     ) -> Any:
         """Called after the decoder, with everything that the trunk's forward knows."""
@@ -236,37 +250,31 @@ class MTPTrunk(LanguageModule):
             return super()._postprocess(hidden_states, **trunk_outputs)
         if self._stage_input is not None:
             hidden_states = answer_with_zeros(hidden_states, self._stage_input)
-        depth_hidden: list[Tensor] = []
-        confidence_DSB: Tensor | None = None
-        beside: tuple[list[Tensor], Tensor | None] = [], None
-        batch = output_processor_context
-        if self.mtp_process and batch is not None:
+        batches = output_processor_context
+        made: list[tuple[list[Tensor], Tensor | None]] = []
+        if self.heads and batches is not None:
             attention = AttentionInputs(**{name: trunk_outputs[name] for name in AttentionInputs.__annotations__})
-            position_ids_BS = trunk_outputs["position_ids"]
-            if self.drafter is not None:
-                depth_hidden, confidence_DSB = self._drafted(self.mtp, batch, position_ids_BS, attention)
-            else:
-                depth_hidden = self.depth_states(hidden_states, batch, position_ids_BS, attention)
-            if self.drafter is not None and self._stage_input is not None:
-                depth_hidden[0] = answer_with_zeros(depth_hidden[0], self._stage_input)
-            if self.drafter_block is not None and batch.beside is not None:
-                beside = self._drafted(self.drafter_block, batch.beside, position_ids_BS, attention)
+            trunk = self._output(hidden_states, trunk_outputs["position_ids"], attention)
+            made = [head.drafts(trunk, batch) for head, batch in zip(self.heads, batches, strict=True)]
+            if self._stage_input is not None:
+                for states, _ in made:
+                    states[0] = answer_with_zeros(states[0], self._stage_input)
         if not self.post_process:
             if self._read:
                 return torch.cat([hidden_states, self._read_states()], dim=-1) if self._states_after else hidden_states
-            return torch.cat([hidden_states, *depth_hidden]) if depth_hidden else hidden_states
-        if not self.mtp_process and self.config.mtp_num_layers and output_processor_context is not None:
+            sent = [state for states, _ in made for state in states]
+            return torch.cat([hidden_states, *sent]) if sent else hidden_states
+        gathers, drafted = trunk_outputs["runtime_gather_output"], list[Drafted]()
+        if not self.heads and self._plans and batches is not None:
             # The depths have a pipeline stage of their own, which has sent all hidden states as one.
-            hidden_states, *depth_hidden = hidden_states.chunk(1 + self.config.mtp_num_layers)
-        head = self.head(trunk_outputs["runtime_gather_output"])
+            hidden_states, *states = hidden_states.chunk(1 + self.config.mtp_num_layers)
+            drafted = [Drafted(states, self.head(gathers, detached=self.config.mtp_detach_heads), batches[0])]
+        head = self.head(gathers)
         if output_processor is not None:
-            depth_head = self.head(trunk_outputs["runtime_gather_output"], detached=self.config.mtp_detach_heads)
-            depth_head = self.mtp.head_of(depth_head) if self.mtp_process else depth_head
-            stage = StageOutput(hidden_states, depth_hidden, head, depth_head, batch, confidence_DSB)
-            if self.drafter_block is not None and batch is not None:
-                own = self.drafter_block.head_of(self.head(trunk_outputs["runtime_gather_output"], detached=True))
-                stage = replace(stage, beside=StageOutput(hidden_states, beside[0], head, own, batch.beside, beside[1]))
-            return output_processor(stage)
+            for block, batch, (states, confidence_DSB) in zip(self.heads, batches or (), made, strict=False):
+                own = block.head_of(self.head(gathers, detached=block.is_apart))
+                drafted.append(Drafted(states, own, batch, confidence_DSB))
+            return output_processor(StageOutput(hidden_states, head, drafted, batches))
         logits_SBV = head.project(hidden_states)
         if trunk_outputs["labels"] is None:
             return logits_SBV.transpose(0, 1).contiguous()
@@ -280,32 +288,10 @@ class MTPTrunk(LanguageModule):
         tokens = tokens_of_slice(self.true_vocab_size, logits.size(-1), self.pg_collection.tp.rank())
         return super().compute_language_model_loss(labels, mask_padding_(logits, tokens))
 
-    def depth_states(
-        self, hidden_SBH: Tensor, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
-    ) -> list[Tensor]:
-        """Hidden states of depth 1 .. D, from the trunk's; see `MultiTokenPredictionBlock`.
-
-        Raises:
-            ValueError: a drafter reads layers that did not run in the same forward pass.
-        """
-        if self.drafter is not None:
-            return self._drafted(self.mtp, batch, position_ids_BS, attention)[0]
-        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
-        return self.mtp(
-            hidden_SBH,
-            batch.tokens_DBS,
-            position_ids_BS,
-            self.embedding,
-            attention,
-            shifted_in_DBS,
-            self._mixer(batch),
-            self._later_angles(self.mtp, attention),
-        )
-
     @property
     def depths(self) -> int:
         """D, of the stage that has them."""
-        return int(self.mtp.depths)
+        return self.heads[0].depths
 
     def states_for_loss(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
@@ -317,48 +303,21 @@ class MTPTrunk(LanguageModule):
         position_ids_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
         before, self.config.mtp_detach_heads = self.config.mtp_detach_heads, is_apart
         try:
-            return self.depth_states(hidden_SBH, batch, position_ids_BS, attention)
+            return self.heads[0].drafts(self._output(hidden_SBH, position_ids_BS, attention), batch)[0]
         finally:
             self.config.mtp_detach_heads = before
 
-    def _drafted(
-        self, block: Any, batch: DepthBatch, position_ids_BS: Tensor, attention: AttentionInputs
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs of the head for a drafter's drafts, and their confidence; neither trains the trunk's embedding."""
+    def _output(self, hidden_SBH: Tensor, position_ids_BS: Tensor, attention: AttentionInputs) -> TrunkOutput:
+        """What the heads read of a forward pass."""
+        read_SBX = self._read_states() if self._read and self._states_after else None
+        return TrunkOutput(hidden_SBH, position_ids_BS, self.embedding, attention, self._angles, read_SBX)
 
-        def embedding(**given: Any) -> Tensor:
-            made_SBH: Tensor = self.embedding(**given)
-            return made_SBH.detach()
-
-        states_SBX = self._read_states()
-        if DRAFTERS[block.drafter.kind].fills_blocks:
-            made: tuple[list[Tensor], Tensor | None]
-            made = block.blocks(states_SBX, batch, embedding, attention, self._whole_angles)
-            return made
-        angles = self._later_angles(block, attention)
-        return block(states_SBX, batch.tokens_DBS, position_ids_BS, embedding, attention, angles=angles), None
+    def _angles(self, length: int, **others: Any) -> Tensor:
+        return self.rotary_angles(length, **others)[0]
 
     def _read_states(self) -> Tensor:
         """The states that a drafter reads, side by side; they are given once."""
-        if not self._states_after:
-            raise ValueError(
-                "this model's drafter reads states of the trunk's layers, which only its own forward pass gives; train "
-                "it by megatron-mtp train --drafter."
-            )
         return torch.cat([self._states_after.pop(number) for number in sorted(self._states_after)], dim=-1)
-
-    def _later_angles(self, block: MultiTokenPredictionBlock, attention: AttentionInputs) -> Angles | None:
-        """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
-        if not block.shares_kv or attention.rotary_pos_emb is None:
-            return None
-        is_packed = attention.packed_seq_params is not None
-        ranks = 1 if is_packed else self.pg_collection.cp.size()
-        whole = ranks * attention.rotary_pos_emb.size(0)
-        return lambda later: self.rotary_angles(whole, offset=later, packed_seq=is_packed)[0]
-
-    def _whole_angles(self, length: int) -> Tensor:
-        """The rotary angles of the first positions of whole sequences, also under context parallelism."""
-        return self.rotary_angles(length, packed_seq=True)[0]
 
     @property
     def turns_heads(self) -> bool:
@@ -374,18 +333,6 @@ class MTPTrunk(LanguageModule):
         """
         made = self.rotary_pos_emb(length, **others)
         return made if isinstance(made, tuple) else (made, 1.0)
-
-    def _mixer(self, batch: DepthBatch) -> Mixer | None:
-        """The mixer of this rank's positions, which sequence parallelism cuts once more."""
-        if batch.ages_DS is None:
-            return None
-        group, positions_S = self.pg_collection.cp, batch.positions_S
-        ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
-        if self.config.sequence_parallel:
-            ranks, rank = self.pg_collection.tp.size(), self.pg_collection.tp.rank()
-            positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
-            group, inside_DBS = self.pg_collection.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
-        return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
 
     def head(self, runtime_gather_output: bool | None = None, detached: bool = False) -> Head:
         """The output head, as a loss needs it; detached, it is not trained."""
@@ -420,7 +367,7 @@ def freeze_trunk(model: nn.Module) -> None:
 
 def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The parts of a stage that do not draft."""
-    return (module for name, module in model.named_children() if name not in ("mtp", DRAFTER_BLOCK))
+    return (module for name, module in model.named_children() if name not in HEADS)
 
 
 def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:

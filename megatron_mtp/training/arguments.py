@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import BESIDE_MTP, MTPConfig, settings_apart
+from megatron_mtp.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.losses import check_loss
 from megatron_mtp.model.arguments import (
     APEX,
@@ -56,7 +56,8 @@ ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 def mtp_config_from_args(args: Namespace) -> MTPConfig:
     """Raises ValueError where a flag has a value that is not allowed."""
     settings = MTPConfig(**{field.name: getattr(args, field.name) for field in fields(MTPConfig)})
-    check_loss(settings_apart(settings, args)[0])
+    heads = heads_of(settings, trained_depths(args), drafted_steps(args))
+    check_loss(heads[0].settings if heads else settings)
     return settings
 
 
@@ -164,11 +165,11 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
         ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
     """
     model_config = config_of(args, **given)
-    model_config.mtp, model_config.beside = settings_apart(mtp_config_from_args(args), args)
+    model_config.mtp = mtp_config_from_args(args)
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
-    model_config.absent_mtp_layers, model_config.lacks_drafter = check_stored(args, model_config.mtp)
+    model_config.absent = check_stored(args, model_config.mtp)
     model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
     return model_config
 

@@ -23,7 +23,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig, drafted_steps, trained_depths
+from megatron_mtp.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
@@ -41,8 +41,9 @@ from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.portable import PackedRows
-from megatron_mtp.training.metrics import DRAFTER, MTP, Metrics
+from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.objective import (
+    HeadObjective,
     NextTokensObjective,
     ObjectiveOutput,
     depth_weights,
@@ -56,46 +57,43 @@ SPIKE = 10
 
 @dataclass(frozen=True)
 class _Learner:
-    """Facts of the MTP layers, or of a drafter, that are the same in every step.
+    """Facts of a draft head that are the same in every step.
 
     Attributes:
         weights: of depth 1 .. D, where lambda is 1.
         blocks: of a sequence, that a block drafter is trained on; None for others.
     """
 
-    settings: MTPConfig
-    depths: int
+    head: HeadSettings
     loss: TokenLoss
     weights: list[float]
     blocks: int | None
 
     @classmethod
-    def of(cls, settings: MTPConfig, depths: int) -> "_Learner":
-        loss = depth_loss(settings)
-        weights = depth_weights(settings, depths, 1.0, loss.couples_depths)
+    def of(cls, head: HeadSettings) -> "_Learner":
+        settings, loss = head.settings, depth_loss(head.settings)
+        weights = depth_weights(settings, head.depths, 1.0, loss.couples_depths)
         blocks = settings.drafter_blocks or (settings.kind.settings.get("drafter_blocks") if settings.kind else None)
-        return cls(settings, depths, loss, weights, blocks)
+        return cls(head, loss, weights, blocks)
+
+    @property
+    def figures(self) -> str:
+        """What its figures are called by."""
+        return HEADS[self.head.name]
 
 
 @dataclass
 class ForwardStep:
-    """Megatron's `forward_step_func`, with the settings and the metrics of this run.
-
-    Attributes:
-        beside: settings of a drafter beside MTP layers.
-    """
+    """Megatron's `forward_step_func`, with the settings and the metrics of this run."""
 
     settings: MTPConfig
     metrics: Metrics
-    beside: MTPConfig | None = None
 
     @cached_property
-    def _own(self) -> _Learner:
-        return _Learner.of(self.settings, trained_depths(get_args()))
-
-    @cached_property
-    def _drafter(self) -> _Learner | None:
-        return None if self.beside is None else _Learner.of(self.beside, drafted_steps(get_args()))
+    def _learners(self) -> list[_Learner]:
+        """Of every draft head."""
+        args = get_args()
+        return [_Learner.of(head) for head in heads_of(self.settings, trained_depths(args), drafted_steps(args))]
 
     def __call__(
         self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
@@ -103,16 +101,17 @@ class ForwardStep:
         """The model's output, or Megatron's plan of the forward pass, and the function that makes a loss of it."""
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
-        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), self._most_depths)
+        most = max((learner.head.depths for learner in self._learners), default=0)
+        batch, depths = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), most)
         timers("batch-generator").stop()
 
         inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
         named = {
             "labels": batch["labels"],
             "packed_seq_params": packed_seq_params(batch),
-            "output_processor_context": None if depths is None else self._as_drafted(depths),
+            "output_processor_context": None if depths is None else self._batches(depths),
         }
-        objective = self._objectives()
+        objective = self._objective()
         if not return_schedule_plan:
             return model(*inputs, **named, output_processor=objective), self.loss
 
@@ -134,63 +133,54 @@ class ForwardStep:
         _validate(loss)
         report = {"lm loss": output.main.report()}
         counts = {}
-        for name, drafted in ((MTP, output), (DRAFTER, output.beside)):
-            if drafted is None:
-                continue
-            report |= {f"{name}_{depth} loss": sums.report() for depth, sums in enumerate(drafted.depths, start=1)}
-            if drafted.acceptance is not None:
-                counts[name] = drafted.acceptance
+        for learner, made in zip(self._learners, output.heads, strict=True):
+            name = learner.figures
+            report |= {f"{name}_{depth} loss": sums.report() for depth, sums in enumerate(made.depths, start=1)}
+            if made.acceptance is not None:
+                counts[name] = made.acceptance
         self.metrics.add(report, counts)
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
 
-    def _as_drafted(self, batch: DepthBatch) -> DepthBatch:
-        """With what the depths draw in this step, and with the part of a drafter beside them."""
-        if self._drafter is None:
-            return _in_blocks(self._mixed(batch), self._own)
-        own = self._mixed(batch.first(self._own.depths))
-        return replace(own, beside=_in_blocks(batch.first(self._drafter.depths), self._drafter))
+    def _batches(self, whole: DepthBatch) -> list[DepthBatch]:
+        """The microbatch of every head, with what it draws in this step; of a trunk alone as it is."""
+        made = [_in_blocks(_mixed(whole.first(each.head.depths), each), each) for each in self._learners]
+        return made or [whole]
 
-    @property
-    def _most_depths(self) -> int:
-        return max(self._own.depths, 0 if self._drafter is None else self._drafter.depths)
-
-    def _mixed(self, batch: DepthBatch) -> DepthBatch:
-        """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
-        if not (self.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
-            return batch
-        args, positions_S = get_args(), batch.positions_S
-        whole = positions_S.numel() * args.context_parallel_size
-        seed = args.seed, args.curr_iteration
-        ages_DS = drawn_ages(self._own.depths, seed, positions_S, whole)
-        return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
-
-    def _objectives(self) -> NextTokensObjective:
-        """The objective of this step, and beside it that of a drafter, whose loss has no lambda."""
+    def _objective(self) -> NextTokensObjective:
+        """The objective of this step."""
         args, settings = get_args(), self.settings
         step = args.curr_iteration if torch.is_grad_enabled() else 0  # --skip-train knows no step
-        own = self._objective(self._own, scaling_factor(args, settings, step), step)
-        if self._drafter is None:
-            return own
-        beside = self._objective(self._drafter, 1.0, step)
-        return replace(own, beside=replace(beside, trains_trunk=False))
-
-    def _objective(self, learner: _Learner, factor: float, step: int) -> NextTokensObjective:
-        """The objective of what learns, with lambda of this step."""
-        args, settings = get_args(), learner.settings
-        fraction = settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
-        interval = self.settings.mtp_acceptance_interval
+        interval = settings.mtp_acceptance_interval
         is_asked_for = interval > 0 and (args.curr_iteration + 1) % interval == 0
-        return NextTokensObjective(
-            depth_weights=[factor * weight for weight in learner.weights],
-            cp_group=mpu.get_context_parallel_group(),
-            depth_loss=learner.loss,
-            per_token=args.calculate_per_token_loss,
-            linear_main=settings.mtp_linear_ce_main or settings.mtp_train_only,
-            trains_trunk=not settings.mtp_train_only,
-            kept_positions=partial(kept_positions, fraction, (args.seed, step)),
-            measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
-        )
+        factor, trains_trunk = scaling_factor(args, settings, step), not settings.mtp_train_only
+        heads = [
+            HeadObjective(
+                depth_weights=[(factor if each.head.has_lambda else 1.0) * weight for weight in each.weights],
+                cp_group=mpu.get_context_parallel_group(),
+                depth_loss=each.loss,
+                per_token=args.calculate_per_token_loss,
+                beside_main=trains_trunk and each.head.has_lambda,
+                kept_positions=partial(kept_positions, _fraction(each), (args.seed, step)),
+                measures_acceptance=is_asked_for or not torch.is_grad_enabled(),
+            )
+            for each in self._learners
+        ]
+        return NextTokensObjective(heads, settings.mtp_linear_ce_main or settings.mtp_train_only, trains_trunk)
+
+
+def _fraction(learner: _Learner) -> float:
+    return learner.head.settings.mtp_token_fraction if torch.is_grad_enabled() else 1.0
+
+
+def _mixed(batch: DepthBatch, learner: _Learner) -> DepthBatch:
+    """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
+    if not (learner.head.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
+        return batch
+    args, positions_S = get_args(), batch.positions_S
+    whole = positions_S.numel() * args.context_parallel_size
+    ages_DS = drawn_ages(learner.head.depths, (args.seed, args.curr_iteration), positions_S, whole)
+    return replace(batch, ages_DS=to_device(ages_DS, batch.labels_BS.device))
 
 
 def _in_blocks(batch: DepthBatch, learner: _Learner) -> DepthBatch:

@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.config import DRAFTER_SETTINGS, MTPConfig, flag_of, stands_beside
+from megatron_mtp.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
@@ -128,16 +128,16 @@ def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
     return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
-def check_stored(args: Namespace, settings: MTPConfig) -> tuple[tuple[int, ...], bool]:
-    """The MTP layers that the checkpoint to load lacks, and whether it lacks the drafter beside them.
+def check_stored(args: Namespace, settings: MTPConfig) -> dict[str, tuple[int, ...]]:
+    """The layers that the checkpoint to load lacks, by draft head; all of a drafter's are number 0.
 
-    A drafter in their place is number 0. A checkpoint that lacks the drafter or all of the layers starts a new run.
+    A checkpoint that lacks the drafter or all of the MTP layers starts a new run.
 
     Raises:
         ValueError: it has other layers, depths or positions than this run.
     """
     if (found := loaded_iteration(args)) is None:
-        return (), False
+        return {}
     name, folder = found
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
@@ -150,16 +150,19 @@ def check_stored(args: Namespace, settings: MTPConfig) -> tuple[tuple[int, ...],
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
     lacks_drafter = args.drafter is not None and _lacks_drafter(folder, stored if has_drafter else None, args)
-    absent: tuple[int, ...] = (0,) if lacks_drafter else ()
+    first, of_drafter = HEADS
+    absent: dict[str, tuple[int, ...]] = {}
     if _has_layers(args):
-        absent = _changed_layers(args, settings, folder, common)
+        absent[first] = _changed_layers(args, settings, folder, common)
+    if lacks_drafter:
+        absent[of_drafter if stands_beside(args) else first] = (0,)
     if has_drafter and stored is not None and (left_out := _left_out(args, stored)):
         args.finetune = True  # the stored optimizer has states of it
         if args.rank == 0:
             say(f"> {folder} has {left_out}, which this run leaves out; starting as with --finetune")
     if stored is not None and not args.use_checkpoint_args:
         _check_positions(args, stored, source)
-    return absent, lacks_drafter and stands_beside(args)
+    return absent
 
 
 def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]) -> tuple[int, ...]:

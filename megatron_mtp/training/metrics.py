@@ -24,11 +24,12 @@ from torch import Tensor
 
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.config import HEADS
 from megatron_mtp.files import written_beside
 from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
 from megatron_mtp.training.short_log import say
 
-MTP, DRAFTER = "mtp", "drafter"
+MTP, DRAFTER = HEADS.values()
 """What figures are called by: what drafts, and a drafter beside MTP layers."""
 
 Rates = dict[str, AcceptanceStats]

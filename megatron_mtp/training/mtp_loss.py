@@ -36,9 +36,9 @@ from megatron_mtp.data.batch import (
     to_device,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.head import Head, StageOutput
+from megatron_mtp.model.head import Drafted, Head, StageOutput
 from megatron_mtp.model.portable import bounds_of
-from megatron_mtp.training.objective import NextTokensObjective, depth_weights
+from megatron_mtp.training.objective import HeadObjective, depth_weights
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,10 @@ def _loss(
     """The loss of the depths' states; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)
-    objective = NextTokensObjective(weights, group, loss, per_token=is_normalized)
+    objective = HeadObjective(weights, group, loss, per_token=is_normalized)
     later = objective.later_positions(depths.positions_S, len(states))
-    total, sums = objective.of_depths(hidden_SBH.detach(), states, stage.head(detached=is_apart), depths, later)
+    drafted = Drafted(states, stage.head(detached=is_apart), depths)
+    total, sums = objective.of_depths(hidden_SBH.detach(), drafted, later)
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()
     torch.distributed.all_reduce(shown_2D, group=group)
     means_D = torch.where(shown_2D[1] > 0, shown_2D[0] / shown_2D[1], 0)

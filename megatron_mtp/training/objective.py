@@ -21,7 +21,7 @@ from megatron_mtp.config import SCHEDULES, MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
-from megatron_mtp.model.head import NOT_DRAFTED, Head, StageOutput
+from megatron_mtp.model.head import NOT_DRAFTED, Drafted, Head, StageOutput
 
 
 @dataclass(frozen=True)
@@ -48,85 +48,56 @@ class LossSum:
 
 
 @dataclass(frozen=True)
+class HeadOutput:
+    """What an objective makes of a draft head.
+
+    Attributes:
+        loss: its part of the scalar that goes to Megatron's schedule.
+        depths: of depth 1 .. D.
+        acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
+    """
+
+    loss: Tensor
+    depths: list[LossSum]
+    acceptance: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class ObjectiveOutput:
     """The model's output on the last stage.
 
     Attributes:
         loss: the scalar that goes to Megatron's schedule, before its division by tokens.
         main: the trunk's loss sum.
-        depths: of depth 1 .. D.
-        acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
-        beside: the same of a drafter beside MTP layers, with its part of the loss; None without one.
+        heads: of every draft head.
     """
 
     loss: Tensor
     main: LossSum
-    depths: list[LossSum]
-    acceptance: Tensor | None
-    beside: "ObjectiveOutput | None" = None
+    heads: list[HeadOutput]
 
 
 @dataclass(frozen=True)
 class NextTokensObjective:
-    """Cross-entropy of the trunk, a loss of every depth, and acceptance where it is to be measured.
+    """Cross-entropy of the trunk, and the objective of every draft head.
 
     Attributes:
-        depth_weights: of depth 1 .. D in the loss: lambda / D, times the depth's own weight.
-        cp_group: the context-parallel ranks that share every sequence.
-        depth_loss: of every depth.
-        per_token: whether `--calculate-per-token-loss` is on.
+        heads: of the model's draft heads, in their order.
         linear_main: whether the trunk's loss is made in chunks, as the depths' are.
         trains_trunk: whether the trunk's loss is part of the loss.
-        kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
-        measures_acceptance: whether to count it.
-        beside: of a drafter beside MTP layers, whose part of the loss does not train the trunk; None without one.
     """
 
-    depth_weights: Sequence[float]
-    cp_group: ProcessGroup
-    depth_loss: TokenLoss = field(default_factory=CrossEntropy)
-    per_token: bool = False
+    heads: Sequence["HeadObjective"] = ()
     linear_main: bool = False
     trains_trunk: bool = True
-    kept_positions: Callable[[int], Tensor | None] = lambda _: None
-    measures_acceptance: bool = False
-    beside: "NextTokensObjective | None" = None
 
     def __call__(self, stage: StageOutput) -> ObjectiveOutput:
-        """Called by the model, whose `batch` is a `DepthBatch`."""
+        """Called by the model, with the microbatch of every head."""
+        assert stage.batches is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_trunk):
-            main = self._main(stage.hidden_SBH, stage.head, stage.batch)
-        made = self._drafts(stage, main)
-        made = replace(made, loss=main.total + made.loss)
-        if self.beside is None or stage.beside is None:
-            return made
-        beside = self.beside._drafts(stage.beside, main)
-        return replace(made, loss=made.loss + beside.loss, beside=beside)
-
-    def _drafts(self, stage: StageOutput, main: LossSum) -> ObjectiveOutput:
-        """The part of what drafts: of the loss, its own sums, and acceptance."""
-        batch, hidden_SBH, depth_hidden = stage.batch, stage.hidden_SBH, stage.depth_hidden
-        if not depth_hidden:
-            return ObjectiveOutput(torch.zeros_like(main.total), main, [], None)
-        later = self.later_positions(batch.positions_S, len(depth_hidden), batch.blocks_A)
-        batch = batch.of_blocks()
-        trunk_SBH, head = hidden_SBH.detach(), stage.depth_head
-        auxiliary, depths = self.of_depths(
-            trunk_SBH, depth_hidden, head, batch, later, self.trains_trunk, stage.confidence_DSB
-        )
-        acceptance = None
-        if self.measures_acceptance:
-            assert later is not None
-            acceptance = count_acceptance(hidden_SBH, depth_hidden, stage.depth_head, batch.loss_mask_DBS, later)
-        return ObjectiveOutput(auxiliary, main, depths, acceptance)
-
-    def later_positions(
-        self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
-    ) -> LaterPositions | None:
-        """Places of the trunk's states of later positions; None where nothing compares with them."""
-        if not (self.measures_acceptance or self.depth_loss.needs_teacher):
-            return None
-        return LaterPositions(positions_S, depths, self.cp_group, chosen_A)
+            main = self._main(stage.hidden_SBH, stage.head, stage.batches[0])
+        made = [head(stage.hidden_SBH, drafted) for head, drafted in zip(self.heads, stage.drafted, strict=True)]
+        return ObjectiveOutput(sum((each.loss for each in made), main.total), main, made)
 
     def _main(self, hidden_SBH: Tensor, head: Head, batch: DepthBatch) -> LossSum:
         mask_BS, whole_tokens = batch.loss_mask_BS, batch.whole_tokens[0]
@@ -137,22 +108,58 @@ class NextTokensObjective:
         total, _ = linear_loss(CrossEntropy(), [head.whole(hidden_SBH)], targets, head.weight, head.vocabulary())
         return LossSum(total, mask_BS.float().sum(), whole_tokens)
 
+
+@dataclass(frozen=True)
+class HeadObjective:
+    """A loss of every depth of a draft head, and acceptance where it is to be measured.
+
+    Attributes:
+        depth_weights: of depth 1 .. D in the loss: lambda / D, times the depth's own weight.
+        cp_group: the context-parallel ranks that share every sequence.
+        depth_loss: of every depth.
+        per_token: whether `--calculate-per-token-loss` is on.
+        beside_main: whether the trunk's loss trains the output head in the same backward pass, and through autograd.
+        kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
+        measures_acceptance: whether to count it.
+    """
+
+    depth_weights: Sequence[float]
+    cp_group: ProcessGroup
+    depth_loss: TokenLoss = field(default_factory=CrossEntropy)
+    per_token: bool = False
+    beside_main: bool = False
+    kept_positions: Callable[[int], Tensor | None] = lambda _: None
+    measures_acceptance: bool = False
+
+    def __call__(self, hidden_SBH: Tensor, drafted: Drafted) -> HeadOutput:
+        """The part of a head: of the loss, its own sums, and acceptance; `hidden_SBH` is the trunk's."""
+        later = self.later_positions(drafted.batch.positions_S, len(drafted.hidden), drafted.batch.blocks_A)
+        drafted = replace(drafted, batch=drafted.batch.of_blocks())
+        loss, depths = self.of_depths(hidden_SBH.detach(), drafted, later)
+        acceptance = None
+        if self.measures_acceptance:
+            assert later is not None
+            mask_DBS = drafted.batch.loss_mask_DBS
+            acceptance = count_acceptance(hidden_SBH, drafted.hidden, drafted.head, mask_DBS, later)
+        return HeadOutput(loss, depths, acceptance)
+
+    def later_positions(
+        self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
+    ) -> LaterPositions | None:
+        """Places of the trunk's states of later positions; None where nothing compares with them."""
+        if not (self.measures_acceptance or self.depth_loss.needs_teacher):
+            return None
+        return LaterPositions(positions_S, depths, self.cp_group, chosen_A)
+
     def of_depths(
-        self,
-        trunk_SBH: Tensor,
-        depth_hidden: list[Tensor],
-        head: Head,
-        batch: DepthBatch,
-        later: LaterPositions | None,
-        beside_main: bool = False,
-        confidence_DSB: Tensor | None = None,
+        self, trunk_SBH: Tensor, drafted: Drafted, later: LaterPositions | None
     ) -> tuple[Tensor, list[LossSum]]:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
 
-        With `beside_main` the trunk's loss trains the head in the same backward pass, and through autograd. A drafter's
-        confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
+        A drafter's confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
         """
-        batch = self._counted(head, batch)
+        head, depth_hidden, confidence_DSB = drafted.head, drafted.hidden, drafted.confidence_DSB
+        batch = self._counted(head, drafted.batch)
         kept_S, share, positions = None, 1.0, batch.positions_S.numel() * self.cp_group.size()  # kept: on the host
         if (kept := self.kept_positions(positions)) is not None:  # of all ranks
             kept_S = torch.isin(batch.positions_S, kept).nonzero()[:, 0]
@@ -170,7 +177,7 @@ class NextTokensObjective:
         states = [_chosen(head.whole_drafts(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
         rows, vocabulary = head.draft_weight, head.vocabulary(drafts=True)
         total, sums_D = linear_loss(
-            self.depth_loss, states, targets, rows, vocabulary, teacher, beside_main, head.bias_rows
+            self.depth_loss, states, targets, rows, vocabulary, teacher, self.beside_main, head.bias_rows
         )
         if confidence_DSB is not None and overlap_DBS is not None:
             total = total + _confidence_loss(confidence_DSB.transpose(1, 2), targets, overlap_DBS)

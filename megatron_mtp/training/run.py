@@ -113,7 +113,7 @@ def train(
                 config,
                 datasets_provider,
                 ModelType.encoder_or_decoder,
-                ForwardStep(settings, metrics, config.model.beside),
+                ForwardStep(settings, metrics),
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )

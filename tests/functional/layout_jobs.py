@@ -35,7 +35,6 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import evaluate, train_step
 
-from megatron_mtp.config import settings_apart
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
@@ -236,8 +235,7 @@ def evaluation(model: list[torch.nn.Module], batches: str, folder: Path) -> dict
 
 
 def step_of_run(metrics: Metrics) -> ForwardStep:
-    settings, beside = settings_apart(mtp_config_from_args(get_args()), get_args())
-    return ForwardStep(settings, metrics, beside)
+    return ForwardStep(mtp_config_from_args(get_args()), metrics)
 
 
 def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
@@ -253,7 +251,8 @@ def own_microbatches(kind: str, chunks: int) -> list[RerunDataIterator | None]:
 
 def our_losses(model: torch.nn.Module) -> dict[str, float]:
     output, _ = step_of_run(Metrics(None))(iter(microbatches("stream")), model)
-    sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in enumerate(output.depths, start=1)}
+    of_depths = enumerate(output.heads[0].depths, start=1)
+    sums = {"lm loss": output.main} | {f"mtp_{depth} loss": sums for depth, sums in of_depths}
     return {name: (value.total / value.tokens).item() for name, value in sums.items()}
 
 

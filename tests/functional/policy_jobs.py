@@ -219,11 +219,11 @@ def rollout_loss(model: Any, tokens_S: Tensor, sizes: tuple[int, int], settings:
         torch.arange(length)[None],
         None,
         output_processor=lambda stage: stage,
-        output_processor_context=depth_batch(batch, depths),
+        output_processor_context=[depth_batch(batch, depths)],
     )
     weight_VH, total = stage.head.weight.detach(), torch.zeros((), dtype=torch.float64)
     for depth, (states_SBH, scale) in enumerate(
-        zip(stage.depth_hidden, settings.loss_weights(depths), strict=True), start=1
+        zip(stage.drafted[0].hidden, settings.loss_weights(depths), strict=True), start=1
     ):
         for i in range(length - depth - 1):
             if i + depth + 1 < prompt:

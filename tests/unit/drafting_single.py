@@ -143,7 +143,7 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
 
     def capture(stage: StageOutput) -> Any:
         logits_SV = stage.head.project(stage.hidden_SBH)[:, 0]
-        return logits_SV, [draft_logits(stage.depth_head, state)[:, 0] for state in stage.depth_hidden]
+        return logits_SV, [draft_logits(one.head, state)[:, 0] for one in stage.drafted for state in one.hidden]
 
     tokens = torch.tensor([text], device="cuda")
     slots = len(text)
@@ -151,7 +151,7 @@ def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Te
     mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
     positions = torch.arange(slots, device="cuda").unsqueeze(0)
     shifted = depth_batch(batch, twin.config.mtp_num_layers or 1)
-    return twin(tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=shifted)
+    return twin(tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=[shifted])
 
 
 def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:

@@ -17,13 +17,15 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
+from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
-from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput
+from megatron_mtp.training.objective import HeadObjective, NextTokensObjective, ObjectiveOutput
 
 VOCABULARY, LENGTH, ROWS = 96, 16, 3
 LAMBDA = 0.3
@@ -89,7 +91,7 @@ def our_model(
     shares_kv: bool = False,
     drafter_layers: tuple[int, ...] | None = None,
     drafter: dict[str, Any] | None = None,
-    beside: MTPConfig | None = None,
+    beside: dict[str, Any] | None = None,
     freezes: bool = False,
     **changes: Any,
 ) -> MTPGPTModel:
@@ -101,8 +103,8 @@ def our_model(
         settings["mtp_train_only"] = True
     config = MTPGPTModelConfig(
         transformer=transformer_config(depths, **changes),
-        mtp=MTPConfig(**settings),
-        beside=beside,
+        mtp=MTPConfig(**settings, **(beside or {})),
+        drafter_steps=(beside or {}).get("drafter_steps", 0),
         draft_vocabulary=None if drafted is None else torch.tensor(drafted),
         true_vocab_size=tokens,
         **_gpt_fields(tied, position),
@@ -173,8 +175,22 @@ def make_batch(
 def objective(model: MTPTrunk, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
     """With the same weight for every depth, in one context-parallel rank."""
     depths = model.config.mtp_num_layers or 0
-    weights = [factor / max(depths, 1)] * depths
-    return NextTokensObjective(weights, parallel_state.get_context_parallel_group(), **settings)
+    group = parallel_state.get_context_parallel_group()
+    return one_head([factor / depths] * depths, group, **settings) if depths else NextTokensObjective()
+
+
+def one_head(
+    weights: list[float],
+    group: ProcessGroup,
+    depth_loss: TokenLoss | None = None,
+    linear_main: bool = False,
+    trains_trunk: bool = True,
+    **of_head: Any,
+) -> NextTokensObjective:
+    """The objective of a model with one draft head; cross-entropy by default."""
+    loss = depth_loss or CrossEntropy()
+    head = HeadObjective(weights, group, loss, beside_main=trains_trunk, **of_head)
+    return NextTokensObjective([head], linear_main, trains_trunk)
 
 
 def forward_ours(
@@ -190,7 +206,7 @@ def forward_ours(
         batch["attention_mask"],
         labels=batch["labels"],
         output_processor=objective(model, factor, **settings),
-        output_processor_context=batch["depths"] if depths is None else depths,
+        output_processor_context=[batch["depths"] if depths is None else depths],
     )
     assert isinstance(output, ObjectiveOutput)
     return output
@@ -203,7 +219,8 @@ def loss_of(output: ObjectiveOutput) -> Tensor:
 
 def mean_losses(output: ObjectiveOutput) -> Tensor:
     """[1 + D], the trunk's first."""
-    return torch.stack([sums.total / sums.tokens.clamp(min=1) for sums in (output.main, *output.depths)]).detach()
+    sums = [output.main, *(depth for head in output.heads for depth in head.depths)]
+    return torch.stack([each.total / each.tokens.clamp(min=1) for each in sums]).detach()
 
 
 def backward_ours(

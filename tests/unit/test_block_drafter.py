@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron_single import LENGTH, VOCABULARY, make_batch, our_model
+from megatron_single import LENGTH, VOCABULARY, make_batch, one_head, our_model
 from test_eagle3 import rms, states_after, turned
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
@@ -18,7 +18,7 @@ from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import NextTokensObjective, depth_weights
+from megatron_mtp.training.objective import depth_weights
 
 DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
@@ -155,10 +155,10 @@ def losses(
         *(batch[name] for name in ("tokens", "position_ids")),
         batch["attention_mask"] if has_mask else None,
         labels=batch["labels"],
-        output_processor=NextTokensObjective(
+        output_processor=one_head(
             weights, group, depth_loss(settings), linear_main=True, trains_trunk=False, measures_acceptance=True
         ),
-        output_processor_context=batch["depths"],
+        output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
     expected = reference_loss(model, kind, batch, read)

@@ -66,7 +66,9 @@ def test_rows_that_are_not_drafted_learn_of_the_trunk_alone() -> None:
     assert gradient_VH is not None
     assert gradient_VH.abs().sum(1).nonzero()[:, 0].tolist() == DRAFTED
     output = forward_ours(model, batch)
-    assert made.depth_means.tolist() == pytest.approx([float(sums.total / sums.tokens) for sums in output.depths])
+    assert made.depth_means.tolist() == pytest.approx(
+        [float(sums.total / sums.tokens) for sums in output.heads[0].depths]
+    )
 
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron_single import LAMBDA, VOCABULARY, make_batch, our_model
+from megatron_single import LAMBDA, VOCABULARY, make_batch, one_head, our_model
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig, drafted_steps, stands_beside
+from megatron_mtp.config import HEADS, MTPConfig, drafted_steps, stands_beside
 from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.arguments import alone, as_mtp_layers
-from megatron_mtp.model.trunk import DRAFTER_BLOCK, MTPGPTModel
+from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput, depth_weights
 
+_, DRAFTER_BLOCK = HEADS
 DEPTHS, STEPS, LAYERS, BLOCKS = 2, 4, 5, 6
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 OF_MTP = MTPConfig(mtp_loss="tv")
@@ -36,13 +37,19 @@ OF_DRAFTER: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
+def settings_beside(kind: str) -> dict[str, Any]:
+    """Of a drafter beside MTP layers, without what it learns."""
+    own = {name: value for name, value in OF_DRAFTER[kind].items() if name.startswith("drafter")}
+    return {"drafter": kind, "drafter_steps": STEPS, **own}
+
+
 def settings_of(kind: str) -> MTPConfig:
     return MTPConfig(drafter=kind, **OF_DRAFTER[kind])
 
 
 def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[MTPGPTModel, MTPGPTModel, MTPGPTModel]:
     """MTP layers with the drafter beside them, and each alone, all with the same weights in float64."""
-    drafter = MTPConfig(drafter=kind, drafter_steps=STEPS, **OF_DRAFTER[kind])
+    drafter = settings_beside(kind)
     both = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes, beside=drafter).double()
     mtp = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes).double()
     in_place = {"drafter": kind, **OF_DRAFTER[kind]}
@@ -58,26 +65,27 @@ def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[MTPGPTM
 def objective(settings: MTPConfig, depths: int, factor: float, trains_trunk: bool) -> NextTokensObjective:
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
     weights = depth_weights(settings, depths, factor)
-    return NextTokensObjective(
-        weights, group, loss, linear_main=True, trains_trunk=trains_trunk, measures_acceptance=True
-    )
+    return one_head(weights, group, loss, linear_main=True, trains_trunk=trains_trunk, measures_acceptance=True)
+
+
+def both_heads(mtp: NextTokensObjective, drafter: NextTokensObjective) -> NextTokensObjective:
+    return replace(mtp, heads=[*mtp.heads, *drafter.heads])
 
 
 def run(
     model: MTPGPTModel, made: NextTokensObjective, depths: int, kind: str | None = None
 ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
     """A step, and its gradients by name; with a `kind` that drafter has the depths, or those beside them."""
-    batch = make_batch(max(depths, STEPS) if made.beside else depths)
+    has_both = len(made.heads) == 2
+    batch = make_batch(max(depths, STEPS) if has_both else depths)
     whole = batch["depths"]
     blocks = with_blocks(whole, BLOCKS, (1, 2), whole.positions_S.numel()) if kind in ("dflash", "dspark") else whole
-    batch["depths"] = blocks
-    if made.beside is not None:
-        batch["depths"] = replace(whole.first(depths), beside=blocks.first(STEPS))
+    batches = [whole.first(depths), blocks.first(STEPS)] if has_both else [blocks]
     output = model(
         *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
         labels=batch["labels"],
         output_processor=made,
-        output_processor_context=batch["depths"],
+        output_processor_context=batches,
     )
     output.loss.backward()
     return output, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
@@ -91,7 +99,7 @@ def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None,
     both, mtp, single = models(kind, drafted, freezes)
     of_mtp = objective(OF_MTP, DEPTHS, LAMBDA, not freezes)
     of_drafter = objective(settings_of(kind), STEPS, 1.0, False)
-    together, found = run(both, replace(of_mtp, beside=of_drafter), DEPTHS, kind)
+    together, found = run(both, both_heads(of_mtp, of_drafter), DEPTHS, kind)
     first, wanted = run(mtp, of_mtp, DEPTHS)
     second, drafter = run(single, of_drafter, STEPS, kind)
     assert {name.split(".")[0] for name in drafter} == {"mtp"}
@@ -100,8 +108,9 @@ def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None,
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9 * gradient.abs().max().item())
-    assert together.beside is not None
-    for ours, theirs in ((together, first), (together.beside, second)):
+    for ours, theirs in zip(together.heads, (*first.heads, *second.heads), strict=True):
+        assert ours.acceptance is not None
+        assert theirs.acceptance is not None
         assert torch.equal(ours.acceptance, theirs.acceptance)
         for one, other in zip(ours.depths, theirs.depths, strict=True):
             torch.testing.assert_close(one.report(), other.report())
@@ -110,8 +119,8 @@ def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None,
 @pytest.mark.parametrize("method", ["uniform", "block"])
 @pytest.mark.parametrize("kind", OF_DRAFTER)
 def test_recomputed_layers_of_a_trained_trunk_change_no_gradient_and_leave_no_states(kind: str, method: str) -> None:
-    drafter = MTPConfig(drafter=kind, drafter_steps=STEPS, **OF_DRAFTER[kind])
-    made = replace(objective(OF_MTP, DEPTHS, LAMBDA, True), beside=objective(settings_of(kind), STEPS, 1.0, False))
+    drafter = settings_beside(kind)
+    made = both_heads(objective(OF_MTP, DEPTHS, LAMBDA, True), objective(settings_of(kind), STEPS, 1.0, False))
     kept, recomputed = (
         our_model(DEPTHS, num_layers=LAYERS, beside=drafter, **changes).double()
         for changes in ({}, {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": method})

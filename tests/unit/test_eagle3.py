@@ -7,7 +7,7 @@ import megatron_single
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron_single import VOCABULARY, make_batch, our_model
+from megatron_single import VOCABULARY, make_batch, one_head, our_model
 from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
 
@@ -16,7 +16,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import NextTokensObjective, depth_weights
+from megatron_mtp.training.objective import depth_weights
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
@@ -132,8 +132,8 @@ def losses(
     output = model(
         *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
         labels=batch["labels"],
-        output_processor=NextTokensObjective(weights, group, KD, linear_main=True, trains_trunk=False),
-        output_processor_context=batch["depths"],
+        output_processor=one_head(weights, group, KD, linear_main=True, trains_trunk=False),
+        output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
     expected = reference_loss(model, batch, read)
@@ -167,9 +167,13 @@ def test_what_a_further_step_holds(recompute: dict[str, Any], most: int, monkeyp
             make_batch(steps),
         )
         weights = depth_weights(MTPConfig(drafter="eagle3"), steps, 1.0)
-        objective = NextTokensObjective(weights, parallel_state.get_context_parallel_group(), KD, trains_trunk=False)
+        objective = one_head(weights, parallel_state.get_context_parallel_group(), KD, trains_trunk=False)
         named = [batch[name] for name in ("tokens", "position_ids", "attention_mask")]
-        given = {"labels": batch["labels"], "output_processor": objective, "output_processor_context": batch["depths"]}
+        given = {
+            "labels": batch["labels"],
+            "output_processor": objective,
+            "output_processor_context": [batch["depths"]],
+        }
         peaks.append(allocated_peak(lambda: model(*named, **given).loss.backward(), on_cpu=True).mib)  # noqa: B023
     unit = batch["tokens"].numel() * model.config.hidden_size * 4 / MIB
     assert (peaks[1] - peaks[0]) / 4 / unit < most

@@ -115,7 +115,7 @@ def test_a_hybrid_without_depths_gets_them_by_mtp_init(
     else:
         words = f"{flags} --mtp-init {init} {RUN} {TINY.replace('--num-layers 2', '')}"
         _, config = parsed_run(words, monkeypatch)
-        assert config.absent_mtp_layers == (0, 1)
+        assert config.absent == {"mtp": (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_another_number_of_depths_than_the_checkpoints_is_never_overlooked(
 def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{RUN} {MOCK} --use-checkpoint-args --load {gpt} --mtp-num-layers 3 --mtp-init random"
     args, config = parsed_run(flags, monkeypatch)
-    assert (args.mtp_num_layers, config.absent_mtp_layers) == (3, (1, 2))
+    assert (args.mtp_num_layers, config.absent) == (3, {"mtp": (1, 2)})
 
 
 @pytest.mark.parametrize("init", ["random", "last-layer"])

@@ -15,13 +15,12 @@ import torch
 from hypothesis import strategies
 from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import process_mtp_loss
-from megatron_single import transformer_config
+from megatron_single import one_head, transformer_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import depth_batch, positions_of_ranks
-from megatron_mtp.model.head import Head, StageOutput
-from megatron_mtp.training.objective import NextTokensObjective
+from megatron_mtp.model.head import Drafted, Head, StageOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -96,14 +95,14 @@ def gradients(cut: Cut, parts_of: Callable[[Cut, slice, list[Tensor], Tensor], P
 def ours(cut: Cut, rows: slice, hidden: list[Tensor], weight: Tensor) -> Parts:
     one = parallel_state.get_tensor_model_parallel_group()
     head = Head(lambda state: state @ weight.T, token_losses, one, weight, lambda state: state)
-    objective = NextTokensObjective([LAMBDA / DEPTHS] * DEPTHS, one, per_token=True)
+    objective = one_head([LAMBDA / DEPTHS] * DEPTHS, one, per_token=True)
     is_end_BS = torch.tensor(cut.is_end)[rows].long()
     parts = []
     for positions_S in positions_of_ranks(torch.tensor([0, LENGTH]), cut.ranks):
         batch = {"tokens": None, "labels": labels_BS()[rows], "loss_mask": torch.tensor(cut.mask)[rows].float()}
         shifted = depth_batch(batch, DEPTHS, is_end_BS.cumsum(1) - is_end_BS).at(positions_S)
         trunk, *depths = (state[positions_S] for state in hidden)
-        output = objective(StageOutput(trunk, depths, head, head, shifted))
+        output = objective(StageOutput(trunk, head, [Drafted(depths, head, shifted)], [shifted]))
         parts.append((output.loss, output.main.tokens))
     return parts
 

@@ -71,8 +71,8 @@ def test_a_model_mixes_where_its_batch_has_ages_and_depth_1_reads_the_trunk() ->
             given["tokens"],
             given["position_ids"],
             given["attention_mask"],
-            output_processor=lambda stage, states=states: states.append(stage.depth_hidden) or stage.hidden_SBH,
-            output_processor_context=replace(plain, ages_DS=ages),
+            output_processor=lambda stage, states=states: states.append(stage.drafted[0].hidden) or stage.hidden_SBH,
+            output_processor_context=[replace(plain, ages_DS=ages)],
         )
         found.append(states[0])
     for without, newest, mixed in zip(*found, strict=True):
@@ -93,7 +93,7 @@ def test_training_mixes_and_evaluation_does_not(
     step = forward_step.ForwardStep(MTPConfig(mtp_hidden_state_mixing=mixes), Metrics(None))
     batch = make_batch(2)["depths"]
     with torch.set_grad_enabled(trains):
-        ages_DS = step._mixed(batch).ages_DS
+        ages_DS = step._batches(batch)[0].ages_DS
     assert (ages_DS is not None) is (mixes and trains)
     if ages_DS is not None:
         assert torch.equal(ages_DS, drawn_ages(2, (7, 3), batch.positions_S, batch.positions_S.numel()))

@@ -29,7 +29,9 @@ def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
     made = mtp_loss(hidden_SBH, called, batch["tokens"], batch["labels"], batch["loss_mask"])
     (LAMBDA * output.main.tokens * made.loss).backward()
 
-    assert made.depth_means.tolist() == pytest.approx([float(sums.total / sums.tokens) for sums in output.depths])
+    assert made.depth_means.tolist() == pytest.approx(
+        [float(sums.total / sums.tokens) for sums in output.heads[0].depths]
+    )
     gradients = {name: parameter.grad for name, parameter in called.named_parameters()}
     for name, parameter in stepped.named_parameters():
         if name.startswith("mtp."):

@@ -124,7 +124,7 @@ def test_same_as_megatron_per_token_where_no_depth_loses_a_token() -> None:
     batch = make_batch(depths, mask_BS)
     ours, theirs = pair(depths, calculate_per_token_loss=True)
     output = forward_ours(ours, batch, per_token=True)
-    assert [sums.tokens for sums in output.depths] == [output.main.tokens] * depths
+    assert [sums.tokens for sums in output.heads[0].depths] == [output.main.tokens] * depths
     output.loss.backward()
     backward_megatron(theirs, batch, per_token=True)
     assert worst_gradient(ours, theirs) <= TOLERANCE

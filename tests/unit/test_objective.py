@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron_single import one_head
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.model.head import DraftVocabulary, Head, StageOutput
+from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, StageOutput
 from megatron_mtp.training.metrics import stats_of
-from megatron_mtp.training.objective import NextTokensObjective, ObjectiveOutput, kept_positions
+from megatron_mtp.training.objective import ObjectiveOutput, kept_positions
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -56,8 +57,8 @@ def outcome_of(
         whole=lambda state: state,
         draft_vocabulary=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
     )
-    stage = StageOutput(trunk_SBH, depth_hidden, head, head, batch())
-    return NextTokensObjective([0.5, 0.25], group, **settings)(stage)
+    stage = StageOutput(trunk_SBH, head, [Drafted(depth_hidden, head, batch())], [batch()])
+    return one_head([0.5, 0.25], group, **settings)(stage)
 
 
 def plain_kd_sums(slots: list[int]) -> list[float]:
@@ -79,8 +80,10 @@ KD = {"depth_loss": depth_loss(MTPConfig(mtp_loss="kd"))}
 
 def test_a_depth_is_compared_with_the_trunk_as_many_positions_later() -> None:
     output = outcome(**KD, per_token=True)
-    assert [sums.total.item() for sums in output.depths] == pytest.approx(plain_kd_sums(list(range(LENGTH))), rel=1e-5)
-    weighted = 0.5 * output.depths[0].total + 0.25 * output.depths[1].total
+    assert [sums.total.item() for sums in output.heads[0].depths] == pytest.approx(
+        plain_kd_sums(list(range(LENGTH))), rel=1e-5
+    )
+    weighted = 0.5 * output.heads[0].depths[0].total + 0.25 * output.heads[0].depths[1].total
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item())
 
 
@@ -99,7 +102,7 @@ def test_kept_positions_stand_for_all() -> None:
     output = outcome(**KD, kept_positions=keep)
     share = kept.numel() / LENGTH
     expected = [total / share for total in plain_kd_sums(kept.tolist())]
-    assert [sums.total.item() for sums in output.depths] == pytest.approx(expected, rel=1e-5)
+    assert [sums.total.item() for sums in output.heads[0].depths] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_trunks_loss_in_chunks_is_the_same() -> None:
@@ -128,8 +131,8 @@ def test_labels_outside_of_the_draft_vocabulary_count_nowhere_in_a_depths_mean()
         number_SB = (labels_SB.unsqueeze(-1) == DRAFTED).int().argmax(-1, keepdim=True)
         total = -(log_q_SBN.gather(-1, number_SB)[..., 0] * counts_SB).sum()
         assert 0 < counts_SB.sum() < mask_BS.sum()
-        assert output.depths[depth].tokens == counts_SB.sum()
-        assert output.depths[depth].total.item() == pytest.approx(total.item(), rel=1e-5)
+        assert output.heads[0].depths[depth].tokens == counts_SB.sum()
+        assert output.heads[0].depths[depth].total.item() == pytest.approx(total.item(), rel=1e-5)
         weighted = weighted + weight * output.main.tokens * total / counts_SB.sum()
     assert output.loss.item() == pytest.approx((output.main.total + weighted).item(), rel=1e-5)
 
@@ -150,8 +153,10 @@ def test_soft_labels_of_all_positions_count_whatever_their_label_is(loss: str) -
         else:
             p_SBN = torch.softmax(target_SBV[..., DRAFTED], -1)[depth:]
             losses_SB = (p_SBN * (p_SBN / q_SBN).log()).sum(-1)
-        assert output.depths[depth - 1].total.item() == pytest.approx((losses_SB * mask_SB).sum().item(), rel=1e-5)
-        assert output.depths[depth - 1].tokens == batch().loss_mask_DBS[depth - 1].sum()
+        assert output.heads[0].depths[depth - 1].total.item() == pytest.approx(
+            (losses_SB * mask_SB).sum().item(), rel=1e-5
+        )
+        assert output.heads[0].depths[depth - 1].tokens == batch().loss_mask_DBS[depth - 1].sum()
 
 
 @pytest.mark.parametrize("keep", [None, partial(kept_positions, 0.5, SEED)], ids=["all", "some"])
@@ -174,7 +179,7 @@ def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> No
         later_SBV = p_SBV.roll(-depth, 0)  # what comes round is masked
         overlap_SB = torch.minimum(torch.softmax(state_SBH @ weight_VH.t(), -1), later_SBV).sum(-1)
         reached_SB = reached_SB * overlap_SB
-        sums = output.depths[depth - 1]
+        sums = output.heads[0].depths[depth - 1]
         assert sums.total.item() == pytest.approx(((1 - overlap_SB) * counted_SB).sum().item() / share, rel=1e-5)
         assert sums.tokens.item() == pytest.approx(counted_SB.sum().item() / share)
         weighted = weighted + weight * ((1 - reached_SB) * counted_SB).sum() / share
@@ -183,7 +188,7 @@ def test_a_chain_counts_where_every_depth_does(per_token: bool, keep: Any) -> No
 
 
 def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
-    counts_4D = outcome(drafted=DRAFTED, measures_acceptance=True).acceptance
+    counts_4D = outcome(drafted=DRAFTED, measures_acceptance=True).heads[0].acceptance
     assert counts_4D is not None
     counts = stats_of(counts_4D)
     trunk_SBH, depth_hidden, weight_VH = states()

@@ -76,7 +76,7 @@ def outputs(
         labels=batch["labels"],
         packed_seq_params=packed,
         output_processor=objective(model, per_token=True),
-        output_processor_context=depth_batch(batch, DEPTHS, document_BS),
+        output_processor_context=[depth_batch(batch, DEPTHS, document_BS)],
     )
 
 
@@ -101,8 +101,8 @@ def test_a_packed_row_is_its_documents(kind: dict[str, Any], pack: Pack) -> None
     model = our_model(DEPTHS, **kind)
     packed, single = of_pack(model, pack), of_documents(model, pack)
     for index in range(DEPTHS + 1):
-        ours = (packed.main, *packed.depths)[index]
-        alone = [(output.main, *output.depths)[index] for output in single]
+        ours = (packed.main, *packed.heads[0].depths)[index]
+        alone = [(output.main, *output.heads[0].depths)[index] for output in single]
         torch.testing.assert_close(ours.total, torch.stack([one.total for one in alone]).sum(), rtol=1e-5, atol=1e-6)
         assert ours.tokens == sum(one.tokens for one in alone)
     packed.loss.backward()

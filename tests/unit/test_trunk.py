@@ -65,7 +65,7 @@ def test_without_depths_there_is_no_block() -> None:
     assert not model.mtp_process
     assert not hasattr(model, "mtp")
     output = forward_ours(model, make_batch(0))
-    assert output.depths == []
+    assert output.heads == []
     loss_of(output).backward()
     assert gradients(model)
 

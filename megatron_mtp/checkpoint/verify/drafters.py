@@ -96,17 +96,18 @@ def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, D
     place = length - steps - 1  # of a block, whose drafts' tokens before them are all in the prompt
 
     def ours(stage: Any) -> Drafts:
-        head, hidden = stage.depth_head, stage.hidden_SBH.size(-1)
-        made = torch.stack([state_SBH[place, 0] for state_SBH in stage.depth_hidden])
+        (drafted,) = stage.drafted
+        head, hidden = drafted.head, stage.hidden_SBH.size(-1)
+        made = torch.stack([state_SBH[place, 0] for state_SBH in drafted.hidden])
         if reference.block is None:
-            made = stage.depth_hidden[0][: length - 1, 0]
+            made = drafted.hidden[0][: length - 1, 0]
         logits = linear(made[:, :hidden], head.draft_weight)
         if head.bias_rows is not None:
             logits = logits + linear(made[:, hidden:], head.bias_rows)
         tokens_N = getattr(model.mtp, "draft_vocabulary", None)
         drafts = {"logits of drafts": _by_token(logits, tokens_N, reference.keys["vocab_size"])}
-        if stage.confidence_DSB is not None:
-            drafts["confidence of drafts"] = stage.confidence_DSB[:, place, 0]
+        if drafted.confidence_DSB is not None:
+            drafts["confidence of drafts"] = drafted.confidence_DSB[:, place, 0]
         return drafts
 
     drafted: Drafts = logits_of(model, prompt, ours)

@@ -343,7 +343,8 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
 def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
     """Logits of the last stage, each [S, V]."""
     states = {"trunk": stage.hidden_SBH}
-    states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(stage.depth_hidden, start=1)}
+    for drafted in stage.drafted:
+        states |= {f"depth {depth}": state_SBH for depth, state_SBH in enumerate(drafted.hidden, start=1)}
     return {name: stage.head.project(state_SBH)[:, 0].clone().cpu() for name, state_SBH in states.items()}
 
 
@@ -360,6 +361,6 @@ def logits_of(
     batch: dict[str, Any] = {"tokens": tokens_BS, "labels": tokens_BS.roll(-1, 1), "loss_mask": ones_BS}
     shifted = depth_batch(batch, max(depths, 1))
     out: dict[str, Tensor] = model(
-        tokens_BS, positions_BS, None, output_processor=read, output_processor_context=shifted
+        tokens_BS, positions_BS, None, output_processor=read, output_processor_context=[shifted]
     )
     return out

@@ -15,8 +15,8 @@ import torch
 
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 prepare()
 

@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 ON_CPU = prepare()
 

@@ -49,8 +49,8 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.types import Request
 from megatron_mtp.decoding.update_weights import update_weights
+from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 prepare()

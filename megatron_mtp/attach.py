@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
 from megatron_mtp.model.head import Head, head_of, head_owner
 from megatron_mtp.model.mtp import AttentionInputs, chain, own_masks
 from megatron_mtp.model.stock import OWN, Refused, add_block, refused_models, runner, tied_embedding
-from megatron_mtp.training.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
 
 READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
@@ -115,7 +115,7 @@ class Attached:
         """The loss of the depths in the microbatch whose forward has just run, on the last stage.
 
         Args:
-            tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of training/mtp_loss.py: whole sequences,
+            tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of losses/mtp_loss.py: whole sequences,
                 under context parallelism too. Packed parameters are those of the forward.
             document_BS: where tokens, labels and mask are not shifted across the ends of documents that rows have
                 without packed parameters; attention is that of the forward.
@@ -142,7 +142,7 @@ class Attached:
     def states_for_loss(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool
     ) -> list[Tensor]:
-        """Hidden states of the depths (`Stage` in training/mtp_loss.py), with the attention inputs of the forward."""
+        """Hidden states of the depths (`Stage` in losses/mtp_loss.py), with the attention inputs of the forward."""
         assert batch.tokens_DBS is not None
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         masks = own_masks(shifted_in_DBS, self.depths, self.config, self.pg_collection.tp)

@@ -1,4 +1,4 @@
-"""Losses of the depths, by the names that `--mtp-loss` takes: LOSSES is the table.
+"""What the depths learn: losses by the names that `--mtp-loss` takes (LOSSES is the table), and one scalar of them.
 
 A loss is a class and a row of the table. This file does not import torch, so that `--help` names
 the losses at once.
@@ -12,6 +12,9 @@ triton_kernels.py        a position's losses and gradients in one kernel or two:
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
 reference.py             all losses as their definitions read
+objective.py             from hidden states to one scalar of all losses: masks, lambda / D, schedule, weights,
+                         normalizer; acceptance, which is what a verifier would accept
+mtp_loss.py              the depths' loss for training loops that are not Megatron's
 """
 
 from dataclasses import fields, replace

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.utils import get_quant_config_or_none
@@ -236,6 +235,8 @@ class MultiTokenPredictionLayer(MegatronModule):
                 "Megatron's inference engine drafts with sequential depths, and these are parallel heads; use "
                 "megatron-mtp generate."
             )
+        from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols  # not there before 0.18
+
         if {Symbols.MAMBA, Symbols.GDN} & set(getattr(self.tf_layer, "layer_type_list", ())):
             raise ValueError(
                 "Megatron's inference engine keeps no states of the depths, and these have Mamba or Gated DeltaNet "

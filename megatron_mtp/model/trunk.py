@@ -296,7 +296,7 @@ class MTPTrunk(LanguageModule):
     def states_for_loss(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
     ) -> list[Tensor]:
-        """Hidden states of the depths, for `loss_of_stage` in training/mtp_loss.py, which says what it gives."""
+        """Hidden states of the depths, for `loss_of_stage` in losses/mtp_loss.py, which says what it gives."""
         turned = length if packed is None else packed.max_seqlen_q
         angles = self.rotary_angles(turned, packed_seq=packed is not None)[0] if self.turns_heads else None
         attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)

@@ -1,4 +1,4 @@
-"""One run on Megatron's training loop: its forward step, losses, metrics and arguments. The loop is Megatron's.
+"""One run on Megatron's training loop: its forward step, metrics and arguments. The loop is Megatron's.
 
 run.py               one run: arguments, model configuration, Megatron's pretrain(), whose loop is observed: steps,
                      evaluations, checkpoints
@@ -10,10 +10,7 @@ startup.py           how a run ends that cannot start: one sentence, and the tra
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give
 datasets.py          Megatron's data sets, by Megatron's flags, also of answers; chats made into one, and packed
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
-objective.py         from hidden states to one scalar of all losses: masks, lambda, its schedule, weights (lambda / D),
-                     normalizer; acceptance, which is what a verifier would accept
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
-mtp_loss.py          the depths' loss for training loops that are not Megatron's
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
 run_files.py         metrics.jsonl, continued by a resumed run, and run.json: how the run was started
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file

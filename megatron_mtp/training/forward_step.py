@@ -37,12 +37,7 @@ from megatron_mtp.data.batch import (
     with_blocks,
 )
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.model.head import StageOutput
-from megatron_mtp.model.mtp import drawn_ages
-from megatron_mtp.model.portable import PackedRows
-from megatron_mtp.training.metrics import Metrics
-from megatron_mtp.training.objective import (
+from megatron_mtp.losses.objective import (
     HeadObjective,
     NextTokensObjective,
     ObjectiveOutput,
@@ -50,6 +45,11 @@ from megatron_mtp.training.objective import (
     kept_positions,
     scaling_factor,
 )
+from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.model.head import StageOutput
+from megatron_mtp.model.mtp import drawn_ages
+from megatron_mtp.model.portable import PackedRows
+from megatron_mtp.training.metrics import Metrics
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""

@@ -31,8 +31,8 @@ from stock_models import KINDS, draw, packed_batch, stock
 
 from megatron_mtp.attach import Attached, attach
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, own_positions
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss, own_positions
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 prepare()

@@ -1,4 +1,4 @@
-"""training/mtp_loss.py beside a policy's loss, in Megatron's schedules and every layout.
+"""losses/mtp_loss.py beside a policy's loss, in Megatron's schedules and every layout.
 
 The depths' gradients are those of a loop over single rollouts in float64, and the policy's do not change by a bit.
 """

@@ -12,7 +12,7 @@ from judged_models import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS, Kind
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -67,7 +67,7 @@ def make_drafter(root: Path, name: str, trunk: Path) -> tuple[Path, Path]:
         "intermediate_size": kind.width,
         "num_hidden_layers": kind.depth,
         "draft_vocab_size": len(drafted),
-        **kind.keys(),
+        **CODECS[kind.name].keys(kind),
     }
     given, saved, exported = (root / f"{name}-{part}" for part in ("given", "mcore", "folder"))
     given.mkdir()

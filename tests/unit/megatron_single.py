@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
+from megatron_mtp.losses.objective import HeadObjective, NextTokensObjective, ObjectiveOutput
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
-from megatron_mtp.training.objective import HeadObjective, NextTokensObjective, ObjectiveOutput
 
 VOCABULARY, LENGTH, ROWS = 96, 16, 3
 LAMBDA = 0.3

@@ -1,4 +1,4 @@
-"""Acceptance in training/objective.py, with a head that passes logits through: three words, rates that one can count.
+"""Acceptance in losses/objective.py, with a head that passes logits through: three words, rates that one can count.
 
 At position i depth d drafts the token that the trunk predicts at position i + d.
 """
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import linear_cross_entropy
+from megatron_mtp.losses.objective import count_acceptance as count_at_later_slots
 from megatron_mtp.model.head import DraftVocabulary, Head
 from megatron_mtp.training.metrics import stats_of
-from megatron_mtp.training.objective import count_acceptance as count_at_later_slots
 
 WORDS = 3
 

@@ -21,8 +21,8 @@ from tiers import tiered
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
+from megatron_mtp.losses.mtp_loss import mtp_loss
 from megatron_mtp.model.stock import _end_of
-from megatron_mtp.training.mtp_loss import mtp_loss
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
 
 pytestmark = pytest.mark.usefixtures("megatron")

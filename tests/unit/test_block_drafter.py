@@ -16,9 +16,9 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import check_loss, depth_loss
+from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import depth_weights
 
 DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})

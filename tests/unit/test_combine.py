@@ -1,4 +1,4 @@
-"""training/objective.py: one scalar out of all losses, in numbers that a person can check."""
+"""losses/objective.py: one scalar out of all losses, in numbers that a person can check."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtp.training.objective import LossSum, depth_scales, sum_losses
+from megatron_mtp.losses.objective import LossSum, depth_scales, sum_losses
 
 
 def loss_sum(total: float, tokens: int) -> LossSum:

@@ -13,8 +13,8 @@ from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

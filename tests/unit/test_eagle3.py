@@ -15,8 +15,8 @@ from benchmarks.harness import MIB, allocated_peak
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import depth_weights
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})

@@ -12,9 +12,9 @@ from pretended_cuda import OnCuda, on_cuda, pretended_cuda
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.objective import kept_positions
 from megatron_mtp.model.portable import bounds_of
 from megatron_mtp.training import forward_step
-from megatron_mtp.training.objective import kept_positions
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

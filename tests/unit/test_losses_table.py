@@ -19,8 +19,8 @@ from megatron_mtp.cli.train import parse_run, parser
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import LOSSES, depth_loss, listing
 from megatron_mtp.losses.mix import mix_weights
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.registry import Imported
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 OWN = LOSSES._own
 assert isinstance(OWN, Imported)

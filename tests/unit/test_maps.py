@@ -10,7 +10,7 @@ from documents import DOCUMENTS, ROOT
 PACKAGE = ROOT / "megatron_mtp"
 ROOMS = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
 QUESTIONS = {
-    "Where is lambda / D applied to the losses?": ("lambda / D", "training/objective.py"),
+    "Where is lambda / D applied to the losses?": ("lambda / D", "losses/objective.py"),
     "Where is acceptance logged to W&B?": ("W&B|acceptance", "training/metrics.py"),
     "Where is the padding of the vocabulary removed at export?": (
         "pad|vocabulary|export",

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.model.mtp import Mixer, drawn_ages
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics
-from megatron_mtp.training.mtp_loss import mtp_loss, trunk_states
 
 LENGTH, DEPTHS = 9, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 2]])

@@ -1,4 +1,4 @@
-"""training/mtp_loss.py: the depths' loss on its own is that of the training step, value and gradient."""
+"""losses/mtp_loss.py: the depths' loss on its own is that of the training step, value and gradient."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from megatron_single import LAMBDA, LATENT, LENGTH, MOE, ROWS, forward_ours, mak
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import IGNORED_LABEL
+from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
 from megatron_mtp.model.trunk import MTPTrunk
-from megatron_mtp.training.mtp_loss import logits_and_states, mtp_loss, trunk_states
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

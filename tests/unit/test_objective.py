@@ -1,4 +1,4 @@
-"""training/objective.py: what the depths are compared with, and what the logs say, against sums written out by hand."""
+"""losses/objective.py: what the depths are compared with, and what the logs say, against sums written out by hand."""
 
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions
 from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, StageOutput
 from megatron_mtp.training.metrics import stats_of
-from megatron_mtp.training.objective import ObjectiveOutput, kept_positions
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -18,8 +18,8 @@ from megatron_single import (
 from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, documents_from_offsets
+from megatron_mtp.losses.objective import ObjectiveOutput
 from megatron_mtp.model.trunk import MTPGPTModel
-from megatron_mtp.training.objective import ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -1,11 +1,11 @@
-"""training/objective.py: what the depths weigh, step by step, and which slots are drawn."""
+"""losses/objective.py: what the depths weigh, step by step, and which slots are drawn."""
 
 from argparse import Namespace
 
 import pytest
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.training.objective import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.objective import depth_weights, kept_positions, scaling_factor
 
 
 def factors(steps: list[int], **settings: object) -> list[float]:

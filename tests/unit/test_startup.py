@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_mtp.training.objective import scaling_factor
+from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.training.short_log import keep_listing, quiet
 from megatron_mtp.training.startup import DIVERGED, explained
 

@@ -171,7 +171,7 @@ class OneLayer(Codec):
 class Blocks(Codec):
     """DFlash, whose `block_size` counts the newest token's row too."""
 
-    whole_numbers = ("intermediate_size", "num_hidden_layers", "block_size", "mask_token_id")
+    whole_numbers: tuple[str, ...] = ("intermediate_size", "num_hidden_layers", "block_size", "mask_token_id")
     idle_rows = 1
 
     @override

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import (
     VOCABULARY,
     DrafterForm,
@@ -89,7 +90,7 @@ def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "target_hidden_size": args.hidden_size,
         "draft_vocab_size": len(form.order_N),
-        **kind.keys(),
+        **CODECS[kind.name].keys(kind),
     }
 
 

@@ -36,9 +36,9 @@ from megatron_mtp.data.batch import (
     to_device,
 )
 from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.objective import HeadObjective, depth_weights
 from megatron_mtp.model.head import Drafted, Head, StageOutput
 from megatron_mtp.model.portable import bounds_of
-from megatron_mtp.training.objective import HeadObjective, depth_weights
 
 
 @dataclass(frozen=True)

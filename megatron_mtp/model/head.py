@@ -142,10 +142,13 @@ def head_of(
     _await_gathered(owner)
     weight, group = owner.weight.detach() if detached else owner.weight, model.pg_collection.tp
 
+    def scaled(logits: Tensor) -> Tensor:
+        made: Tensor = model._scale_logits(logits) if hasattr(model, "_scale_logits") else logits  # 0.16 has no muP
+        return made
+
     def project(hidden_SBH: Tensor) -> Tensor:
         logits_SBV, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=gathers)
-        scaled_SBV: Tensor = model._scale_logits(logits_SBV)
-        return scaled_SBV
+        return scaled(logits_SBV)
 
     def whole(hidden_SBH: Tensor) -> Tensor:
         spread = (
@@ -162,7 +165,7 @@ def head_of(
         tp_group=group,
         weight=weight,
         whole=whole,
-        logit_scale=model._scale_logits(torch.ones(())).item(),
+        logit_scale=scaled(torch.ones(())).item(),
         draft_vocabulary=draft_vocabulary,
         vocab_size=vocab_size,
     )

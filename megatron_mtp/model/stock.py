@@ -6,6 +6,7 @@ A stage keeps its class and its modules; the last one gets a block of Megatron's
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.random import _fork_rng
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
     get_mtp_layer_spec_for_backend,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,6 +82,12 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             adopts and chunk.post_process and not layers,
             f"mtp_num_layers is {config.mtp_num_layers}, and the last stage has no MTP block; build it with Megatron's "
             "mtp_block_spec, or with mtp_num_layers of None.",
+        ),
+        (
+            config.num_moe_experts is not None
+            and "padding_mask" not in signature(MultiTokenPredictionLayer._proj_and_transformer_layer).parameters,
+            "this megatron-core cannot leave the positions that an MTP layer shifts in out of the routing of experts; "
+            "install 0.18 or a later one.",
         ),
         (
             not all(hasattr(layer, "_proj_and_transformer_layer") for layer in layers),
@@ -175,8 +183,9 @@ def runner(layer: Any) -> Layer:
 
     def run(hidden_SBH: Tensor, embedded_SBH: Tensor, attention: AttentionInputs, mask_BS: Tensor | None) -> Tensor:
         def once(hidden_SBH: Tensor, embedded_SBH: Tensor | None, mask_BS: Tensor | None) -> Tensor:
+            masks = {} if mask_BS is None else {"padding_mask": mask_BS}
             made_SBH: Tensor = layer._proj_and_transformer_layer(
-                hidden_states=hidden_SBH, decoder_input=embedded_SBH, padding_mask=mask_BS, **vars(attention)
+                hidden_states=hidden_SBH, decoder_input=embedded_SBH, **masks, **vars(attention)
             )
             return made_SBH
 

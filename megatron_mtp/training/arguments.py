@@ -39,15 +39,17 @@ from megatron_mtp.training.checks import (
     check_ranges,
     check_supported,
     check_trunk,
+    counted_depths,
     drafter_arguments,
-    leave_out_depths,
     leave_out_evaluations,
-    set_depths,
-    set_drafter,
+    of_drafter,
+    with_changes,
+    without_depths,
 )
 from megatron_mtp.training.datasets import make_chats, reads_chats
 from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, check_stored, draft_vocabulary
+from megatron_mtp.training.loading import check_load, plan_load
+from megatron_mtp.training.short_log import say
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 """Megatron's `extra_args_provider`: takes its parser, and returns it with flags added."""
@@ -115,47 +117,82 @@ def parse_run_args(
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
-    given = parse_args(add_arguments)
-    unused = leave_out_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
-    older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
-    vars(given).update(older)  # which Megatron does after it has checked the positions of depths
-    check_ranges(given)
-    check_hub(given)
-    set_drafter(given)
-    set_depths(given)
-    given.reads_chats = reads_chats(given)
+    given, settled = read_flags(add_arguments)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     if not plans:
         check_trunk(given)
     check_load(given, mends=not plans)
-    stored = checkpoint_arguments(given) | older
-    if (drafter := given.drafter or stored.get("drafter")) is not None:
-        is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp
-        stored |= {BESIDE_MTP: is_beside, "drafter": drafter}
-        stored |= drafter_arguments(Namespace(**{**vars(given), **stored}))
 
     def add_stored_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser)
-        parser.set_defaults(**stored)
+        parser.set_defaults(**stored_values(given))
         return parser
 
     args = parse_and_validate_args(extra_args_provider=add_stored_arguments, args_defaults=args_defaults or {})
-    if given.mtp_use_repeated_layer:
-        args.mtp_use_repeated_layer = True  # with --use-checkpoint-args Megatron has put the checkpoint's in its place
-    vars(args).update(unused)
-    args.reads_chats = given.reads_chats
-    args.create_attention_mask_in_dataloader &= args.reset_attention_mask and not args.reads_chats  # causal without one
-    args.drafter_beside_mtp = bool(stored.get(BESIDE_MTP))
-    if args.drafter is not None:
-        vars(args).update(drafter_arguments(args))  # Megatron has put the checkpoint's in their place
+    vars(args).update(merged(given, args, settled))
     check_supported(args)  # older flags now have their newer names
     if args.use_checkpoint_args:
-        if given.mtp_num_layers is not None and (args.drafter is None or args.drafter_beside_mtp):
-            args.mtp_num_layers = given.mtp_num_layers  # Megatron prefers the checkpoint's, whatever the flag says
-            set_depths(args)
         check_flags(args, mtp_config_from_args(args))  # Megatron has now read them from the checkpoint
     return args
+
+
+def read_flags(add_arguments: ArgumentsProvider) -> tuple[Namespace, dict[str, Any]]:
+    """The flags of a command line with what follows from them, and the arguments that no checkpoint changes.
+
+    Raises:
+        ValueError: a flag has a value that is not allowed, or two do not go together.
+    """
+    given = parse_args(add_arguments)
+    unused = without_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
+    older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
+    given = with_changes(given, unused | older)  # which Megatron does after it has checked the positions of depths
+    check_ranges(given)
+    check_hub(given)
+    given = with_changes(given, of_drafter(given))
+    given = with_changes(given, {"mtp_num_layers": counted_depths(given), "reads_chats": reads_chats(given)})
+    settled = {"reads_chats": given.reads_chats}
+    return given, settled | ({**unused, "mtp_num_layers": None} if unused else {})
+
+
+def stored_values(given: Namespace) -> dict[str, Any]:
+    """The arguments that the checkpoint to load stores, where --use-checkpoint-args asks for them, and the drafter's.
+
+    Raises:
+        ValueError: the checkpoint is a conversion of a model that Megatron cannot run.
+    """
+    older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
+    stored = checkpoint_arguments(given) | older
+    drafter = given.drafter or stored.get("drafter")
+    if drafter is None:
+        return stored
+    is_beside = stored.get(BESIDE_MTP, False) if given.drafter is None else given.drafter_beside_mtp
+    stored |= {BESIDE_MTP: is_beside, "drafter": drafter}
+    return stored | drafter_arguments(with_changes(given, stored))
+
+
+def merged(given: Namespace, validated: Namespace, settled: dict[str, Any]) -> dict[str, Any]:
+    """Changes of the arguments that Megatron has validated: with --use-checkpoint-args it prefers the checkpoint's.
+
+    Args:
+        given, settled: of `read_flags`.
+        validated: Megatron's, whose defaults were those of `stored_values`.
+    """
+    has_mask = validated.reset_attention_mask and not settled["reads_chats"]  # attention is causal without one
+    changes = {
+        **({"mtp_use_repeated_layer": True} if given.mtp_use_repeated_layer else {}),
+        **settled,
+        "create_attention_mask_in_dataloader": validated.create_attention_mask_in_dataloader and has_mask,
+        BESIDE_MTP: bool(getattr(validated, BESIDE_MTP, False)),
+    }
+    args = with_changes(validated, changes)
+    if args.drafter is not None:
+        changes |= drafter_arguments(args)
+    has_layers = args.drafter is None or args.drafter_beside_mtp
+    if args.use_checkpoint_args and given.mtp_num_layers is not None and has_layers:
+        args = with_changes(args, {**changes, "mtp_num_layers": given.mtp_num_layers})
+        changes["mtp_num_layers"] = counted_depths(args)
+    return changes
 
 
 def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
@@ -169,8 +206,13 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     args.vocab_size = true_vocab_size(args)  # checkpoints keep the arguments
     model_config.true_vocab_size = args.vocab_size
     model_config.mtp_init_seed = args.seed
-    model_config.absent = check_stored(args, model_config.mtp)
-    model_config.draft_vocabulary, model_config.absent_draft_vocabulary = draft_vocabulary(args, model_config.mtp)
+    plan = plan_load(args, model_config.mtp)
+    args.finetune = plan.finetune
+    if args.rank == 0:
+        for line in plan.messages:
+            say(f"> {line}")
+    model_config.absent = plan.absent
+    model_config.draft_vocabulary, model_config.absent_draft_vocabulary = plan.draft_vocabulary, plan.new_heads
     return model_config
 
 

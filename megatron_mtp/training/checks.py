@@ -26,6 +26,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.config import (
+    BESIDE_MTP,
     MTPConfig,
     drafted_steps,
     flag_of,
@@ -383,12 +384,21 @@ def _check_folder(flag: str, named: str | None) -> None:
         raise ValueError(f"{flag} is {named}, but {there} is {kind}; name a folder.")
 
 
-def set_drafter(args: Namespace) -> None:
-    """Raises ValueError where --drafter was given with what a run with a drafter cannot have (ours)."""
-    args.drafter_beside_mtp = args.drafter is not None and bool(args.mtp_num_layers)
+def with_changes(args: Namespace, changes: dict[str, Any]) -> Namespace:
+    """A copy of the arguments with others in the place of some."""
+    return Namespace(**{**vars(args), **changes})
+
+
+def of_drafter(args: Namespace) -> dict[str, Any]:
+    """The arguments that follow from --drafter (ours).
+
+    Raises:
+        ValueError: it was given with what a run with a drafter cannot have.
+    """
+    is_beside = args.drafter is not None and bool(args.mtp_num_layers)
     if args.drafter is None:
-        return
-    is_alone = not args.drafter_beside_mtp
+        return {BESIDE_MTP: is_beside}
+    is_alone = not is_beside
     for given, flag, why in (
         (is_alone and args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
         (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
@@ -404,7 +414,7 @@ def set_drafter(args: Namespace) -> None:
     ):
         if given:
             raise ValueError(f"--drafter {args.drafter} was given with {flag}, but {why}; drop one of the two.")
-    vars(args).update(drafter_arguments(args))
+    return {BESIDE_MTP: is_beside, **drafter_arguments(with_changes(args, {BESIDE_MTP: is_beside}))}
 
 
 def drafter_arguments(args: Namespace) -> dict[str, Any]:
@@ -432,11 +442,8 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
     return {**loss, **as_mtp_layers(args.drafter_steps or STEPS)}
 
 
-def leave_out_depths(args: Namespace) -> dict[str, Any]:
-    """Set what --mtp-num-layers 0 leaves without a use to its default, in a line of flags that has depths (ours).
-
-    Returns:
-        The arguments of a run without depths.
+def without_depths(args: Namespace) -> dict[str, Any]:
+    """The defaults of what --mtp-num-layers 0 leaves without a use, in a line of flags that has depths (ours).
 
     Raises:
         ValueError: nothing would be left to train.
@@ -451,12 +458,11 @@ def leave_out_depths(args: Namespace) -> dict[str, Any]:
     given = [flag_of(name) for name, default in defaults.items() if getattr(args, name) != default]
     if given and args.rank == 0:
         say(f"> --mtp-num-layers is 0: training without depths, and without {' '.join(given)}")
-    vars(args).update(defaults)
-    return defaults | {"mtp_num_layers": None}
+    return defaults
 
 
-def set_depths(args: Namespace) -> None:
-    """Count the depths of --hybrid-layer-pattern as --mtp-num-layers, as Megatron does later, and 0 as none (ours).
+def counted_depths(args: Namespace) -> int | None:
+    """--mtp-num-layers, or the depths of --hybrid-layer-pattern, as Megatron counts later; None for none (ours).
 
     Raises:
         ValueError: the pattern cannot be read, or --mtp-num-layers is another number.
@@ -465,8 +471,7 @@ def set_depths(args: Namespace) -> None:
         if getattr(args, old) is not None:
             raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
     if args.hybrid_layer_pattern is None:
-        args.mtp_num_layers = args.mtp_num_layers or None
-        return
+        return args.mtp_num_layers or None
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
     if args.mtp_num_layers == 0 and depths:
         trunk = args.hybrid_layer_pattern.partition(Symbols.MTP_SEPARATOR)[0]
@@ -476,7 +481,7 @@ def set_depths(args: Namespace) -> None:
             f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} depths "
             "behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
         )
-    args.mtp_num_layers = depths or None
+    return depths or None
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ there.
 
 import zipfile
 from argparse import Namespace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,17 +129,44 @@ def loaded_iteration(args: Namespace) -> tuple[str, Path] | None:
     return None if name is None else (name, Path(get_load_checkpoint_path_by_args(args, name)))
 
 
-def check_stored(args: Namespace, settings: MTPConfig) -> dict[str, tuple[int, ...]]:
-    """The layers that the checkpoint to load lacks, by draft head; all of a drafter's are number 0.
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a run takes of the checkpoint that it starts from.
 
-    A checkpoint that lacks the drafter or all of the MTP layers starts a new run.
+    Attributes:
+        absent: layers that the checkpoint lacks, by draft head; all of a drafter's are number 0.
+        draft_vocabulary: the tokens [N] that the heads draft, ascending; None for all.
+        new_heads: whether the checkpoint lacks them, so that rows of a head's own are new.
+        finetune: whether the run starts as with --finetune, since the state of the optimizer is that of other layers.
+        messages: lines for the user.
+    """
+
+    absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    draft_vocabulary: Tensor | None = None
+    new_heads: bool = False
+    finetune: bool = False
+    messages: tuple[str, ...] = ()
+
+    def then(self, message: str, **changes: Any) -> "LoadPlan":
+        """With a further line, and other changes."""
+        return replace(self, messages=(*self.messages, message), **changes)
+
+
+def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
+    """The plan of a run with these arguments and settings; a checkpoint without its heads starts a new run.
 
     Raises:
-        ValueError: it has other layers, depths or positions than this run.
+        ValueError: the checkpoint has other layers, depths or positions than this run, or the flags of the draft
+            vocabulary do not fit it, the data, the vocabulary or the layout.
     """
-    if (found := loaded_iteration(args)) is None:
-        return {}
-    name, folder = found
+    plan, found = LoadPlan(finetune=args.finetune), loaded_iteration(args)
+    if found is not None:
+        plan = _of_layers(plan, args, settings, *found)
+    return plan if args.mtp_num_layers is None else _of_draft_vocabulary(plan, args, settings, found)
+
+
+def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, folder: Path) -> LoadPlan:
+    """With the layers that the iteration lacks, which the argument `name` gives."""
     source = f"{FLAGS[name]} {getattr(args, name)}"
     common: dict[str, Any] = {}
     has_drafter = False
@@ -149,29 +177,36 @@ def check_stored(args: Namespace, settings: MTPConfig) -> dict[str, tuple[int, .
     stored = common.get("args")
     if stored is not None:
         _check_layers(args, stored, f"{source} holds")
-    lacks_drafter = args.drafter is not None and _lacks_drafter(folder, stored if has_drafter else None, args)
     first, of_drafter = HEADS
-    absent: dict[str, tuple[int, ...]] = {}
+    if args.drafter is not None:
+        if has_drafter and stored is not None:
+            _check_drafter(folder, stored, args)
+        else:  # the stored optimizer knows nothing of it
+            plan = plan.then(
+                f"a new drafter on the trunk of {folder}; starting as with --finetune",
+                absent={of_drafter if stands_beside(args) else first: (0,)},
+                finetune=True,
+            )
     if _has_layers(args):
-        absent[first] = _changed_layers(args, settings, folder, common)
-    if lacks_drafter:
-        absent[of_drafter if stands_beside(args) else first] = (0,)
+        plan = _of_changed_layers(plan, args, settings, folder, common)
     if has_drafter and stored is not None and (left_out := _left_out(args, stored)):
-        args.finetune = True  # the stored optimizer has states of it
-        if args.rank == 0:
-            say(f"> {folder} has {left_out}, which this run leaves out; starting as with --finetune")
+        said = f"{folder} has {left_out}, which this run leaves out; starting as with --finetune"
+        plan = plan.then(said, finetune=True)  # the stored optimizer has states of it
     if stored is not None and not args.use_checkpoint_args:
-        _check_positions(args, stored, source)
-    return absent
+        plan = _of_positions(plan, args, stored, source)
+    return plan
 
 
-def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]) -> tuple[int, ...]:
-    """The MTP layers that the checkpoint lacks; prints what is added or left out.
+def _of_changed_layers(
+    plan: LoadPlan, args: Namespace, settings: MTPConfig, folder: Path, common: dict[str, Any]
+) -> LoadPlan:
+    """With the MTP layers that the checkpoint lacks.
 
     A run goes on with more or fewer layers: the state of the optimizer is that of the others. From a checkpoint without
     any it starts anew.
 
     Args:
+        plan: so far.
         args, settings: the run's.
         folder: of the iteration.
         common: what it stores beside tensors; empty for a format that is no list of tensors.
@@ -182,44 +217,34 @@ def _changed_layers(args: Namespace, settings: MTPConfig, folder: Path, common: 
     layers = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers
     drops = bool(common) and not args.mtp_use_repeated_layer
     absent = absent_layers(folder, layers, settings.mtp_architecture == "sequential", settings.mtp_init, drops)
+    if absent:
+        plan = replace(plan, absent={**plan.absent, next(iter(HEADS)): absent})
     stored = stored_depths(folder)
     if stored is None or stored.layers == layers:
-        return absent
+        return plan
     if absent and (not stored.layers or not common):
-        args.finetune = True  # the stored optimizer knows nothing of the new layers
-        if args.rank == 0:
-            say(f"> MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune")
-        return absent
-    if not (args.finetune or args.no_load_optim) and sharding_type(common) not in (None, "fully_reshardable"):
+        said = f"MTP layers that {folder} lacks: --mtp-init {settings.mtp_init}; starting as with --finetune"
+        return plan.then(said, finetune=True)  # the stored optimizer knows nothing of the new layers
+    if not (plan.finetune or args.no_load_optim) and sharding_type(common) not in (None, "fully_reshardable"):
         raise ValueError(
             f"{folder} has {stored.layers} MTP layers and its optimizer's state in buffers of all parameters, which "
             f"cannot go on with {layers}; save it again with --mtp-num-layers {stored.layers} and "
             "--dist-ckpt-optim-fully-reshardable, or start with a new state (--no-load-optim)."
         )
-    if args.rank == 0:
-        others = range(min(layers, stored.layers) + 1, max(layers, stored.layers) + 1)
-        names = ", ".join(map(str, others))
-        does = f"begins by --mtp-init {settings.mtp_init}, its optimizer's moments at zero" if absent else "is left out"
-        say(f"> {folder} has {stored.layers} MTP layers, this run {layers}: layer {names} {does}; all else goes on")
-    return absent
+    others = range(min(layers, stored.layers) + 1, max(layers, stored.layers) + 1)
+    names = ", ".join(map(str, others))
+    does = f"begins by --mtp-init {settings.mtp_init}, its optimizer's moments at zero" if absent else "is left out"
+    return plan.then(
+        f"{folder} has {stored.layers} MTP layers, this run {layers}: layer {names} {does}; all else goes on"
+    )
 
 
-def _lacks_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> bool:
-    """Return whether the checkpoint has no drafter, so that the run begins a new one.
-
-    Args:
-        folder: of the iteration.
-        stored: the arguments that its drafter was trained with; None where it has none.
-        args: the run's.
+def _check_drafter(folder: Path, stored: Namespace, args: Namespace) -> None:
+    """Check whether the drafter of an iteration, which was trained with the stored arguments, is that of the run.
 
     Raises:
-        ValueError: its drafter is of another kind or size, or reads other layers.
+        ValueError: it is of another kind or size, or reads other layers.
     """
-    if stored is None:
-        args.finetune = True  # the stored optimizer knows nothing of the drafter
-        if args.rank == 0:
-            say(f"> a new drafter on the trunk of {folder}; starting as with --finetune")
-        return True
     for name in DRAFTER_SETTINGS:
         own, theirs = getattr(args, name), getattr(stored, name, None)
         if own != theirs:
@@ -227,7 +252,6 @@ def _lacks_drafter(folder: Path, stored: Namespace | None, args: Namespace) -> b
                 f"{flag_of(name)} is {_words(own)}, and the drafter of {folder} (--load) has {_words(theirs)}; give "
                 "that, or --use-checkpoint-args."
             )
-    return False
 
 
 def _has_layers(args: Namespace) -> bool:
@@ -286,8 +310,8 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
             )
 
 
-def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
-    """Check whether the rotary settings are those of the training; a new run may have others."""
+def _of_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: str) -> LoadPlan:
+    """With the rotary settings that are not those of the training; only a new run may have others."""
     names = POSITIONS + (LATENT_POSITIONS if args.multi_latent_attention else ())
     for name in names:
         own = getattr(args, name, None)
@@ -295,29 +319,26 @@ def _check_positions(args: Namespace, stored: Namespace, source: str) -> None:
         if theirs == own:
             continue
         said = f"{source} was trained with {name} {theirs}, and this run has {own}"
-        if not args.finetune:
+        if not plan.finetune:
             raise ValueError(
                 f"{said}; give the flags of its training, or --use-checkpoint-args, or --finetune for a new run with "
                 "other positions."
             )
-        if args.rank == 0:
-            say(f"> {said}")
+        plan = plan.then(said)
+    return plan
 
 
 # --- the draft vocabulary --------------------------------------------------------------------------------------------
 
 
-def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | None, bool]:
-    """The tokens [N], ascending (None for all), and whether the checkpoint that will be loaded lacks them.
-
-    Every rank computes the same list, before there is a process group.
+def _of_draft_vocabulary(
+    plan: LoadPlan, args: Namespace, settings: MTPConfig, loaded: tuple[str, Path] | None
+) -> LoadPlan:
+    """With the tokens that are drafted; every rank computes the same list, before there is a process group.
 
     Raises:
         ValueError: the flags do not fit the checkpoint, the data, the vocabulary or the layout.
     """
-    if args.mtp_num_layers is None:
-        return None, False
-    loaded = loaded_iteration(args)
     stored = None if loaded is None else _stored_draft_vocabulary(loaded[1], args)
     if stored is not None and loaded is not None:
         checkpoint = f"{FLAGS[loaded[0]]} {getattr(args, loaded[0])}"
@@ -329,16 +350,17 @@ def draft_vocabulary(args: Namespace, settings: MTPConfig) -> tuple[Tensor | Non
     elif settings.mtp_draft_vocab_size is not None:
         tokens, source = _counted(args, settings.mtp_draft_vocab_size)
     else:
-        return None, False
+        return plan
     _check_slices(tokens, args)
-    is_new = loaded is not None and stored is None
-    begins = ""
-    if is_new and args.drafter is not None and not args.finetune:
-        args.finetune = True  # the stored optimizer knows nothing of a drafter's rows of these tokens
-        begins = "; starting as with --finetune"
-    if args.rank == 0:
-        say(f"> the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}{begins}")
-    return torch.tensor(tokens), is_new
+    new_heads = loaded is not None and stored is None
+    starts_anew = new_heads and args.drafter is not None and not plan.finetune  # its optimizer knows no such rows
+    begins = "; starting as with --finetune" if starts_anew else ""
+    return plan.then(
+        f"the MTP layers draft {len(tokens)} of {args.padded_vocab_size} tokens, {source}{begins}",
+        draft_vocabulary=torch.tensor(tokens),
+        new_heads=new_heads,
+        finetune=plan.finetune or starts_anew,
+    )
 
 
 def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""attach.py with other releases of megatron-core: imported, and two steps each, with the losses of the installed one."""
+"""attach.py with other releases of megatron-core: two steps have the losses of the installed one."""
 
 import json
 import os

@@ -164,10 +164,10 @@ def tasks() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("task", "read", "edit"), tasks())
-def test_a_task_of_the_table_reads_four_files_and_edits_three_that_have_what_it_says(
+def test_a_task_of_the_table_reads_four_files_and_edits_five_that_have_what_it_says(
     task: str, read: str, edit: str
 ) -> None:
-    for cell, most in ((read, 4), (edit, 3)):
+    for cell, most in ((read, 4), (edit, 5)):
         named = re.findall(r"`([\w/]+\.py|[\w/]+/)`(?: `(\w+)`)?", cell)
         assert len({path for path, _ in named}) + cell.count("[below]") <= most
         for path, name in named:

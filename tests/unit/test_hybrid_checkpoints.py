@@ -16,6 +16,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.model.arguments import MTPModelConfig, completed, config_of, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.loading import plan_load
 
 PATTERN = "--hybrid-layer-pattern"
 MAMBA = "--mamba-head-dim 8 --mamba-state-dim 8"
@@ -149,6 +150,19 @@ def test_more_depths_than_the_checkpoints_come_by_mtp_init(gpt: Path, monkeypatc
     flags = f"{RUN} {MOCK} --use-checkpoint-args --load {gpt} --mtp-num-layers 3 --mtp-init random"
     args, config = parsed_run(flags, monkeypatch)
     assert (args.mtp_num_layers, config.absent) == (3, {"mtp": (1, 2)})
+
+
+def test_a_plan_to_load_changes_no_argument(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{RUN} {MOCK} --use-checkpoint-args --load {trunk} --mtp-num-layers 1 --mtp-init random"
+    args, config = parsed_run(flags, monkeypatch)
+    assert args.finetune, "the one place that applies the plan"
+    args.finetune = False
+    before = dict(vars(args))
+    plan = plan_load(args, config.mtp)
+    assert vars(args) == before
+    assert (plan.absent, plan.finetune, plan.new_heads) == ({"mtp": (0,)}, True, False)
+    (message,) = plan.messages
+    assert message.endswith("lacks: --mtp-init random; starting as with --finetune")
 
 
 @pytest.mark.parametrize("init", ["random", "last-layer"])

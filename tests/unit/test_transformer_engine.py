@@ -20,7 +20,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.training.loading import check_stored
+from megatron_mtp.training.loading import plan_load
 
 try:
     version("transformer-engine")
@@ -86,9 +86,11 @@ def test_norms_of_plain_queries_are_refused(saved: Path, capsys: pytest.CaptureF
     assert any("linear_q_proj.layer_norm_weight" in name for name in load_file(folder / WEIGHTS))
     with pytest.raises(ValueError, match="has norms in front of linear_q_proj"):
         load_runner(folder)
-    run = Namespace(load=str(folder), pretrained_checkpoint=None, ckpt_step=None, non_persistent_ckpt_type=None)
+    run = Namespace(
+        load=str(folder), pretrained_checkpoint=None, ckpt_step=None, non_persistent_ckpt_type=None, finetune=False
+    )
     with pytest.raises(ValueError, match=r"--load .* has norms in front of linear_q_proj"):
-        check_stored(run, MTPConfig())
+        plan_load(run, MTPConfig())
     assert main(["convert", "mcore-to-hf", str(folder), str(saved / "none")]) == 2
     assert "linear_q_proj.layer_norm_weight" in capsys.readouterr().err
 

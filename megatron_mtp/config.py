@@ -63,6 +63,10 @@ def _flag[T](
     return made
 
 
+def _readers(setting: str) -> str:
+    return " and ".join(f"'{name}'" for name in readers_of(setting))
+
+
 def _listed(clauses: Sequence[str]) -> str:
     return ", ".join(clauses[:-1]) + f", and {clauses[-1]}"
 
@@ -230,14 +234,14 @@ class MTPConfig:
     )
     drafter_steps: int | None = _flag(
         None,
-        "Tokens that the drafter learns to draft: of 'eagle3' steps, each on its own states of the step before, of "
-        f"others the drafts of a block. Default: {STEPS}.",
+        "Tokens that the drafter learns to draft: steps, each on its own states of the step before, or the drafts of a "
+        f"block. Default: {STEPS}.",
         allowed=FROM_1,
         metavar="K",
     )
     drafter_layers: Sequence[int] | None = _flag(
         None,
-        "Layers of the trunk whose states the drafter reads, counted from 1; 'eagle3' reads three. Default: the "
+        "Layers of the trunk whose states the drafter reads, counted from 1. Default: of a drafter of one layer the "
         "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
         "of others as many as they have layers, from the second to the third from the end.",
         type=int,
@@ -259,7 +263,8 @@ class MTPConfig:
     )
     drafter_markov_rank: int | None = _flag(
         None,
-        f"Rank of the bias that the token before gives the drafts of 'dspark'. Default: {MARKOV_RANK}.",
+        f"Rank of the bias that the token before gives the drafts of {_readers('drafter_markov_rank')}. Default: "
+        f"{MARKOV_RANK}.",
         allowed=FROM_1,
         metavar="R",
     )

@@ -164,6 +164,9 @@ _ROWS = (
 DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in _ROWS}
 """Kinds by name."""
 
+FITTED = next(row for row in _ROWS if row.can_be_fitted)
+"""The kind that `fit-drafter` makes."""
+
 
 def readers_of(setting: str) -> list[str]:
     """Names of the kinds that read a setting: those whose row has it, or all."""

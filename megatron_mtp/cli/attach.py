@@ -22,7 +22,7 @@ from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import flag_of, number_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.data.checks import check_split
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.drafters import DRAFTERS, FITTED
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
 from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
@@ -149,7 +149,9 @@ def parser(program: str) -> Parser:
     add("--donor", type=named, metavar="FOLDER", help=donor)
     drafter = "train a drafter in the place of MTP layers (train --drafter); steps of MTP layers are left out"
     add("--drafter", choices=DRAFTERS, help=drafter)
-    begins = "how it begins: EAGLE-3 fitted to the corpus (convert fit-drafter), or from random weights, as others do; "
+    begins = (
+        f"how it begins: {FITTED.name} fitted to the corpus (convert fit-drafter), or random weights, as others do; "
+    )
     begins += "default: fitted, random for conversations"
     add("--drafter-init", choices=("fitted", "random"), help=begins)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
@@ -217,9 +219,8 @@ def _check(args: Namespace) -> None:
             )
     kind = DRAFTERS.get(args.drafter)
     if args.drafter_init == "fitted" and (kind is None or not kind.can_be_fitted or _is_chat(args.corpus)):
-        fitted = next(row for row in DRAFTERS.values() if row.can_be_fitted)
         raise ValueError(
-            f"--drafter-init is fitted, which {fitted.called} (--drafter {fitted.name}) on a text alone can be; give "
+            f"--drafter-init is fitted, which {FITTED.called} (--drafter {FITTED.name}) on a text alone can be; give "
             "random."
         )
     if kind is not None and kind.fills_blocks and number_of(args.token_fraction) != 1:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
+from megatron_mtp.drafters import DRAFTERS, FITTED
 from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
 from megatron_mtp.runtime import quieten
@@ -459,12 +460,12 @@ COMMANDS = {
         WRITES | DTYPE,
     ),
     "attach-drafter": Command(
-        "Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder (EAGLE-3, DFlash, DSpark).",
+        f"Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder ({', '.join(DRAFTERS)}).",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
         WRITES,
     ),
     "fit-drafter": Command(
-        "Copy a Megatron checkpoint without its MTP layers, and add an EAGLE-3 drafter that begins as a fit to text.",
+        f"Copy a Megatron checkpoint without its MTP layers, and add {FITTED.called} that begins as a fit to text.",
         IN_OUT,
         WRITES | FITS,
     ),

@@ -19,6 +19,8 @@ from megatron_mtp.model.arguments import as_mtp_layers
 from megatron_mtp.model.head import DRAFTER
 
 AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+INNER = OF_ONE_LAYER, OF_BLOCKS = "eagle_config", "dflash_config"
+"""Config keys with further keys in them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class OneLayer(Codec):
     @override
     def keys(self, kind: Kind) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
-        return {AUX_LAYERS: [*kind.layers], "eagle_config": {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
+        return {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
 
     @override
     def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
@@ -155,7 +157,7 @@ class OneLayer(Codec):
 
     @override
     def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
-        inner = (keys.get("eagle_config") or {}).get(AUX_LAYERS)
+        inner = (keys.get(OF_ONE_LAYER) or {}).get(AUX_LAYERS)
         found = keys.get(AUX_LAYERS) or ([number + 1 for number in inner] if inner else engine_layers(layers))
         return [*found]
 
@@ -176,10 +178,10 @@ class Blocks(Codec):
 
     @override
     def keys(self, kind: Kind) -> dict[str, Any]:
-        return {"block_size": kind.steps + self.idle_rows, "dflash_config": self.inner(kind)}
+        return {"block_size": kind.steps + self.idle_rows, OF_BLOCKS: self.inner(kind)}
 
     def inner(self, kind: Kind) -> dict[str, Any]:
-        """What engines look for in `dflash_config`."""
+        """What engines look for in `OF_BLOCKS`."""
         return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
 
     @override
@@ -245,6 +247,11 @@ class BiasedBlocks(Blocks):
 
 CODECS: dict[str, Codec] = {"eagle3": OneLayer(), "dflash": Blocks(), "dspark": BiasedBlocks()}
 """By the names of `drafters.DRAFTERS`."""
+
+
+def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config with those that block drafters have one level down."""
+    return {**keys, **(keys.get(OF_BLOCKS) or {})}
 
 
 def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> Kind:

@@ -26,11 +26,13 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.drafter_codecs import (
     AUX_LAYERS,
     CODECS,
+    INNER,
     TARGET_LAYERS,
     Kind,
     Rows,
     by_token,
     kind_in,
+    with_inner,
 )
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
@@ -211,8 +213,7 @@ def form_in(path: Path, args: Namespace, names: Collection[str]) -> DrafterForm:
         ValueError: the config lacks something, or is of another kind or of another trunk.
     """
     keys = _checked_config(path, args)
-    said = {**keys, **(keys.get("dflash_config") or {})}
-    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], said, args), args.vocab_size
+    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], with_inner(keys), args), args.vocab_size
     drafted = int(keys.get("draft_vocab_size") or vocabulary)
     has_list = "d2t" in names or drafted < vocabulary
     lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
@@ -242,7 +243,7 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     """The folder's keys, which agree with the trunk."""
     keys, name = _config(path), drafter_kind(path)
-    said = {**keys, **(keys.get("dflash_config") or {})}
+    said = with_inner(keys)
     if other := [key for key, plain in OTHER_FORMS.items() if said.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
     rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
@@ -268,7 +269,7 @@ def _config(path: Path) -> dict[str, Any]:
             f"{path / CONFIG} has architectures {keys.get('architectures')}; give a "
             f"{', '.join(row.architecture for row in DRAFTERS.values())}."
         )
-    objects = {name: keys.get(name) or {} for name in ("dflash_config", "eagle_config", *ROPE)}
+    objects = {name: keys.get(name) or {} for name in (*INNER, *ROPE)}
     wrong = {name: value for name, value in objects.items() if not isinstance(value, dict)}
     for said in [] if wrong else [keys, *objects.values()]:
         wrong |= {name: said[name] for name in SIZES if type(said.get(name) or 0) is not int}

@@ -41,7 +41,8 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
     reader = DistReader(source)
     if not reader.has_drafter:
         raise ValueError(
-            f"{source} has no drafter; train one with megatron-mtp train --drafter eagle3 --load {source}."
+            f"{source} has no drafter; train one with megatron-mtp train --drafter {next(iter(DRAFTERS))} --load "
+            f"{source}."
         )
     args = reader.common()["args"]
     form = stored_form(args, reader)

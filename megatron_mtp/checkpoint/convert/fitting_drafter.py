@@ -36,7 +36,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafters import DRAFTERS, EAGLE3_LAYERS
+from megatron_mtp.drafters import EAGLE3_LAYERS, FITTED
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
@@ -77,10 +77,9 @@ def plan_fitting(
             f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
             "(train --drafter eagle3, attach --drafter-init random)."
         )
-    row = DRAFTERS["eagle3"]
-    read = tuple(layers or row.default_layers(trunk.num_layers, None))
-    row.check_layers(read, trunk.num_layers)
-    kind = Kind(row.name, read, trunk.ffn_hidden_size)
+    read = tuple(layers or FITTED.default_layers(trunk.num_layers, None))
+    FITTED.check_layers(read, trunk.num_layers)
+    kind = Kind(FITTED.name, read, trunk.ffn_hidden_size)
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
     fit = Fit(reader, changed_args(reader, **plain)["args"], trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)

@@ -131,18 +131,6 @@ class Eagle(OneCache):
         return chunk
 
 
-class Eagle3(Eagle):
-    """The same with an EAGLE-3 drafter (model/eagle3.py).
-
-    A new row's input is the feature that the trunk's forward leaves behind its state; a drafted row's is the drafter's
-    own state.
-    """
-
-    line = "an EAGLE-3 drafter, which reads three of the trunk's layers, any K"
-    depths = "eagle3"
-    keeps_states = False
-
-
 def in_turn(runner: "Runner", passes: list[MTPRows], drafted_BN: Tensor, round: Round, count: int) -> Draft | None:
     """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does.
 

@@ -217,13 +217,6 @@ class Tree(Grower):
         return Draft(tokens_BN, torch.cat(probs, dim=1), parents_BN)
 
 
-class Eagle3Tree(Tree):
-    """A tree grown with an EAGLE-3 drafter, as `mtp.Eagle3` runs it."""
-
-    line = "a tree grown with an EAGLE-3 drafter"
-    depths = "eagle3"
-
-
 class Beam(Grower):
     """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
 

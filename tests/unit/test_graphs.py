@@ -6,11 +6,11 @@ nothing alive that the step has read: memory that was freed since has other numb
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from tiers import tiered
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_mtp.decoding import batch, graphs, kv_cache, sequences
 from megatron_mtp.decoding.batch import can_record
@@ -67,14 +66,16 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[Call] = []
         self.before: list[tuple[Tensor, Tensor]] = []
         self.own: set[int] = set()
 
-    def noted(self, tensor: Any) -> Any:
-        """The tensor itself where the step has made it."""
-        is_read = isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.own
-        return Read(tensor) if is_read else tensor
+    def noted(self, value: Any) -> Any:
+        """The value, with a `Read` in the place of every tensor that the step has not made."""
+        if isinstance(value, list | tuple):
+            return type(value)([self.noted(one) for one in value])
+        is_read = isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.own
+        return Read(value) if is_read else value
 
     def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
@@ -84,10 +85,10 @@ class Tape(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.before.append((tensor, tensor.clone()))
         made = operation(*given, **named)
-        known = {one.untyped_storage()._cdata for one in tree_leaves((given, named)) if isinstance(one, Tensor)}
-        of_made = {one.untyped_storage()._cdata for one in tree_leaves(made) if isinstance(one, Tensor)}
-        self.own |= of_made - known
-        self.calls.append((operation, *tree_map(self.noted, (given, named, made))))
+        known = {one.untyped_storage()._cdata for one in tensors_of([*given, *named.values()])}
+        self.own |= {one.untyped_storage()._cdata for one in tensors_of([made])} - known
+        names = dict(zip(named, self.noted([*named.values()]), strict=True))
+        self.calls.append(Call(operation, self.noted([*given]), names, tensors_of(self.noted([made]))))
         return made
 
     def undo(self) -> None:
@@ -97,11 +98,38 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         for operation, given, named, made in self.calls:
-            given, named = tree_map(lambda one: one.tensor() if isinstance(one, Read) else one, (given, named))
-            again = operation(*given, **named)
-            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            again = operation(*map(present, given), **{name: present(one) for name, one in named.items()})
+            for old, new in zip(made, tensors_of([again]), strict=True):
+                if type(old) is not Read and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+class Call(NamedTuple):
+    """An operation with its arguments and the tensors that it returned; tensors of others' memory are `Read`."""
+
+    operation: Any
+    given: list[Any]
+    named: dict[str, Any]
+    made: list[Any]
+
+
+def present(value: Any) -> Any:
+    """The value, with tensors in the place of every `Read`."""
+    kind = type(value)
+    if kind is Read:
+        return value.tensor()
+    return [present(one) for one in value] if kind is list or kind is tuple else value
+
+
+def tensors_of(values: Sequence[Any]) -> list[Any]:
+    """All tensors, and what is noted of them, in lists too."""
+    found: list[Any] = []
+    for one in values:
+        if isinstance(one, list | tuple):
+            found += tensors_of(one)
+        elif isinstance(one, Tensor | Read):
+            found.append(one)
+    return found
 
 
 def record_on_tape(step: Callable[[], StepOutput], _: None) -> Recorded:

@@ -12,7 +12,7 @@ from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands,
 from megatron_mtp.cli.verbs import VERBS
 
 README = DOCUMENTS["README.md"].read_text()
-FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ studies/ examples/ docs/".split())
+FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ examples/ docs/".split())
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in ROOT.glob(f"{folder}*.*")]
 PROGRAM = re.compile(r"^(?:\.venv/bin/)?(python|torchrun|megatron-mtp|bash|sbatch) ")
 
@@ -46,7 +46,7 @@ def known_flags(code: str) -> frozenset[str]:
     named = [word for word in words[:8] if word in commands()]
     if "pytest" in words[:2]:
         return frozenset(["--all", "--durations"])
-    if words and words[0].startswith(("benchmarks/", "studies/", "scripts/", "examples/")):
+    if words and words[0].startswith(("benchmarks/", "scripts/", "examples/")):
         return literals(words[0])
     if code.startswith("torchrun"):
         return own(named[0]) | launched() if named else launched()

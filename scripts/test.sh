@@ -34,4 +34,5 @@ bash scripts/setup.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"
+# Images set PYTHONDONTWRITEBYTECODE; then every process of a run would compile the package and the tests anew.
+env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

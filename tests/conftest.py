@@ -14,15 +14,16 @@ import pytest
 from quicker import collect_new_objects_alone
 
 LONGEST = """
-    tests/functional/test_layouts.py tests/functional/test_document_commands.py tests/unit/test_engine.py
-    tests/unit/test_types.py tests/unit/test_graphs.py tests/unit/test_drafting.py
-    tests/unit/test_drafting_methods.py tests/unit/test_trunk_families.py tests/unit/test_verify.py
-    tests/unit/test_hybrid_engine.py tests/unit/test_hybrid_drafting.py tests/unit/test_loading.py
-    tests/unit/test_fuzz.py tests/unit/test_serving_life.py tests/unit/test_killed_training.py
-    tests/unit/test_killed_conversion.py tests/functional/test_features.py
-    tests/functional/test_migrated_training.py tests/functional/test_serve.py tests/unit/test_extensions_away.py
-    tests/functional/test_generate.py tests/functional/test_precision.py tests/functional/test_commands.py
-    tests/functional/test_conversion.py tests/functional/test_faults.py
+    tests/functional/test_layouts.py tests/unit/test_verify.py tests/unit/test_drafting.py
+    tests/functional/test_drafter_commands.py tests/unit/test_graphs.py tests/unit/test_types.py
+    tests/functional/test_serve.py tests/unit/test_engine.py tests/unit/test_triton_chunk.py tests/unit/test_graft.py
+    tests/unit/test_drafting_methods.py tests/functional/test_document_commands.py
+    tests/unit/test_hybrid_drafting.py tests/unit/test_trunk_families.py tests/unit/test_verifiers.py
+    tests/functional/test_generate.py tests/unit/test_loading.py tests/unit/test_quantized_export.py
+    tests/unit/test_wrapped.py tests/functional/test_commands.py tests/unit/test_killed_training.py
+    tests/unit/test_killed_conversion.py tests/functional/test_features.py tests/functional/test_migrated_training.py
+    tests/unit/test_extensions_away.py tests/functional/test_precision.py tests/functional/test_conversion.py
+    tests/functional/test_faults.py
 """.split()
 """Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
 

@@ -293,18 +293,17 @@ COVERED: dict[str, set[str]] = {
 """The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 padded-vocabulary-d2 drafter beside-d2",
-    "tp2-sp": "untied-d1 latent-d2 frozen-moe-d3 drafter-spark",
-    "cp2": "documents-d3 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 drafter-spark-padded",
-    "pp2": "tied-d1 repeated-d3 drafter beside-trained-d2",
+    "tp2": "tied-d3 padded-vocabulary-d2 drafter",
+    "tp2-sp": "untied-d1 frozen-moe-d3",
+    "cp2": "documents-d3 hybrid-padded-d1",
+    "pp2": "tied-d1 drafter",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",
-    "dp2": "packed-d3 grouped-d3",
+    "dp2": "grouped-d3",
     "ep2": "moe-d1",
-    "cp2-pp2": "padded-d3",
     "pp4-mtp-stage": "packed-d1",
 }
-"""The cases of the first tier: every way to cut a model, most kinds of models, and what a layout treats as its own."""
+"""The cases of the first tier: every way to cut a model, and what a layout treats as its own."""
 
 
 def sources(model: str) -> list[str]:
@@ -337,8 +336,8 @@ MOVES = [("drafter", "pp2", "tp2")] + [
 ]
 """Model, the layout that saved a checkpoint, and the one that goes on training from it."""
 
-FIRST_MOVES = {("pp2", "tp2"), ("dp2", "cp2-dp2")}
-"""Those of the first tier: stages, slices of a tensor, and slices of an optimizer."""
+FIRST_MOVE = ("tied-d3", "dp2", "cp2-dp2")
+"""That of the first tier: slices of an optimizer."""
 
 
 def needs(job: str) -> list[str]:

@@ -27,7 +27,7 @@ RUNS = {
 }
 
 
-FIRST = ("pp3-mtp-stage", "tp2-packed")
+FIRST = ("pp3-mtp-stage",)
 """Of the first tier: what test_layouts.py, which makes its batches itself, does not see."""
 
 

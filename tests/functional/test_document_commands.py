@@ -22,7 +22,7 @@ from document_command import PARSED, PROGRAMS
 from documents import DOCUMENTS, SHELLS, blocks
 
 COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
-LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks studies LICENSE".split()
+LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
 RUN = (*SHELLS, "python")
 TOOLS = "cat cp ls".split()
 """Programs of the system that a document may call."""
@@ -41,9 +41,6 @@ python tools/checkpoint/convert.py mcore-to-hf runs/quickstart/checkpoint runs/q
 for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
 """A run like the quickstart's, of two steps, under all names that documents give to a run."""
-
-LONG = [f"docs/{name}.md" for name in ("attaching", "conversion", "serving", "training", "extensions/predict")]
-"""Documents whose commands run with --all; their verbs have tests of their own."""
 
 FLAGS = (
     "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
@@ -104,7 +101,7 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.matrix] if name in LONG else [])
+        pytest.param(name, marks=[] if name == "README.md" else [pytest.mark.matrix])
         for name, path in DOCUMENTS.items()
         if blocks(path.read_text(), *RUN)
     ],

@@ -39,6 +39,7 @@ prepare()
 
 STEPS, HALF, LAYERS = 4, 2, 8
 DRAFTED = Path(__file__).with_name("draft_tokens.txt")
+SLICES, STAGES = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 
 
 def command(*flags: str, processes: int = 1) -> launch.Command:
@@ -94,9 +95,7 @@ def test_a_run_resumes_to_the_same_bits(trained: Path, tmp_path: Path) -> None:
     assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
 
 
-@pytest.mark.parametrize(
-    "layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"]
-)
+@pytest.mark.parametrize("layout", tiered([SLICES, STAGES], (STAGES,)))
 def test_two_ranks_go_on_with_what_one_has_trained(trained: Path, tmp_path: Path, layout: str) -> None:
     flags = ["--load", f"{trained}/drafter", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
     launch.run(command(*flags, *layout.split(), *DRAFTER, processes=2), tmp_path / "log")
@@ -113,6 +112,7 @@ def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], keys: Iterable
     return all(torch.equal(ours[key], theirs[key]) for key in keys)
 
 
+@pytest.mark.matrix
 def test_a_fitted_drafter_gets_a_draft_vocabulary_and_the_trunks_rows_of_it(trained: Path, tmp_path: Path) -> None:
     corpus = write_dataset(tmp_path / "corpus", [list(range(3, 3 + length)) for length in range(40, 110)])
     assert convert(["fit-drafter", f"{trained}/trunk", f"{tmp_path}/fitted", "--data-path", corpus]) == 0
@@ -297,7 +297,7 @@ BLOCKS = {
 }
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(scope="module", params=tiered(BLOCKS, ("dspark",)))
 def block(trained: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with `drafter`, of four steps on the same trunk, and `exported`."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -350,7 +350,8 @@ def test_a_block_drafter_of_another_trunk_is_refused(
         read_drafter(spoiled(block / "exported", tmp_path / "spoiled", **changes), args)
 
 
-@pytest.mark.parametrize("kind", tiered(DRAFTERS, ("dspark",)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole verb, from a folder and texts; when it is given again, no finished step is taken again."""
     train_bpe(["abc abd"], 258, tmp_path / "tokenizer")
@@ -424,7 +425,9 @@ def test_both_learn_what_each_learns_alone(trained: Path, beside: Path) -> None:
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "layout", tiered(["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"], ("",))
+)
 def test_both_are_resumed_in_any_layout(beside: Path, tmp_path: Path, layout: str) -> None:
     flags = ["--load", f"{beside}/both", "--ckpt-step", str(HALF), "--save", f"{tmp_path}/resumed"]
     words = command(*flags, *layout.split(), *MTP, *DRAFTER, processes=2 if layout else 1)
@@ -463,6 +466,7 @@ def test_either_drafts_from_one_checkpoint_and_is_exported(beside: Path, tmp_pat
 NEW_LAYERS = MTP[: MTP.index("--mtp-draft-vocab-file")]
 
 
+@pytest.mark.matrix
 def test_new_mtp_layers_beside_a_drafter_draft_what_it_drafts(trained: Path, tmp_path: Path) -> None:
     flags = ["--load", f"{trained}/drafter", "--save", f"{tmp_path}/both", *NEW_LAYERS, *DRAFTER[:4], *STILL]
     launch.run(command(*flags), tmp_path / "log")
@@ -471,6 +475,7 @@ def test_new_mtp_layers_beside_a_drafter_draft_what_it_drafts(trained: Path, tmp
     assert torch.equal(ours["mtp.draft_vocabulary"], theirs["drafter.draft_vocabulary"])
 
 
+@pytest.mark.matrix
 def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: Path) -> None:
     flags = [*NEW_LAYERS, *DRAFTER[:4], *STILL]
     launch.run(command("--load", f"{trained}/trunk", "--save", f"{tmp_path}/whole", *flags), tmp_path / "first.log")
@@ -483,7 +488,9 @@ def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: P
     assert torch.equal(ours["drafter.head"], theirs["output_layer.weight"][ours["mtp.draft_vocabulary"]])
 
 
-@pytest.mark.parametrize("finetunes", [[], ["--finetune"]], ids=["", "finetune"])
+@pytest.mark.parametrize(
+    "finetunes", [[], pytest.param(["--finetune"], marks=pytest.mark.matrix)], ids=["", "finetune"]
+)
 @pytest.mark.parametrize(
     ("flags", "left_out"),
     [(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")],

@@ -32,6 +32,7 @@ def dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     return {name: entry.properties.dtype for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
+@pytest.mark.matrix
 def test_bfloat16_follows_float32(start: Path, tmp_path: Path) -> None:
     flags = f"--train-iters {STEPS} --load {start} --finetune --save-interval {STEPS}".split()
     started = {}

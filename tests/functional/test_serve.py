@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
-from tiers import tiered
 
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.drafters import DRAFTERS
@@ -146,7 +145,8 @@ def assert_same_as_generated(
     assert counted[0] > 0
 
 
-@pytest.mark.parametrize("kind", tiered(DRAFTERS, ("dspark",)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, counting: Path, tmp_path: Path) -> None:
     """Trained behind the trunk of a checkpoint whose MTP layers are left out."""
     given = f"--use-checkpoint-args --load {counting}/checkpoint --save {tmp_path}/checkpoint --save-interval 40 "

@@ -2,7 +2,7 @@
 
     python loading_cases.py FOLDER [--all]
 
-Code is planted for every verb with `--all`, else for each reader of the planted file. Prints JSON:
+With `--all` every fault is given to every verb that may meet it, else to one of each kind. Prints JSON:
 {fault: {verb: {"status": of exit, "error": stderr, "ran": whether planted code was run}}}.
 """
 
@@ -70,7 +70,10 @@ OF_MEGATRON = {**TRAIN, "evaluate": READ["evaluate"]}
 """Verbs that load by Megatron's own function."""
 
 READERS = ("train", "generate", "inspect", "own_loop")
-"""Of verbs that load by the same function, one; a catalogue and its arguments are read in more places."""
+"""Of verbs that load by the same function, one."""
+
+FURTHER = {"pickle: .metadata": ["train --pretrained-checkpoint", "inspect --check"]}
+"""A catalogue is read in more places."""
 
 
 class Planted:
@@ -153,35 +156,32 @@ PLANTED: dict[str, tuple[Fault, dict[str, Words]]] = {
     "pickle: older format": (lambda folder: plant_object(older(folder), MARK), EVERY),
     "bare pickle: older format": (lambda folder: plant_bytes(older(folder), MARK), TRAIN),
 }
-READ_WIDELY = ("pickle: .metadata",)
 TENSORS_READ = {name: words for name, words in EVERY.items() if name not in ("inspect", "own_loop")}
 SOME = {name: EVERY[name] for name in ("train", "generate")}
-DAMAGED: dict[str, tuple[Fault, dict[str, Words]]] = {
-    ".distcp cut": (lambda folder: halve(folder / STEP / DATA), SOME),
-    ".distcp missing": (lambda folder: (folder / STEP / DATA).unlink(), SOME),
-    ".distcp a dangling link": (lambda folder: link_to_nowhere(folder / STEP / DATA), SOME),
-    ".distcp flipped": (
-        lambda folder: flip(folder / STEP / DATA),
-        TENSORS_READ,
-    ),
-    ".metadata cut": (lambda folder: halve(folder / STEP / ".metadata"), SOME),
-    ".metadata missing": (lambda folder: (folder / STEP / ".metadata").unlink(), SOME),
-    ".metadata flipped": (lambda folder: flip(folder / STEP / ".metadata", 0.9), SOME),
-    "metadata.json cut": (lambda folder: halve(folder / STEP / "metadata.json"), SOME),
-    "metadata.json missing": (lambda folder: (folder / STEP / "metadata.json").unlink(), SOME),
-    "metadata.json a list": (lambda folder: (folder / STEP / "metadata.json").write_text("[1]"), SOME),
-    "common.pt junk": (lambda folder: (folder / STEP / "common.pt").write_text("junk"), SOME),
-    "tracker junk": (lambda folder: (folder / TRACKER).write_text("junk"), SOME),
-    "tracker binary": (lambda folder: (folder / TRACKER).write_bytes(b"\xff\xfe\0"), SOME),
-    "tracker negative": (lambda folder: (folder / TRACKER).write_text("-3"), SOME),
-    "tracker to nowhere": (lambda folder: (folder / TRACKER).write_text("7"), SOME),
-    "missing": (lambda folder: in_place(folder, "nothing"), {**READ, **TRAIN}),
-    "a dangling link": (link_to_nowhere, SOME),
-    "a file": (lambda folder: in_place(folder, "file"), SOME),
-    "an empty folder": (lambda folder: in_place(folder, "folder"), SOME),
-    "older format junk": (lambda folder: older(folder).write_text("junk"), SOME),
-    "older format without files": (older, SOME),
+DAMAGED: dict[str, tuple[Fault, dict[str, Words], str]] = {
+    ".distcp cut": (lambda folder: halve(folder / STEP / DATA), SOME, "train"),
+    ".distcp missing": (lambda folder: (folder / STEP / DATA).unlink(), SOME, "generate"),
+    ".distcp a dangling link": (lambda folder: link_to_nowhere(folder / STEP / DATA), SOME, "generate"),
+    ".distcp flipped": (lambda folder: flip(folder / STEP / DATA), TENSORS_READ, "train, inspect --check"),
+    ".metadata cut": (lambda folder: halve(folder / STEP / ".metadata"), SOME, "train"),
+    ".metadata missing": (lambda folder: (folder / STEP / ".metadata").unlink(), SOME, "generate"),
+    ".metadata flipped": (lambda folder: flip(folder / STEP / ".metadata", 0.9), SOME, "train"),
+    "metadata.json cut": (lambda folder: halve(folder / STEP / "metadata.json"), SOME, "generate"),
+    "metadata.json missing": (lambda folder: (folder / STEP / "metadata.json").unlink(), SOME, "train"),
+    "metadata.json a list": (lambda folder: (folder / STEP / "metadata.json").write_text("[1]"), SOME, "generate"),
+    "common.pt junk": (lambda folder: (folder / STEP / "common.pt").write_text("junk"), SOME, "train"),
+    "tracker junk": (lambda folder: (folder / TRACKER).write_text("junk"), SOME, "train"),
+    "tracker binary": (lambda folder: (folder / TRACKER).write_bytes(b"\xff\xfe\0"), SOME, "generate"),
+    "tracker negative": (lambda folder: (folder / TRACKER).write_text("-3"), SOME, "generate"),
+    "tracker to nowhere": (lambda folder: (folder / TRACKER).write_text("7"), SOME, "train, generate"),
+    "missing": (lambda folder: in_place(folder, "nothing"), {**READ, **TRAIN}, "evaluate"),
+    "a dangling link": (link_to_nowhere, SOME, "train"),
+    "a file": (lambda folder: in_place(folder, "file"), SOME, "generate"),
+    "an empty folder": (lambda folder: in_place(folder, "folder"), SOME, "generate"),
+    "older format junk": (lambda folder: older(folder).write_text("junk"), SOME, "train"),
+    "older format without files": (older, SOME, "generate"),
 }
+"""A fault, the verbs that it is given to, and those of the first tier."""
 
 
 def train(folder: Path, *flags: str) -> list[str]:
@@ -299,14 +299,12 @@ def forked(words: list[str], limit: int = 120) -> dict[str, object]:
 
 def tried(every: bool) -> dict[str, tuple[Fault, dict[str, Words]]]:
     """Faults with the verbs that they are given to."""
-    planted = {
-        fault: (
-            damage,
-            {verb: words for verb, words in verbs.items() if every or fault in READ_WIDELY or verb in READERS},
-        )
-        for fault, (damage, verbs) in PLANTED.items()
+    chosen = {fault: (damage, verbs, [*READERS, *FURTHER.get(fault, ())]) for fault, (damage, verbs) in PLANTED.items()}
+    chosen |= {fault: (damage, verbs, first.split(", ")) for fault, (damage, verbs, first) in DAMAGED.items()}
+    return OWN | {
+        fault: (damage, {verb: words for verb, words in verbs.items() if every or verb in first})
+        for fault, (damage, verbs, first) in chosen.items()
     }
-    return planted | ({} if every else {**DAMAGED, **OWN})
 
 
 def main(scratch: Path, every: bool) -> dict[str, dict[str, dict[str, object]]]:

@@ -37,7 +37,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
 }
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize(
+    "name", tiered(METHODS, ("plain", "mtp", "mtp_tree", "eagle3", "dspark", "draft_model"))
+)
 
 
 class Watched:

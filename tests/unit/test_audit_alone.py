@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_models import MODELS, Tensors, make, read, write
 from quantized_models import DEPTH, FORMS, FP8, coded, fp8, quantized, with_keys
+from tiers import tiered
 from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
@@ -117,7 +118,7 @@ def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
 # --- quantized folders -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiered(FORMS, [*FORMS][::3]))
 def test_a_sound_quantized_folder_has_no_finding_and_a_lost_part_of_a_weight_is_found(
     form: str, tmp_path: Path
 ) -> None:

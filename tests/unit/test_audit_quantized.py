@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_models import Tensors, make, read, write
 from quantized_models import FORMS, SIZES, coded, groups, nvfp4, quantized, with_keys
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
@@ -200,7 +201,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path] | str, Spoil, str, str]] = {
 """Fault: a form whose depth is bfloat16 or a folder, what is spoilt, what the finding says and advises."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", tiered(FAULTS, [*FAULTS][::3]))
 def test_a_planted_fault_is_the_one_finding_with_the_line_to_change(fault: str, tmp_path: Path) -> None:
     base, spoil, says, advises = FAULTS[fault]
     folder = quantized(tmp_path / "hf", base) if isinstance(base, str) else base(tmp_path / "hf")

@@ -17,6 +17,7 @@ from chat_cases import CALL, CASES, ONE, SHAPES, SYSTEM, THOUGHT, TOOLS, TWO, Sh
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from packed_runs import set_packed_run
+from tiers import tiered
 from transformers import PreTrainedTokenizerBase
 
 from megatron_mtp.cli.preprocess import main as preprocess
@@ -62,7 +63,7 @@ def test_an_empty_thinking_block_counts_if_it_shall(shape: str, expected: str, t
     assert marked(tokenizer, document).endswith(expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", tiered(SHAPES, [*SHAPES][:3]))
 @pytest.mark.parametrize("tagged", [False, True])
 def test_a_long_chat_is_tokenized_little_more_than_once_and_as_a_whole(
     shape: str, tagged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +310,7 @@ def test_a_dataset_holds_what_counts(made: Callable[..., str], tmp_path: Path) -
     ]
 
 
+@pytest.mark.matrix
 def test_any_number_of_workers_makes_the_same_dataset(
     made: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

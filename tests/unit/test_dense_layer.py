@@ -100,7 +100,7 @@ FUSED = {
 @pytest.mark.parametrize(
     "device",
     [
-        "cpu",
+        pytest.param("cpu", marks=pytest.mark.matrix),
         pytest.param("cuda", marks=pytest.mark.skipif(cpu.installed(), reason="needs a CUDA device: run it on one")),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import make, read
+from tiers import tiered
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, with_depths
@@ -21,7 +22,7 @@ CASES = [(name, 3, keep) for name in ("mimo_v2_flash", "step3p7", "nemotron_h") 
 CASES += [("ernie4_5_moe", 3, 1), ("mimo", 3, 1), ("glm4_moe", 3, 0), ("longcat_flash", 1, 0), ("qwen3_5", 1, 0)]
 
 
-@pytest.mark.parametrize(("name", "depths", "keep"), CASES)
+@pytest.mark.parametrize(("name", "depths", "keep"), tiered(CASES, CASES[::3]))
 def test_no_part_of_a_dropped_depth_is_left(name: str, depths: int, keep: int, tmp_path: Path) -> None:
     source = make(tmp_path / "source", name, depths)
     hf_to_mcore(source, tmp_path / "mcore", QUIET)

@@ -101,7 +101,7 @@ def test_identity(method: str, batch: int, new_tokens: int, answered: Callable[.
             assert driven.stats.accepted_length > 1.4
 
 
-@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "mla", "eagle3", "dflash", "dspark-own-head")))
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "eagle3")))
 def test_identity_for_every_kind_of_model(kind: str) -> None:
     target, prompts = runner_of(kind), prompts_of(4)
     answers = plain(target, prompts, 40)
@@ -117,7 +117,7 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
             assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
-@pytest.mark.parametrize(("kind", "method", "running", "requests"), tiered(ARRIVING, ARRIVING[: len(DRAFTING)]))
+@pytest.mark.parametrize(("kind", "method", "running", "requests"), tiered(ARRIVING, ARRIVING[: len(DRAFTING) : 3]))
 def test_drafters_change_no_token_of_requests_that_come_and_go(
     kind: str, method: str, running: int, requests: int
 ) -> None:
@@ -166,7 +166,7 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
 @pytest.mark.parametrize(
     "kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla", *DRAFTERS]
 )
-@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("length", tiered([1, 2, 9], (9,)))
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CONF: the logits of depth d at slot m - 1 of the text with the drafts behind it."""
     target, twin, recorder = runner_of(kind, dtype=torch.float32), model_of(kind, dtype=torch.float32), None
@@ -262,20 +262,22 @@ def test_suffixes_seen_before() -> None:
     assert found > 50
 
 
-def test_short_layers_compute_what_the_modules_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = prompts_of(3)
-    for kind in KINDS:
-        short = runner_of(kind)
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "lean", lambda *_: None)
-            modules = runner_of(kind)
-        assert not any(any(stack.short) for stack in modules.backend.stacks)
-        settings = {"method": method_of(kind), "num_speculative_tokens": 3}
-        ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
-        assert ours.token_ids == theirs.token_ids
-        for row, text in enumerate(ours.token_ids):
-            mine, right = (first_rows(one.memory.cache, one.tables, row, len(text) - 1) for one in (ours, theirs))
-            torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("kind", tiered(KINDS, ("gqa", "moe", "eagle3")))
+def test_short_layers_compute_what_the_modules_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, short = prompts_of(3), runner_of(kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "lean", lambda *_: None)
+        modules = runner_of(kind)
+    assert not any(any(stack.short) for stack in modules.backend.stacks)
+    settings = {"method": method_of(kind), "num_speculative_tokens": 3}
+    ours, theirs = (run(one, prompts, 20, settings)[0] for one in (short, modules))
+    assert ours.token_ids == theirs.token_ids
+    for row, text in enumerate(ours.token_ids):
+        mine, right = (first_rows(one.memory.cache, one.tables, row, len(text) - 1) for one in (ours, theirs))
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
+
+
+def test_a_usual_model_has_short_layers_alone() -> None:
     assert runner_of("gqa").backend.all_short
 
 
@@ -378,20 +380,15 @@ RECORDED: list[tuple[str, str, float]] = [
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
 RECORDED_FIRST = [
-    *(("mtp", "block", 1.0), ("mtp", "relaxed", 0.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
-    *(("mtp_tree", "spectr", 1.0), ("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0)),
-    *(("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
-    *(("dflash", "block", 1.0), ("dspark", "rejection", 1.0)),
+    *(("mtp", "block", 1.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
+    *(("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0), ("dspark", "rejection", 1.0)),
 ]
-"""Every method and every verifier once."""
 
 
 def test_every_step_that_may_be_recorded_is_checked() -> None:
     methods = {name for name, one in PROPOSERS.items() if one.recordable} - {"plain", "parallel_heads"}
     assert {method for method, _, _ in RECORDED} == methods
     assert {verifier for _, verifier, _ in RECORDED} == set(VERIFIERS)
-    for column in (0, 1):
-        assert {one[column] for one in RECORDED_FIRST} == {one[column] for one in RECORDED}
 
 
 @pytest.mark.parametrize(("method", "verifier", "temperature"), tiered(RECORDED, RECORDED_FIRST))
@@ -470,7 +467,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-SAMPLED_FIRST = [*[*SAMPLED][:8:2], "dflash-rejection", "dspark-confident", *[*SAMPLED][11::2]]
+SAMPLED_FIRST = ("plain", "mtp-rejection", "dspark-confident", "tree-specinfer", "draft_model")
 
 
 @pytest.mark.parametrize("name", tiered(SAMPLED, SAMPLED_FIRST))

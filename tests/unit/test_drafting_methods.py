@@ -156,7 +156,9 @@ class Overheard:
 
 
 @every_method
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float64, 1e-12), pytest.param(torch.float32, 3e-6, marks=pytest.mark.matrix)]
+)
 def test_neighbors_change_nothing(
     name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from hybrid_single import drafting_hybrid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron_single import VOCABULARY
+from tiers import tiered
 
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
@@ -164,7 +165,7 @@ def check_day(day: Day, runner: Runner | None = None, drafter: Runner | None = N
 QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=15, **QUIET)
 @given(days())
 def test_tokens_are_those_of_generate_whatever_comes_when(day: Any) -> None:
     check_day(day)
@@ -177,7 +178,7 @@ def test_tokens_are_those_of_generate_in_many_more_cases(day: Any) -> None:
     check_day(day)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("plain", "mtp", "mtp_tree")))
 def test_texts_of_a_method_join_and_leave(method: str) -> None:
     """More requests than places; greedy and sampled."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
@@ -185,7 +186,7 @@ def test_texts_of_a_method_join_and_leave(method: str) -> None:
     same_as_alone(engine_of(running=3, chunk=16), wanted)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mla"])
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla"], ("gqa", "moe", "eagle3", "dspark")))
 def test_every_kind_of_model_is_served(kind: str) -> None:
     runner = runner_of(kind)
     speculative = config_from({"method": method_of(kind), "num_speculative_tokens": 2})
@@ -211,10 +212,13 @@ def long_runner(kind: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> Ru
 @pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [
-        *((kind, method) for kind in ("gqa", "moe", "mla", "hybrid") for method in ("mtp", "mtp_eagle")),
-        *(("gqa", method) for method in ("draft_model", "mtp_tree")),
-    ],
+    tiered(
+        [
+            *((kind, method) for kind in ("gqa", "moe", "mla", "hybrid") for method in ("mtp", "mtp_eagle")),
+            *(("gqa", method) for method in ("draft_model", "mtp_tree")),
+        ],
+        (("gqa", "mtp_eagle"), ("gqa", "draft_model"), ("hybrid", "mtp_eagle")),
+    ),
 )
 def test_prompts_around_a_chunk_and_two(kind: str, method: str, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No window of a drafter that catches up has padding alone; prompts come one by one, and together."""
@@ -345,7 +349,7 @@ def test_a_text_may_fill_all_positions(method: str) -> None:
     same_as_alone(engine_of(), [request_of(prompt, 100, method), request_of(prompt[:3], 9, method)])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "ngram")))
 def test_ends_and_texts_that_are_put_back_change_no_token(method: str) -> None:
     """Ends at stops and budgets; texts that are put back; places that are taken over."""
     every = zip(prompts_of(7, 50), [3, 30, 9, 1, 17, 24, 12], SAMPLINGS * 2, strict=False)
@@ -623,7 +627,7 @@ def penalized_by_hand(request: Request) -> list[int]:
     return text[len(request.prompt) :]
 
 
-@pytest.mark.parametrize("method", ["plain", "mtp", "mtp_tree"])
+@pytest.mark.parametrize("method", tiered(["plain", "mtp", "mtp_tree"], ("mtp",)))
 def test_penalties_are_those_of_their_definition(method: str) -> None:
     every = [
         Penalties(1.5, 0.0),
@@ -672,7 +676,8 @@ def penalties_p_value(method: str) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
 
 
-@pytest.mark.parametrize("method", ["mtp", pytest.param("mtp_tree", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["mtp", "mtp_tree"])
 def test_sampled_texts_with_penalties_have_the_distribution_of_their_definition(method: str) -> None:
     """With a bias and ends that may not come early, drafted all the while."""
     assert penalties_p_value(method) > 1e-3
@@ -828,7 +833,7 @@ def test_a_request_that_fails_is_the_only_one(where: str, monkeypatch: pytest.Mo
     check_errors(*requests, bad)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "draft_model")))
 def test_an_error_that_passes_costs_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth forward of prompts raises once, and the fifth step, whoever takes part."""
     requests = seven(method)

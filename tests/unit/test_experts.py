@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import KINDS, launches_of_a_layer, model_of, place_static_experts_everywhere, prompts_of, two_steps
+from tiers import tiered
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megatron_mtp.decoding import experts
@@ -77,7 +78,7 @@ def static_experts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("static_experts_everywhere")
-@pytest.mark.parametrize("kind", [*KINDS, "mla", "mla-moe"])
+@pytest.mark.parametrize("kind", tiered([*KINDS, "mla", "mla-moe"], ("gqa", "mla-moe")))
 @torch.inference_mode()
 def test_a_step_of_every_kind_of_model_reads_nothing_back(kind: str) -> None:
     assert Runner(model_of(kind)).recordable
@@ -120,7 +121,7 @@ def test_megatrons_experts_read_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("copies", [0, 100])
-@pytest.mark.parametrize("kind", ["moe", "mla-moe"])
+@pytest.mark.parametrize("kind", tiered(["moe", "mla-moe"], ("moe",)))
 def test_texts_are_the_same_with_few_rows(
     kind: str, copies: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -91,7 +91,7 @@ def assert_parts(out: Path, donor: Path, trunk: Path) -> None:
 GRAFTED = [("mimo", 3), ("glm4_moe", 1), ("deepseek_v3", 3), ("qwen3_next", 1), ("nemotron_h", 3)]
 
 
-@pytest.mark.parametrize(("name", "depths"), tiered(GRAFTED, [("mimo", 3), ("qwen3_next", 1)]))
+@pytest.mark.parametrize(("name", "depths"), tiered(GRAFTED, [("mimo", 3)]))
 def test_a_graft_is_the_trunk_of_one_and_the_mtp_layers_of_the_other(name: str, depths: int, tmp_path: Path) -> None:
     donor, whole = make(tmp_path / "donor", name, depths), make(tmp_path / "whole", name, depths, seed=8)
     of_donor, of_whole = checkpoint(donor), checkpoint(whole)
@@ -116,7 +116,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = 
 """Donor and target of two families that compute the same, with changed configs, and the family of the export."""
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", tiered(PAIRS, ("MiMo on Qwen2",)))
 def test_families_that_share_the_form_of_a_layer_share_mtp_layers(pair: str, tmp_path: Path) -> None:
     one, changes, other, others, family = PAIRS[pair]
     donor = make(tmp_path / "donor", one, 1, changes=changes)
@@ -312,7 +312,7 @@ def carried_model(folder: Path, name: str, seed: int, dtype: torch.dtype = torch
     return folder
 
 
-@pytest.mark.parametrize("name", tiered(CARRIED, ["glm_ocr", "mimo_v2_flash", "glm_moe_dsa"]))
+@pytest.mark.parametrize("name", tiered(CARRIED, ["glm_ocr"]))
 def test_mtp_layers_behind_a_trunk_that_megatron_cannot_run_are_grafted(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def random_text(length: int, seed: int) -> list[int]:
 # --- against the forward of training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@every_pattern
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_plain_decoding_is_the_training_forward(pattern: str, dtype: torch.dtype, allowed: float) -> None:
     """Logits of all rows, those of prompts in several pieces too; relative to the largest one."""
@@ -136,7 +136,7 @@ def test_identity_over_2000_tokens(pattern: str) -> None:
         assert driven.stats.accepted_length > 1.4
 
 
-@pytest.mark.parametrize("pattern", ["M-M-", "M*EG"])
+@pytest.mark.parametrize("pattern", tiered(["M-M-", "M*EG"], ("M-M-",)))
 def test_a_hybrid_drafts_for_another_model(pattern: str) -> None:
     """`draft_model`: its states are rolled back as well, in a batch; a twin is always right."""
     target, prompts = Runner(model_of("gqa")), prompts_of(4)
@@ -213,7 +213,7 @@ DRAFTED = 4
 
 
 @pytest.mark.parametrize("prompt", [(5, 9), (120, 61)], ids=["few rows", "states take in rows"])
-@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@all_kinds
 @torch.inference_mode()
 def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern: str, prompt: tuple[int, int]) -> None:
     """KV: of four drafts 0 to 4 are right, in one text and in the other; then again one in the step after it."""

@@ -66,7 +66,7 @@ def day_of(patterns: list[str]) -> st.SearchStrategy[tuple[str, Any]]:
     return st.sampled_from(patterns).flatmap(lambda one: days(METHODS[one]).map(lambda day: (one, day)))
 
 
-@settings(max_examples=15, **QUIET)
+@settings(max_examples=8, **QUIET)
 @given(day_of([*METHODS][:3]))
 def test_tokens_are_those_of_generate_whatever_comes_when(case: Any) -> None:
     check_day(case[1], runner_of(case[0]), runner_of("M-*G"))

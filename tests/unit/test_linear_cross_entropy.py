@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_the_definition(name: str) -> None:
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", tiered(SETTINGS, ("ce with both", "kd", "mix")))
 def test_a_draft_vocabulary_has_the_values_and_gradients_of_the_definition(name: str) -> None:
     config = MTPConfig(**SETTINGS[name])
     found = {}

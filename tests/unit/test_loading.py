@@ -36,12 +36,14 @@ def refused(case: dict[str, Any]) -> bool:
 
 
 def test_planted_code_is_never_run(told: Told) -> None:
-    assert_none_ran(told, planted=35)
+    assert_none_ran(told, planted=25)
 
 
 @pytest.mark.matrix
-def test_planted_code_is_never_run_by_any_verb(tmp_path: Path) -> None:
-    assert_none_ran(found(tmp_path, "--all"), planted=90)
+def test_no_verb_runs_planted_code_or_takes_what_is_damaged(tmp_path: Path) -> None:
+    told = found(tmp_path, "--all")
+    assert_none_ran(told, planted=90)
+    assert_refused(told)
 
 
 def assert_none_ran(told: Told, planted: int) -> None:
@@ -55,6 +57,10 @@ DESCRIBED = ("pickle: arguments in .distcp", "pickle: common.pt", "pickle: .dist
 
 
 def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
+    assert_refused(told)
+
+
+def assert_refused(told: Told) -> None:
     by_verb = {
         f"{fault}, {verb}": case
         for fault, verbs in told.items()

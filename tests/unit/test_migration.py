@@ -91,7 +91,7 @@ def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if not check.ok]
 
 
-@pytest.mark.parametrize("case", tiered(CASES, ("latent",)))
+@pytest.mark.parametrize("case", tiered(CASES, ("experts behind an MLP",)))
 def test_there_and_back_every_bit_is_the_same(case: str, tmp_path: Path) -> None:
     flags, pattern = CASES[case]
     source = trained(tmp_path / "gpt", flags)

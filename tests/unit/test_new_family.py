@@ -101,7 +101,8 @@ def outside(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("add", [pytest.param(in_the_package, marks=pytest.mark.matrix), outside])
+@pytest.mark.matrix
+@pytest.mark.parametrize("add", [in_the_package, outside])
 def test_a_new_family_goes_there_and_back_and_computes_the_same(
     add: Callable[[Path], None], source: Path, tmp_path: Path
 ) -> None:

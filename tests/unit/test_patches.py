@@ -214,6 +214,7 @@ assert not started, "CUDA was started:" + started[0]
 """A machine with a GPU, as far as imports and `prepare()` ask. Starting CUDA would fix the device of every rank."""
 
 
+@pytest.mark.matrix
 def test_with_a_gpu_nothing_is_compiled_and_cuda_is_not_started() -> None:
     done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

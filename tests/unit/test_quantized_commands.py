@@ -71,6 +71,7 @@ def test_evaluate_and_attach_of_what_convert_reads(
         assert same_tensors(tmp_path / f"coded{end}", tmp_path / f"plain{end}")
 
 
+@pytest.mark.matrix
 def test_graft_of_quantized_donor_and_target(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

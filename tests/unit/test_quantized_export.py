@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import make, read
 from judged_models import QUIET
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
@@ -49,10 +50,13 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, ("glm4_moe", "qwen3_next")))
 @pytest.mark.parametrize(
     ("trunk", "depths"),
-    [pair for pair in product([None, *QUANTIZED], ["bfloat16", "fp8", "nvfp4"]) if pair != (None, "bfloat16")],
+    tiered(
+        [pair for pair in product([None, *QUANTIZED], ["bfloat16", "fp8", "nvfp4"]) if pair != (None, "bfloat16")],
+        [(None, "fp8"), (None, "nvfp4"), *((trunk, "bfloat16") for trunk in QUANTIZED)],
+    ),
 )
 def test_an_export_has_no_finding_and_is_read_to_its_bits(
     family: str, trunk: str | None, depths: str, tmp_path: Path
@@ -250,6 +254,7 @@ def loaded_in_transformers(folder: Path, quantize: Quantize, **sizes: int) -> tu
     return told["loaded by"], [name for name in ours.tensors if not torch.equal(loaded[name], ours.read(name))]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("megatron", "forked_python")
 def test_acceptance_before_and_after_is_that_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same where nothing is quantized; another one where 4 bits take the trunk."""

@@ -41,6 +41,7 @@ def main(wanted: list[str]) -> None:
     linear_cross_entropy.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
     parts: dict[str, Callable[[], Any]] = {
         "losses": lambda: {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
+        "a case of losses": lambda: {name: differences(MTPConfig(**SETTINGS[name]), CASES[1:2]) for name in NAMES},
         "rounded": lambda: {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
         "masked": masked,
         "empty": lambda: {name: empty_block(name) for name in ("ce", "tv", "nla")},

@@ -131,6 +131,7 @@ def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) 
     assert sum(len(one[0]) == 2 for one in drafts[0]) > 3
 
 
+@pytest.mark.matrix
 def test_bfloat16_is_as_near_to_exact_values_as_the_modules() -> None:
     """To float64 with the same weights. A single logit may be off by a tenth of the largest in either."""
     ours, theirs = (runner_of("wider than a vector", way, torch.bfloat16) for way in ("compiled", "modules"))

@@ -1,5 +1,6 @@
 """Cost of a generation: the prompts of a run under one clock, alone or in turns with plain decoding; its figures."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,21 +58,44 @@ class Work:
     ) -> tuple[list[list[int]], Cost]:
         """All texts, and what they cost; `emit` receives every step of a text, by the text's number in the run."""
 
-        def generated(first: int, new: int, emit: Callable[[Update], None] | None, batch: int) -> Generated:
-            prompts = self.prompts[first : first + batch]
-            seeds = [self.seed + first + number for number in range(len(prompts))]
-            each = None if emit is None else lambda update: emit(replace(update, request=first + update.request))
-            given = (self.sampling, config, seeds, self.stop_ids, self.drafter, self.cut, each)
-            return generate(self.runner, prompts, new, *given)
-
-        generated(0, min(WARM_UP, self.new_tokens), None, 1)
+        self._generated(config, 0, 1, min(WARM_UP, self.new_tokens))
         self.runner.auto_counts.clear()  # first steps are slower than those that follow
         joules, began = start_meter(), time.perf_counter()
-        batches = range(0, len(self.prompts), self.batch)
-        parts = [generated(first, self.new_tokens, emit, self.batch) for first in batches]
+        parts = self._all(config, emit)
         seconds = time.perf_counter() - began
         cost = Cost(sum((part.stats for part in parts), AcceptanceStats()), seconds, joules())
         return [ids for part in parts for ids in part.token_ids], cost
+
+    def perplexity(self, config: SpeculativeConfig | None) -> float:
+        """Perplexity of the new tokens of all texts, by the trunk's distribution at temperature 1."""
+        found = [one.logprob for part in self._all(config, logprobs=0) for text in part.logprobs for one in text]
+        return math.exp(-math.fsum(found) / len(found))
+
+    def _all(
+        self,
+        config: SpeculativeConfig | None,
+        emit: Callable[[Update], None] | None = None,
+        logprobs: int | None = None,
+    ) -> list[Generated]:
+        """Every batch of the run."""
+        batches = range(0, len(self.prompts), self.batch)
+        return [self._generated(config, first, self.batch, self.new_tokens, emit, logprobs) for first in batches]
+
+    def _generated(
+        self,
+        config: SpeculativeConfig | None,
+        first: int,
+        batch: int,
+        new: int,
+        emit: Callable[[Update], None] | None = None,
+        logprobs: int | None = None,
+    ) -> Generated:
+        """The batch that begins with prompt `first`."""
+        prompts = self.prompts[first : first + batch]
+        seeds = [self.seed + first + number for number in range(len(prompts))]
+        each = None if emit is None else lambda update: emit(replace(update, request=first + update.request))
+        given = (self.sampling, config, seeds, self.stop_ids, self.drafter, self.cut, each, logprobs)
+        return generate(self.runner, prompts, new, *given)
 
     def compared(self, config: SpeculativeConfig, texts: list[list[int]]) -> tuple[Cost, Cost, bool | None]:
         """Costs of drafting and of plain decoding, and whether plain decoding emits `texts` too.
@@ -114,8 +138,20 @@ def start_meter() -> Callable[[], float | None]:
     return joules
 
 
-def summary(cost: Cost, dtype: torch.dtype, plain: Cost | None = None, same: bool | None = None) -> dict[str, Any]:
-    """The figures under the names of `--json`; `plain` is what plain decoding of the same prompts cost."""
+def summary(
+    cost: Cost,
+    dtype: torch.dtype,
+    plain: Cost | None = None,
+    same: bool | None = None,
+    perplexities: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """The figures under the names of `--json`.
+
+    Args:
+        plain: what plain decoding of the same prompts cost.
+        same: whether it emitted the same tokens.
+        perplexities: of the texts that drafting emitted, and of those of plain decoding.
+    """
     stats = cost.stats
     figures: dict[str, Any] = {
         "target_forwards": stats.target_forwards,
@@ -135,6 +171,8 @@ def summary(cost: Cost, dtype: torch.dtype, plain: Cost | None = None, same: boo
         figures["plain_tokens_per_second"] = round(plain.tokens_per_second, 2)
         figures["speed_up"] = round(cost.tokens_per_second / plain.tokens_per_second, 3)
         figures["same_tokens"] = same
+    if perplexities is not None:
+        figures["perplexity"], figures["plain_perplexity"] = (round(one, 4) for one in perplexities)
     return figures
 
 
@@ -154,6 +192,9 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
         rows.append(("speed-up", f"{figures['speed_up']:.2f} over plain decoding at {plain:.1f} tokens per second"))
         if not sampled:
             rows.append(("same tokens", "yes" if figures["same_tokens"] else f"NO{_rounding(figures['dtype'])}"))
+    if "perplexity" in figures:
+        drafted, alone = figures["perplexity"], figures["plain_perplexity"]
+        rows.append(("perplexity", f"{drafted:.3f}; of plain decoding {alone:.3f}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

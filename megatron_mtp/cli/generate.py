@@ -118,7 +118,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     from megatron_mtp.cli.cost import Work, summary, table
     from megatron_mtp.decoding.engine import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
-    from megatron_mtp.decoding.method import make_method, parse_config
+    from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
     from megatron_mtp.decoding.sampling import Sampling
 
     sampling = Sampling.of(args)
@@ -155,7 +155,9 @@ def run(args: Namespace, answer: TextIO) -> None:
     texts, cost = work.timed(config, None if stream is None and args.record is None else emit)
     compared = None if config is None or not args.compare else work.compared(config, texts)
     cost, plain, same = compared or (cost, None, None)
-    figures = summary(cost, runner.dtype, plain, same)
+    may_differ = compared is not None and not (sampling.greedy and config is not None and is_lossless(config))
+    perplexities = (work.perplexity(config), work.perplexity(None)) if may_differ else None
+    figures = summary(cost, runner.dtype, plain, same, perplexities)
     if not is_first:
         return
     if args.record is not None:

@@ -1,6 +1,7 @@
 """What surrounds the engine: prompts, streamed text, stop strings, the table, energy, and K picked by cost."""
 
 import io
+import math
 import re
 import runpy
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from documents import ROOT
+from drafting_single import model_of, prompts_of, runner_of, trained_forward
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli import cost
@@ -20,7 +22,7 @@ from megatron_mtp.cli.cost import Cost, Work, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
-from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, keys
+from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig, keys
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.types import Draft, Update
 
@@ -133,6 +135,21 @@ def test_both_sides_take_three_turns_and_the_first_run_does_not_count(monkeypatc
     drafting, plain, same = work.compared("config", [[7]])  # type: ignore[arg-type]
     assert sides == [None, "config"] * 3
     assert (drafting.seconds, plain.seconds, same) == (2.0, 4.0, True)
+
+
+def test_perplexity_is_by_the_trunk_at_temperature_one() -> None:
+    target, twin, prompts = runner_of(), model_of("gqa"), prompts_of(3)
+    work = Work(target, prompts, 9, Sampling(2.0), frozenset(), None, None, 2, 0)
+    for config in (None, SpeculativeConfig("mtp", 2)):
+        texts, cost = work.timed(config)
+        chances = [
+            trained_forward(twin, prompt + text)[0].log_softmax(-1)[place - 1, token].item()
+            for prompt, text in zip(prompts, texts, strict=True)
+            for place, token in enumerate(text, start=len(prompt))
+        ]
+        assert work.perplexity(config) == pytest.approx(math.exp(-sum(chances) / 27))
+    shown = table(summary(cost, torch.float64, cost, None, (2.5, 3.0)), sampled=True)
+    assert "perplexity 2.500; of plain decoding 3.000" in " ".join(shown.split())
 
 
 def test_texts_that_differ_by_rounding_say_so() -> None:

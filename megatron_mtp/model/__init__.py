@@ -3,7 +3,10 @@
 arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
                      patterns of hybrids
 build.py             configuration to model, and the process group: the only place that builds one
-trunk.py             a trunk of Megatron's with the block on its last pipeline stage: a GPT; a frozen trunk
+trunk.py             a trunk of Megatron's with draft heads on its last pipeline stage: a GPT
+heads.py             the list of draft heads: how they are made, what they draft, what a checkpoint lacks of them
+stages.py            what hooks cannot do: states that travel between pipeline stages, schedule plans
+frozen.py            a trunk that stays as it was loaded
 hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)

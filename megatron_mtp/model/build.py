@@ -30,6 +30,7 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
+from megatron_mtp.model.heads import BLOCKS, HeadPlan
 from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
@@ -43,7 +44,7 @@ from megatron_mtp.model.portable import (
     with_portable_modules,
     with_portable_projections,
 )
-from megatron_mtp.model.trunk import BLOCKS, HeadPlan, MTPGPTModel, MTPTrunk
+from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from megatron_single import (
 from tiers import tiered
 
 from megatron_mtp.model import mtp
-from megatron_mtp.model.trunk import MTPGPTModel, freeze_trunk
+from megatron_mtp.model.frozen import freeze_trunk
+from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -1,0 +1,41 @@
+"""A trunk that stays as it was loaded (--mtp-train-only): no gradients, and zeros for the stage before."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_mtp.config import HEADS
+
+
+def freeze_trunk(model: nn.Module) -> None:
+    """Turn gradients off for all but the MTP block: layers, norms, embedding and head, and the embedding's copy."""
+    for module in trunk_modules(model):
+        module.requires_grad_(False)
+
+
+def trunk_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a stage that do not draft."""
+    return (module for name, module in model.named_children() if name not in HEADS)
+
+
+def answer_with_zeros(hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+    """The hidden state [S, B, H]; its backward pass gives the stage's input [S, B, ..] a gradient of zeros.
+
+    The pipeline's schedule waits for a gradient from every stage but the first, also where nothing is trained.
+    """
+    apply: Callable[[Tensor, Tensor], Tensor] = _ZeroGradient.apply  # torch types it from 2.15 on
+    return apply(hidden_SBH, stage_input_SBH)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_SBH: Tensor, stage_input_SBH: Tensor) -> Tensor:
+        ctx.like = stage_input_SBH.shape, stage_input_SBH.dtype, stage_input_SBH.device
+        return hidden_SBH.clone()  # a view could not be freed by the schedule
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradient_SBH, torch.zeros(shape, dtype=dtype, device=device)

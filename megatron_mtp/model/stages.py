@@ -1,0 +1,79 @@
+"""What a pipeline asks of a trunk with draft heads, and no hook on a stock model can do.
+
+states that are read    a drafter reads layers of earlier stages, whose states travel beside the hidden states: input and
+                        output of a stage are wider
+a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk and depths as one tensor, and the last
+                        stage has no head that drafts
+schedule plans          --overlap-moe-expert-parallel-comm takes the decoder apart; the heads run whole after it
+
+Letters in names: S sequence, B batch, H hidden, X states of several layers side by side.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from torch import Tensor, nn
+
+from megatron_mtp.model.mtp import MultiTokenPredictionBlock
+
+NO_BACKWARD = -1
+"""Id of autograd's task outside of a backward pass."""
+
+
+class ReadStates:
+    """What some layers return in a forward pass, on one stage after the other; number n is the n-th layer.
+
+    A pipeline stage has some of the layers. It gets the states after layers before its own beside its input, and sends
+    them on with those of its own layers.
+    """
+
+    def __init__(self, model: Any, numbers: tuple[int, ...]) -> None:
+        self.numbers, self.hidden, self.after = numbers, model.config.hidden_size, dict[int, Tensor]()
+        if not numbers:
+            return
+        model.config.variable_seq_lengths = model.pg_collection.pp.size() > 1  # stages send tensors of any width
+        for layer in model.decoder.layers:
+            if layer.layer_number in numbers:
+                layer.register_forward_hook(self._keep)
+
+    def _keep(self, layer: Any, _: Any, made: Any) -> None:
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            return  # a layer that is recomputed; nobody would take its states
+        self.after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
+
+    def received(self, given: Any) -> Any:
+        """A stage's input, without the states that came with it."""
+        whole = given[0] if isinstance(given, list) else given
+        if not self.numbers or whole is None:
+            return given
+        hidden_SBH, *before = whole.split(self.hidden, dim=-1)
+        self.after.update(zip(self.numbers, (one.detach() for one in before), strict=False))
+        return hidden_SBH
+
+    def sent(self, hidden_SBH: Tensor) -> Tensor:
+        """A stage's output, with the states so far."""
+        return torch.cat([hidden_SBH, self.taken()], dim=-1) if self.after else hidden_SBH
+
+    def taken(self) -> Tensor:
+        """The states side by side, [S, B, X]; they are given once."""
+        return torch.cat([self.after.pop(number) for number in sorted(self.after)], dim=-1)
+
+
+def as_one(hidden_SBH: Tensor, states: list[Tensor]) -> Tensor:
+    """The output of a stage of the heads' own: the trunk's states and the depths'; without depths the trunk's."""
+    return torch.cat([hidden_SBH, *states]) if states else hidden_SBH
+
+
+def apart(whole: Tensor, depths: int) -> tuple[Tensor, list[Tensor]]:
+    """The trunk's and the depths' states that such a stage has sent."""
+    hidden_SBH, *states = whole.chunk(1 + depths)
+    return hidden_SBH, states
+
+
+class TrunkSchedulePlan(TransformerModelChunkSchedulePlan):
+    """Megatron's, which takes the trunk's layers apart; the MTP block runs whole after them, in `_postprocess`."""
+
+    def _build_layer_schedule_plan(self, module: nn.Module | None, *streams: Any) -> None:
+        if not isinstance(module, MultiTokenPredictionBlock):
+            super()._build_layer_schedule_plan(module, *streams)

@@ -43,7 +43,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
+    "dp2-sharded": {},
+    "ep2": {"expert_model_parallel_size": 2},
 }
+SHARDED = "dp2-sharded"
+"""With the distributed optimizer, where a rank has the reduced gradients of its slices alone."""
 APART = MTPConfig(mtp_train_only=True)
 WEIGHT = 0.3
 EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
@@ -71,10 +75,14 @@ def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
         for each in (plain, model, joint, riding):
             draw(each, tied)
         batches = [batch_of(seed, form) for seed in (2, 3)]
-        expected = step(plain, batches, None)
+        sharded = layout == SHARDED
+        expected = step(plain, batches, None, sharded=sharded)
         if tied and own and not model.pre_process:  # Megatron's block has the head in the embedding's copy
             expected = {name.replace(HEAD, EMBEDDING): value for name, value in expected.items()}
-        record["trunk"] = far(step(model, batches, attached, apart=True), expected)
+        record["trunk"] = far(step(model, batches, attached, apart=True, sharded=sharded), expected)
+        if sharded:
+            found[name] = of_ranks(record)
+            continue
         together = step(joint, batches, every[0])
         record["weight"] = far(step(riding, batches, every[1]), together, rounding, "gradient of ")
         if kind in KINDS:
@@ -84,8 +92,12 @@ def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
             record["ours"] = far(together, wanted, 1e-6, "gradient of ")
             record["changed"] = [] if far(together, expected, 1e-3) else ["nothing"]
         record["saved"] = saving(model)
-        found[name] = {what: sorted({one for rank in gather(names) for one in rank}) for what, names in record.items()}
+        found[name] = of_ranks(record)
     return found
+
+
+def of_ranks(record: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {what: sorted({one for rank in gather(names) for one in rank}) for what, names in record.items()}
 
 
 def copies(model: Any, tied: bool, adopted: bool) -> list[str]:
@@ -132,13 +144,21 @@ def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
 
 
 def step(
-    inner: Any, batches: list[Any], attached: Attached | None, ours: bool = False, apart: bool = False
+    inner: Any,
+    batches: list[Any],
+    attached: Attached | None,
+    ours: bool = False,
+    apart: bool = False,
+    sharded: bool = False,
 ) -> dict[str, Tensor]:
-    """Logits, gradients and weights after a step of a model, by name."""
+    """Logits, gradients (unless sharded) and weights after a step of a model, by name."""
     destroy_moe_metrics_tracker()
     config = inner.config
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
-    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.0)
+    of_buffers = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    model = DistributedDataParallel(config, of_buffers, inner)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.0, use_distributed_optimizer=sharded
+    )
     make = partial(get_mtp_optimizer, clip_grad=1.0) if apart else get_megatron_optimizer
     optimizer = make(settings, [model])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
@@ -154,7 +174,8 @@ def step(
         micro_batch_size=len(batches[0][0]["tokens"]),
         forward_only=False,
     )
-    found = {f"gradient of {name}": each.main_grad.clone() for name, each in inner.named_parameters()}
+    named = {} if sharded else dict(inner.named_parameters())
+    found = {f"gradient of {name}": each.main_grad.clone() for name, each in named.items()}
     optimizer.step()
     return {**logits, **found, **{name: each.detach().clone() for name, each in inner.named_parameters()}}
 
@@ -212,7 +233,10 @@ def main(file: str, layout: str, kind: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size"),
+)
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -14,6 +14,7 @@ WORKER = Path(__file__).parent / "attached_worker.py"
 LAYOUTS = ("tp2", "tp2-sp", "pp2", "cp2", "dp2")
 KINDS = ("dense", "moe", "latent", "hybrid")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("tp2", "moe")]
+CASES += [("ep2", "moe"), *(("dp2-sharded", kind) for kind in KINDS)]
 """Megatron trains experts under tensor parallelism with sequence parallelism alone."""
 
 

@@ -126,8 +126,9 @@ def with_portable_projections(config: TransformerConfig) -> AbstractContextManag
 class PortableAttention(torch.nn.Module):
     """Attention on `scaled_dot_product_attention`: grouped queries, packed sequences, context parallelism, MLA.
 
-    Arguments are those of Megatron's core attention. Under context parallelism keys and values are gathered from all
-    ranks and put in the order of the whole sequence; TE's `cp_comm_type` is ignored.
+    Arguments are those of Megatron's core attention; what only its kernels read (`cp_comm_type`, `v_channels`) is
+    ignored. Under context parallelism keys and values are gathered from all ranks and put in the order of the whole
+    sequence.
 
     Attributes:
         chain: further keys and values, as `key` and `value` of the next call: a query attends to those of its own
@@ -145,10 +146,9 @@ class PortableAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
+        **of_kernels: Any,
     ) -> None:
         super().__init__()
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])

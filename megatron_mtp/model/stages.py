@@ -1,7 +1,7 @@
 """What a pipeline asks of a trunk with draft heads, and no hook on a stock model can do.
 
-states that are read    a drafter reads layers of earlier stages, whose states travel beside the hidden states: input and
-                        output of a stage are wider
+states that are read    a drafter reads layers of earlier stages, whose states travel beside the hidden states: input
+                        and output of a stage are wider
 a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk and depths as one tensor, and the last
                         stage has no head that drafts
 schedule plans          --overlap-moe-expert-parallel-comm takes the decoder apart; the heads run whole after it

@@ -1,6 +1,9 @@
 """The examples of docs/extending.md: each is run as it is printed, and does what the page says."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -209,3 +212,64 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     leaves = [leaf.requires_grad_() for leaf in (states_NH, weight_VH)]
     made = [(value := side(*leaves), *torch.autograd.grad(value, leaves)) for side in (ours, plain)]
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-12)
+
+
+# --- a kind of drafters: what its row of the table names, edited in a copy of the package -----------------------------
+
+TWIN_ROW = """    DrafterKind(
+        name="twin",
+        called="a twin",
+        line="is EAGLE-3 by another name",
+        architecture="TwinDraftModel",
+        model_type="llama",
+        block="megatron_mtp.model.twin:TwinBlock",
+        default_layers=eagle3_layers,
+        weights=lambda drafts: [1.0] * drafts,
+        loss={"mtp_loss": "tv"},
+        reads=3,
+    ),
+)
+
+DRAFTERS: """
+TWIN = {
+    "drafters.py": (")\n\nDRAFTERS: ", TWIN_ROW),
+    "model/twin.py": "from megatron_mtp.model.eagle3 import Eagle3Block\n\n\nclass TwinBlock(Eagle3Block): ...\n",
+    "checkpoint/convert/drafter_codecs.py": (
+        '"dspark": BiasedBlocks()',
+        '"dspark": BiasedBlocks(), "twin": OneLayer()',
+    ),
+    "decoding/proposers/twin.py": (
+        "from megatron_mtp.decoding.proposers.eagle3 import Eagle3\n\n\n"
+        'class Twin(Eagle3):\n    line, depths = "a twin", "twin"\n'
+    ),
+    "decoding/config.py": (
+        '            "eagle3": "',
+        '            "twin": "megatron_mtp.decoding.proposers.twin:Twin",\n            "eagle3": "',
+    ),
+}
+"""By file: a new file's text, or what stands there and what replaces it."""
+
+
+@pytest.mark.matrix
+def test_a_kind_of_drafters_is_added_by_what_its_row_names(tmp_path: Path) -> None:
+    """It is trained, attached, exported and drafts; and no other file of the package knows of it."""
+    package = tmp_path / "megatron_mtp"
+    shutil.copytree(ROOT / "megatron_mtp", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, change in TWIN.items():
+        file = package / name
+        if isinstance(change, str):
+            file.write_text(change, encoding="utf-8")
+            continue
+        before, after = change
+        text = file.read_text(encoding="utf-8")
+        assert text.count(before) == 1, name
+        file.write_text(text.replace(before, after), encoding="utf-8")
+    (row,) = (edit for task, _, edit in tasks() if task == "a kind of drafters")
+    named = re.findall(r"`([\w/]+\.py|[\w/]+/)`", row)
+    assert {name if name in named else f"{name.rpartition('/')[0]}/" for name in TWIN} == set(named)
+    worker = Path(__file__).with_name("twin_drafter.py")
+    paths = os.pathsep.join(map(str, (tmp_path, Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(worker), str(tmp_path / "made")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

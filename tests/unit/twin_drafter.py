@@ -1,0 +1,66 @@
+"""A drafter of the kind that test_extending.py adds to a copy of the package: trained, attached, exported, drafting.
+
+PYTHONPATH=COPY:tests/unit python tests/unit/twin_drafter.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from drafter_folders import DRAFTED, KINDS, WIDTH, make_drafter, make_trunk
+from megatron.core import parallel_state
+from megatron_single import join_world_of_one, make_batch, one_head, our_model
+
+import megatron_mtp
+from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.hf.folder import drafter_kind
+from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.decoding.engine import generate
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.runtime import quieten
+
+STEPS, LAYERS = 3, (1, 2, 4)
+
+
+def train() -> None:
+    settings = MTPConfig(drafter="twin", drafter_steps=STEPS, mtp_loss="tv")
+    weights = depth_weights(settings, STEPS, 1.0)
+    assert weights == [1.0] * STEPS
+    model = our_model(STEPS, num_layers=5, drafter_layers=LAYERS, drafter={"drafter": "twin"})
+    batch = make_batch(STEPS)
+    group = parallel_state.get_context_parallel_group()
+    output = model(
+        *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        labels=batch["labels"],
+        output_processor=one_head(weights, group, depth_loss(settings), linear_main=True, trains_trunk=False),
+        output_processor_context=[batch["depths"]],
+    )
+    output.loss.backward()
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+    assert "mtp.layers.0.fc.weight" in trained
+    assert all(name.startswith("mtp.") for name in trained)
+
+
+def convert_and_draft(folder: Path) -> None:
+    KINDS["twin"] = Kind("twin", LAYERS, WIDTH), DRAFTED
+    folder.mkdir()
+    _, trunk = make_trunk(folder)
+    exported, saved = make_drafter(folder, "twin", trunk)
+    assert drafter_kind(exported) == "twin"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["TwinDraftModel"]
+    prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], Runner(load_model(saved))
+    assert runner.kind == "twin"
+    texts = generate(runner, prompts, 8, speculative={"method": "twin", "num_speculative_tokens": 2})
+    assert texts.stats.drafted
+    assert texts.token_ids == generate(runner, prompts, 8).token_ids
+
+
+if __name__ == "__main__":
+    assert not Path(megatron_mtp.__file__).is_relative_to(Path(__file__).parents[2])
+    quieten()
+    join_world_of_one()
+    train()
+    convert_and_draft(Path(sys.argv[1]))

@@ -47,7 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 SHARDED = "dp2-sharded"
-"""With the distributed optimizer, where a rank has the reduced gradients of its slices alone."""
+"""With the distributed optimizer, where a rank has the reduced gradients of its slices alone. Without a clip: further
+parameters shift the slices, and so the order in which the norm is summed."""
 APART = MTPConfig(mtp_train_only=True)
 WEIGHT = 0.3
 EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
@@ -157,9 +158,9 @@ def step(
     of_buffers = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
     model = DistributedDataParallel(config, of_buffers, inner)
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.0, use_distributed_optimizer=sharded
+        optimizer="adam", lr=1e-2, clip_grad=float(not sharded), weight_decay=0.0, use_distributed_optimizer=sharded
     )
-    make = partial(get_mtp_optimizer, clip_grad=1.0) if apart else get_megatron_optimizer
+    make = partial(get_mtp_optimizer, clip_grad=1.0) if apart and not sharded else get_megatron_optimizer
     optimizer = make(settings, [model])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
     logits: dict[str, Tensor] = {}

@@ -39,7 +39,7 @@ EXAMPLES = f"""examples:
   megatron-mtp evaluate --load runs/mine/checkpoint --data-path data/corpus --micro-batch-size 8 --eval-iters 64 --json
 
   # a model on two GPUs with tensor parallelism
-  torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load CKPT --data-path data/corpus \\
+  torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load runs/mine/checkpoint --data-path data/corpus \\
       --tensor-model-parallel-size 2
 
 Every flag of `megatron-mtp train` may follow. Unless overridden, these are set:

@@ -38,11 +38,12 @@ EXAMPLES = """examples:
       --speculative-config '{"method": "mtp"}' --compare
 
   # one module reused for five drafts, sampled; everything as JSON
-  megatron-mtp generate --load CHECKPOINT --prompt-file prompts.jsonl --batch-size 8 --temperature 0.8 --top-p 0.95 \\
-      --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}' --json
+  megatron-mtp generate --load runs/mine/checkpoint --prompt-file prompts.jsonl --batch-size 8 \\
+      --temperature 0.8 --top-p 0.95 --json \\
+      --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}'
 
   # as many drafts as pay off, 0 included
-  megatron-mtp generate --load CHECKPOINT --prompt-ids 1,2,3 \\
+  megatron-mtp generate --load runs/mine/checkpoint --prompt-ids 1,2,3 \\
       --speculative-config '{"method": "mtp", "num_speculative_tokens": "auto"}'
 """
 

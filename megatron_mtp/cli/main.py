@@ -9,8 +9,8 @@ from megatron_mtp.errors import Parser, open_streams, sentences
 EXAMPLES = """examples:
   megatron-mtp doctor
   megatron-mtp preprocess --input my_texts --output-prefix data/corpus
-  megatron-mtp train <Megatron's flags> --mtp-num-layers 2 --mtp-metrics-dir runs/mine
-  torchrun --nproc-per-node 8 -m megatron_mtp train <the same flags>
+  megatron-mtp train $FLAGS --mtp-num-layers 2 --mtp-metrics-dir runs/mine    # $FLAGS: those of a line of Megatron-LM
+  torchrun --nproc-per-node 8 -m megatron_mtp train $FLAGS --mtp-num-layers 2
   megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
   megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
   megatron-mtp serve --load runs/mine/checkpoint --speculative-config '{"method": "mtp"}'

@@ -22,7 +22,8 @@ EXAMPLES = """examples:
       --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'
 
   # for other machines, with a key, up to 64 texts at once in 8 GiB of cache
-  megatron-mtp serve --load CHECKPOINT --host 0.0.0.0 --port 8080 --api-key "$KEY" --max-running 64 --cache-gib 8
+  megatron-mtp serve --load runs/mine/checkpoint --host 0.0.0.0 --port 8080 --api-key "$KEY" \\
+      --max-running 64 --cache-gib 8
 
   # ask it
   curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\

@@ -30,18 +30,19 @@ EXAMPLES = """examples:
   # two MTP layers, one process (without a CUDA device: on the CPU)
   megatron-mtp train --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 \\
       --max-position-embeddings 256 --position-embedding-type rope --micro-batch-size 8 --train-iters 100 --lr 1e-3 \\
-      --eval-interval 100 --data-path DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model DATA-tokenizer \\
-      --mtp-num-layers 2
+      --eval-interval 100 --data-path data/corpus --tokenizer-type HuggingFaceTokenizer \\
+      --tokenizer-model data/corpus-tokenizer --mtp-num-layers 2
 
-  # the same over two pipeline stages
-  torchrun --nproc-per-node 2 -m megatron_mtp train ... --pipeline-model-parallel-size 2 --mtp-num-layers 2
+  # over two pipeline stages; $FLAGS are those of a launch line of Megatron-LM
+  torchrun --nproc-per-node 2 -m megatron_mtp train $FLAGS --pipeline-model-parallel-size 2 --mtp-num-layers 2
 
   # flags from a file, one of them overridden; what a job of 64 ranks would hold, without starting it
   megatron-mtp train --config run.yaml --lr 2e-3
   megatron-mtp train --config run.yaml --dry-run 64
 
   # MTP layers for a model that has none
-  megatron-mtp train ... --load CHECKPOINT --save NEW --mtp-num-layers 2 --mtp-init last-layer
+  megatron-mtp train $FLAGS --use-checkpoint-args --load checkpoints/trunk --finetune --save runs/mine/checkpoint \\
+      --mtp-num-layers 2 --mtp-init last-layer
 """
 
 

@@ -14,7 +14,7 @@ import hf_models
 
 from megatron_mtp.data.tokenizer import train_bpe
 
-ENTRIES, TEXTS = 384, 40
+ENTRIES, TEXTS = 384, 60
 MODELS = {
     "GLM-4.5-Air": ("glm4_moe", 1),
     "my-glm": ("glm4_moe", 0),
@@ -48,6 +48,16 @@ def main(folder: Path) -> None:
         made = hf_models.make(folder / "models" / name, kind, depths)
         shutil.copytree(folder / "tokenizer", made, dirs_exist_ok=True)
         (made / "chat_template.jinja").write_text(TEMPLATE)
+    hub = folder / "hub" / "models--zai-org--GLM-4.5-Air"  # as huggingface_hub keeps what it has downloaded
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("1a2b")
+    shutil.copytree(folder / "models" / "GLM-4.5-Air", hub / "snapshots" / "1a2b")
+    shutil.copytree(folder / "models" / "Qwen3-0.6B", folder / "runs" / "smollm2" / "hf")
+    words = " ".join(texts).split()
+    lines = (json.dumps({"text": " ".join(words[at : at + 40])}) for at in range(0, 48_000, 40))
+    (folder / "lines.jsonl").write_text("\n".join(lines))  # documents enough for Megatron's default split
+    (folder / "llama.cpp").mkdir()
+    (folder / "llama.cpp" / "convert_trained.py").touch()
     chat = [{"role": "user", "content": "What is MTP?"}, {"role": "assistant", "content": "Several tokens at once."}]
     (folder / "chats.jsonl").write_text(20 * (json.dumps({"messages": chat}) + "\n"))
 

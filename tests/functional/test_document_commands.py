@@ -1,15 +1,17 @@
 """Every block of commands in README.md and docs/ runs as it is printed, in a folder that has what it speaks of.
 
-Shell blocks go to bash, Python ones to Python, in the order in which they stand. What is not run (`PARSED` of
-document_command.py says why) is looked up and parsed; `pytest -s` shows both.
+So do the examples of every `--help`. Shell blocks go to bash, Python ones to Python, in the order in which they stand.
+What is not run (`LISTED` of document_command.py says why) is looked up and parsed; `pytest -s` shows both.
 """
 
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import launch
@@ -18,13 +20,17 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 import fork_server
-from document_command import PARSED, PROGRAMS
+from document_command import LISTED, LISTED_CODE, PORTS, PROGRAMS, end_servers
 from documents import DOCUMENTS, SHELLS, blocks
+from tiers import tiered
+
+from megatron_mtp.cli import verbs
+from megatron_mtp.cli.main import EXAMPLES
 
 COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
-LINKED = "pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
+LINKED = "megatron_mtp pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
 RUN = (*SHELLS, "python")
-TOOLS = "cat cp ls".split()
+TOOLS = "cat cp curl ls mkdir realpath dirname".split()
 """Programs of the system that a document may call."""
 
 QUICKSTART = """
@@ -42,11 +48,40 @@ for run in mine one two; do cp -r runs/quickstart runs/$run; done
 """
 """A run like the quickstart's, of two steps, under all names that documents give to a run."""
 
+FIRST = ("README.md",)
+"""Documents whose commands run in the first tier."""
+
+MADE_BEFORE = """
+mkdir shards .venv/lib .venv/lib/python3.12 .venv/lib/python3.12/site-packages
+cp -r my_texts .venv/lib/python3.12/site-packages/package
+cp tests/unit/*.py .venv/lib/python3.12/site-packages/package
+cp my_texts/1.txt held_out.txt
+cp my_texts/1.txt a.txt
+cp my_texts/2.txt held_out/a.txt
+cp my_texts/3.txt prompts.txt
+echo '{"prompt": "def "}' > prompts.jsonl
+for number in 1 2 3; do echo '{"content": "one of a few words"}'; done > shards/a.jsonl
+python tools/data/preprocess.py --input lines.jsonl --tokenizer tokenizer --output-prefix data/corpus
+cp -r tokenizer data/corpus-tokenizer
+python tools/checkpoint/convert.py hf-to-mcore models/Qwen3-0.6B checkpoints/trunk
+cp -r checkpoints/trunk checkpoints/qwen
+cp -r runs/mine/checkpoint checkpoints/mine
+cp -r runs/one runs/three
+cp -r runs/quickstart/exported exported
+cp -r exported models/mine
+"""
+"""What the examples of help texts read, beside the scene."""
+
+MAKES = {"": ("data", "exported"), "attach": ("runs/three",), "convert": ("exported",), "preprocess": ("data",)}
+"""Verb to the folders that its examples make themselves."""
+
 FLAGS = (
-    "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 256 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --seq-length 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 "
+    "--eval-iters 1 --moe-token-dispatcher-type allgather"
 )
-FLAGS += "--vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
-FLAGS += "--moe-token-dispatcher-type allgather"
 """What documents call the flags of a launch line."""
 
 
@@ -55,13 +90,26 @@ class Shell:
     """bash, with programs that run in forks."""
 
     programs: Path
+    ports: tuple[int, int]
+
+    def at_its_port(self, block: str) -> str:
+        """The block with a free port in the place of the server's."""
+        return block.replace("127.0.0.1:8000", f"127.0.0.1:{self.ports[0]}")
 
     def __call__(self, block: str, folder: Path) -> str:
         """What the block printed; AssertionError where a command of it fails."""
         done = subprocess.run(
             ["/bin/bash", "-euo", "pipefail", "-c", block],
             cwd=folder,
-            env={**os.environ, "PATH": str(self.programs), "FLAGS": FLAGS, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PATH": str(self.programs),
+                "FLAGS": FLAGS,
+                "KEY": "secret",
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_CACHE": str(folder / "hub"),
+                PORTS: " ".join(map(str, self.ports)),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,7 +128,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
         fork_server.program(programs / name, str(COMMAND), name)
     for name in TOOLS:
         (programs / name).symlink_to(str(shutil.which(name)))
-    return Shell(programs)
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return Shell(programs, (one.getsockname()[1], other.getsockname()[1]))
 
 
 @pytest.fixture(scope="module")
@@ -98,37 +149,78 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "README.md" else [pytest.mark.matrix])
-        for name, path in DOCUMENTS.items()
-        if blocks(path.read_text(), *RUN)
-    ],
-)
-def test_the_commands_of_a_document_run(name: str, shell: Shell, scene: Path, tmp_path: Path) -> None:
-    here = tmp_path / "here"
+def run_blocks(found: list[tuple[str, str]], shell: Shell, scene: Path, here: Path) -> None:
+    """The blocks of a page or a help text in their order, in a copy of the scene."""
     shutil.copytree(scene, here, symlinks=True)
-    for number, (language, block) in enumerate(blocks(DOCUMENTS[name].read_text(), *RUN)):
-        if language == "python":
-            (here / f"block{number}.py").write_text(block)
+    try:
+        for number, (language, block) in enumerate(found):
+            block = shell.at_its_port(block)
             print(block)
+            if language != "python":
+                print(shell(block, here))
+                continue
+            (here / f"block{number}.py").write_text(block)
+            compile(block, f"block {number}", "exec")
+            if reason := next((why for start, why in LISTED_CODE.items() if block.startswith(start)), None):
+                print(f"[compiled alone, since it {reason}]")
+                continue
             python = "python" if "megatron_mtp" in block else sys.executable  # others find no stand-ins for CUDA
-            block = f"{python} block{number}.py"
-        print(block, shell(block, here), sep="\n")
+            print(shell(f"{python} block{number}.py", here))
+    finally:
+        end_servers(here)
+
+
+WITH_BLOCKS = [name for name, path in DOCUMENTS.items() if blocks(path.read_text(), *RUN)]
+
+
+@pytest.mark.parametrize("name", tiered(WITH_BLOCKS, FIRST))
+def test_the_commands_of_a_document_run(name: str, shell: Shell, scene: Path, tmp_path: Path) -> None:
+    run_blocks(blocks(DOCUMENTS[name].read_text(), *RUN), shell, scene, tmp_path / "here")
+
+
+@pytest.fixture(scope="module")
+def scene_of_help(shell: Shell, scene: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scene with what help texts take for there."""
+    folder = tmp_path_factory.mktemp("help") / "scene"
+    shutil.copytree(scene, folder, symlinks=True)
+    shell(MADE_BEFORE, folder)
+    return folder
+
+
+HELP = {verb: getattr(verbs.module_of(verb), "EXAMPLES", "") for verb in verbs.VERBS} | {"": EXAMPLES}
+"""Verb to the examples of its `--help`; "" is the program's own."""
+
+
+def examples(text: str) -> str:
+    """The lines of a help text that are commands, with the comments above them."""
+    lines = text.partition("examples:\n")[2].splitlines()
+    return "\n".join(line for line in takewhile(lambda line: not line or line.startswith("  "), lines))
+
+
+def test_every_verb_has_examples() -> None:
+    assert [verb for verb, text in HELP.items() if not examples(text).strip()] == []
+
+
+@pytest.mark.parametrize("verb", tiered(HELP, ()))
+def test_the_examples_of_a_help_text_run(verb: str, shell: Shell, scene_of_help: Path, tmp_path: Path) -> None:
+    scene = tmp_path / "scene"
+    shutil.copytree(scene_of_help, scene, symlinks=True)
+    for name in MAKES.get(verb, ()):
+        shutil.rmtree(scene / name)
+    run_blocks([("bash", examples(HELP[verb]))], shell, scene, tmp_path / "here")
 
 
 BAD = {
     "megatron-mtp generate --load runs/mine/checkpoint --prompt x --no-such-flag": "arguments: --no-such-flag",
     "megatron-mtp trian": "invalid choice: 'trian'",
     "torchrun --nproc-per-node 8 pretrain_gpt.py --mtp-depths 2": "arguments: --mtp-depths 2",
-    "torchrun --nproc-per-node 8 pretrain.py": "pretrain.py is not there",
+    "torchrun --nproc-per-node 8 pretrain.py": "No such file or directory",
     "bash scripts/attach_mtp.sh.old models/Qwen3-0.6B my_texts": "No such file",
     "python -m pytest tests/functional/test_no_such.py": "not found",
     "python benchmarks/no_such.py": "benchmarks/no_such.py",
     "vllm serve exported --speculative-method mtp": "--speculative-method",
-    "bash scripts/test_smollm2.sh": "not in PARSED",
-    "curl localhost": "curl: command not found",
+    "bash scripts/test_smollm2.sh": "not in LISTED",
+    "wget localhost": "wget: command not found",
 }
 """What a document may not show, to what is said of it."""
 
@@ -141,4 +233,6 @@ def test_what_a_document_may_not_show_is_seen(command: str, shell: Shell, scene:
 
 def test_no_exemption_is_left_over() -> None:
     shown = "\n".join(block for path in DOCUMENTS.values() for _, block in blocks(path.read_text(), *SHELLS))
-    assert [beginning for beginning in PARSED if beginning not in shown] == []
+    assert [beginning for beginning in LISTED if beginning not in shown] == []
+    code = "\n".join(block for path in DOCUMENTS.values() for _, block in blocks(path.read_text(), "python"))
+    assert [beginning for beginning in LISTED_CODE if beginning not in code] == []

@@ -21,9 +21,10 @@ DOORS = {
 
 ENGINES = {
     "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition",
-    "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint",
+    "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint --nproc-per-node",
     "llama-server": "--model --spec-type --spec-draft-n-max --spec-draft-p-min",
     "scancel": "--signal",
+    "python convert_trained.py": "--outtype --outfile",
     "pip wheel": "--no-deps --no-build-isolation",
     "python -m pip download": "--constraint --dest",
     "python -m pip install": "--no-index --find-links --target",

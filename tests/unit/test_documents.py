@@ -14,6 +14,8 @@ from megatron_mtp.cli.verbs import VERBS
 README = DOCUMENTS["README.md"].read_text()
 FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ examples/ docs/".split())
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in ROOT.glob(f"{folder}*.*")]
+ELSEWHERE = {"convert_trained.py"}
+"""Files that a page has its reader write into another project's folder."""
 PROGRAM = re.compile(r"^(?:\.venv/bin/)?(python|torchrun|megatron-mtp|bash|sbatch) ")
 
 
@@ -21,6 +23,7 @@ def absent_files(text: str) -> list[str]:
     """Scripts, modules and pages that a text names and that nobody has."""
     words = [word.strip(",;:()") for part in (*spans(text), *shown(text)) for word in part.split()]
     named = {word for word in words if re.fullmatch(r"[\w./-]+\.(py|sh|md|txt)", word) and not word.startswith("/")}
+    named -= ELSEWHERE
     return sorted(name for name in named if not any(file.endswith(f"/{name}") for file in FILES))
 
 

@@ -54,7 +54,7 @@ OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
 SPLIT = "98,2,0"
 LEAST_TEXTS = 25
 PASSES = 2
-"""Default of --unroll: the best number that docs/attaching.md has measured."""
+"""Default of --unroll: the best number that docs/losses.md has measured."""
 
 EXAMPLES = """examples:
   # one MTP layer, which drafts as often as it is asked to; 600 steps; all output is in runs/attached

@@ -54,7 +54,7 @@ class TokenLoss(ABC):
     """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
 
     Attributes:
-        line: what the depths learn, for --list-losses and docs/attaching.md.
+        line: what the depths learn, for --list-losses and docs/losses.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
         couples_depths: a depth's gradient depends on the losses of the others at the same position, which counts where

@@ -68,7 +68,7 @@ WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
 
 
 class Unsupported(NamedTuple):
-    """A feature that our losses or our script do not have: ignored or computed wrongly. docs/layouts.md has the table.
+    """A feature that our losses or our script do not have: ignored or computed wrongly. docs/features.md has the table.
 
     Attributes:
         flags: as a command line has them; the row is about runs with all of them.

@@ -1,6 +1,6 @@
 """Megatron's features in runs with depths: those that were tried, and those that could not be. Plain data.
 
-`test_features.py` runs every row of `TRIED` beside the same run without the flags; docs/layouts.md shows both tables.
+`test_features.py` runs every row of `TRIED` beside the same run without the flags; docs/features.md shows both tables.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ _SHARDED = "--use-distributed-optimizer"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 _DISPATCHED = f"{_EXPERTS} --expert-model-parallel-size 2 --mtp-num-layers 1 --bf16 --global-batch-size 8"
+SETUPS = {"DISPATCHED": _DISPATCHED, "EXPERTS": _EXPERTS, "STAGES": _INTERLEAVED, "RECOMPUTED": _RECOMPUTED}
+"""Names of the page for flags that several features were tried on; a longer one stands before its parts."""
 
 
 @dataclass(frozen=True)

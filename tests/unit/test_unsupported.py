@@ -1,7 +1,10 @@
 """Megatron's features in runs with depths: every flag has a place, refusals are sentences, the page says the same."""
 
+import re
 import sys
+import textwrap
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,9 +18,9 @@ from megatron_mtp.training.checks import UNSUPPORTED, Unsupported, check_support
 
 sys.path.append(str(Path(__file__).parents[1] / "functional"))
 
-from features import TRIED, UNTRIED, Tried  # in the folder beside
+from features import SETUPS, TRIED, UNTRIED, Tried  # in the folder beside
 
-PAGE, HEADING = ROOT / "docs" / "layouts.md", "## Megatron's features"
+PAGE = ROOT / "docs" / "features.md"
 PLAIN = f"{ROPE} {MOCK} {DEPTHS}"
 OF_GROUPS = {
     "never read in training": {"options", "vision", "biencoder", "inference", "autoresume"},
@@ -154,32 +157,56 @@ def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
         check_supported(parse_flags(f"{DEPTHS} {flags}".split()))
 
 
-def rows_of_the_page() -> list[str]:
-    """The table of the page: refused, seen to work, untried; flags with the same words share a row."""
+def lists_of_the_page() -> str:
+    """What is refused, works and is untried; flags with the same reason, or tried on the same, are one item."""
     refused = [
-        (row.flags, "refused" if row.depths_alone else "refused, without depths too", row.because)
+        (f"{row.because}{'' if row.depths_alone else ' (refused without depths too)'}", row.flags)
         for row in UNSUPPORTED
     ]
-    works = [(row.flags, "works", shown(row)) for row in TRIED]
-    untried = [(flag, "untried", why) for flag, why in UNTRIED.items()]
-    rows = dict[tuple[str, str], list[str]]()
-    for flags, state, why in (*refused, *works, *untried):
-        rows.setdefault((state, why), []).append(f"`{flags}`")
-    return [f"| {', '.join(flags)} | {state} | {why} |" for (state, why), flags in rows.items()]
+    works = [(shown(row), row.flags) for row in TRIED]
+    untried = [(why, flag) for flag, why in UNTRIED.items()]
+    setups = wrapped(f"{name} = {flags}" for name, flags in SETUPS.items())
+    return "\n\n".join(
+        [
+            f"## Refused\n{items(refused, flags_first=True)}",
+            f"## Works\n```text\n{setups}\n```",
+            items(works),
+            f"## Untried\n{items(untried)}",
+        ]
+    )
+
+
+def items(rows: list[tuple[str, str]], flags_first: bool = False) -> str:
+    """A list, an item for each reason, with its flags."""
+    found = dict[str, list[str]]()
+    for why, flags in rows:
+        found.setdefault(why, []).append(f"`{flags}`")
+    whole = [(", ".join(flags), why) if flags_first else (why, ", ".join(flags)) for why, flags in found.items()]
+    return wrapped(f"- {before[0].upper()}{before[1:]}: {after}" for before, after in whole)
+
+
+def wrapped(texts: Iterable[str]) -> str:
+    """Lines of a page; code in a sentence stays in one line."""
+    kept = (re.sub("`[^`]+`", lambda span: span[0].replace(" ", "\0"), text) for text in texts)
+    lines = [line for text in kept for line in textwrap.wrap(text, 130, subsequent_indent="  ", break_on_hyphens=False)]
+    return "\n".join(lines).replace("\0", " ")
 
 
 def shown(row: Tried) -> str:
     """On what the feature was tried, as the page says it."""
     both = row.both.replace("{folder}", "DIR")
+    for name, flags in SETUPS.items():
+        both = both.replace(flags, name)
     processes = f"{row.processes} process{'es' * (row.processes > 1)}"
     return processes + (f", `{both}`" if both else "")
 
 
-def test_the_page_shows_the_tables() -> None:
+def test_the_page_shows_the_lists() -> None:
     """To write them anew: PYTHONPATH=tests/unit:tests .venv/bin/python tests/unit/test_unsupported.py"""
-    section = PAGE.read_text(encoding="utf-8").partition(f"{HEADING}\n")[2].partition("\n## ")[0]
-    assert [line for line in section.splitlines() if line.startswith("| `")] == rows_of_the_page()
+    page = PAGE.read_text(encoding="utf-8")
+    assert page[page.index("## Refused") :] == lists_of_the_page() + "\n"
 
 
 if __name__ == "__main__":
-    print("\n".join(rows_of_the_page()))
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page[: page.index("## Refused")] + lists_of_the_page() + "\n", encoding="utf-8")

@@ -40,9 +40,12 @@ EXAMPLES = """examples:
   # the same layers, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
-  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP, the trunk in FP8; the proof
-  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported --quantize fp8 --mtp-dtype bfloat16 --text a.txt
+  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP, and the proof
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
   megatron-mtp convert verify exported runs/mine/checkpoint
+
+  # the trunk in FP8, and what that costs in acceptance
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported-fp8 --quantize fp8 --mtp-dtype bfloat16 --text a.txt
 
   # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; and back
   megatron-mtp convert gpt-to-hybrid runs/mine/checkpoint checkpoints/hybrid

@@ -40,8 +40,8 @@ EXAMPLES = """examples:
   megatron-mtp train --config run.yaml --lr 2e-3
   megatron-mtp train --config run.yaml --dry-run 64
 
-  # MTP layers for a model that has none
-  megatron-mtp train $FLAGS --use-checkpoint-args --load checkpoints/trunk --finetune --save runs/mine/checkpoint \\
+  # MTP layers for a model that has none; $TRAINING are flags of batches, schedule and data
+  megatron-mtp train $TRAINING --use-checkpoint-args --load checkpoints/trunk --finetune --save runs/mine/checkpoint \\
       --mtp-num-layers 2 --mtp-init last-layer
 """
 

@@ -30,7 +30,7 @@ from megatron_mtp.cli.main import EXAMPLES
 COMMAND, SCENE = (Path(__file__).parent / f"document_{name}.py" for name in ("command", "scene"))
 LINKED = "megatron_mtp pretrain_gpt.py generate_gpt.py tools scripts tests examples benchmarks LICENSE".split()
 RUN = (*SHELLS, "python")
-TOOLS = "cat cp curl ls mkdir realpath dirname".split()
+TOOLS = "cat cp curl dirname id ls mkdir realpath".split()
 """Programs of the system that a document may call."""
 
 QUICKSTART = """
@@ -52,9 +52,7 @@ FIRST = ("README.md",)
 """Documents whose commands run in the first tier."""
 
 MADE_BEFORE = """
-mkdir shards .venv/lib .venv/lib/python3.12 .venv/lib/python3.12/site-packages
-cp -r my_texts .venv/lib/python3.12/site-packages/package
-cp tests/unit/*.py .venv/lib/python3.12/site-packages/package
+mkdir shards
 cp my_texts/1.txt held_out.txt
 cp my_texts/1.txt a.txt
 cp my_texts/2.txt held_out/a.txt
@@ -66,21 +64,28 @@ cp -r tokenizer data/corpus-tokenizer
 python tools/checkpoint/convert.py hf-to-mcore models/Qwen3-0.6B checkpoints/trunk
 cp -r checkpoints/trunk checkpoints/qwen
 cp -r runs/mine/checkpoint checkpoints/mine
+cp -r runs/mine/checkpoint checkpoints/trained
 cp -r runs/one runs/three
 cp -r runs/quickstart/exported exported
 cp -r exported models/mine
 """
-"""What the examples of help texts read, beside the scene."""
+"""What the examples of help texts read, beside the scene, and pages that go on from another one."""
+GO_ON = ("docs/own_texts.md", "docs/draft_vocabulary.md")
+"""These pages."""
 
 MAKES = {"": ("data", "exported"), "attach": ("runs/three",), "convert": ("exported",), "preprocess": ("data",)}
 """Verb to the folders that its examples make themselves."""
 
+TRAINING = (
+    "--seq-length 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
+    "--moe-token-dispatcher-type allgather"
+)
+"""What documents call the flags of batches, schedule and data."""
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 256 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --seq-length 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 "
-    "--eval-iters 1 --moe-token-dispatcher-type allgather"
+    f"--untie-embeddings-and-output-weights {TRAINING}"
 )
 """What documents call the flags of a launch line."""
 
@@ -105,6 +110,7 @@ class Shell:
                 **os.environ,
                 "PATH": str(self.programs),
                 "FLAGS": FLAGS,
+                "TRAINING": TRAINING,
                 "KEY": "secret",
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_CACHE": str(folder / "hub"),
@@ -174,7 +180,10 @@ WITH_BLOCKS = [name for name, path in DOCUMENTS.items() if blocks(path.read_text
 
 
 @pytest.mark.parametrize("name", tiered(WITH_BLOCKS, FIRST))
-def test_the_commands_of_a_document_run(name: str, shell: Shell, scene: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_document_run(
+    name: str, shell: Shell, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    scene = request.getfixturevalue("scene_of_help" if name in GO_ON else "scene")
     run_blocks(blocks(DOCUMENTS[name].read_text(), *RUN), shell, scene, tmp_path / "here")
 
 

@@ -14,8 +14,8 @@ from megatron_mtp.cli.verbs import VERBS
 README = DOCUMENTS["README.md"].read_text()
 FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ examples/ docs/".split())
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in ROOT.glob(f"{folder}*.*")]
-ELSEWHERE = {"convert_trained.py"}
-"""Files that a page has its reader write into another project's folder."""
+ELSEWHERE = {"convert_trained.py", "experiments/grug/moe/heuristic.py", "theoretical_memory_usage.py"}
+"""Files of other projects."""
 PROGRAM = re.compile(r"^(?:\.venv/bin/)?(python|torchrun|megatron-mtp|bash|sbatch) ")
 
 

@@ -9,12 +9,11 @@ an explanation is sought. All sides run in one process, in turns, and the files 
 allows. The peak is that of a process that audits alone, above what importing needs.
 """
 
-import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.convert import EXPERTS, HIDDEN, VOCABULARY, WIDTH, write_experts, write_model
-from benchmarks.harness import MIB, Goal, add_common_flags, compare, hardware, interleave, limit_threads, report
+from benchmarks.harness import MIB, Found, Goal, interleave, main, resident
 
 LARGEST = 2 * max(VOCABULARY, WIDTH) * HIDDEN
 """Bytes of the largest tensor, the embedding."""
@@ -34,43 +33,43 @@ ALLOWANCE = 256.0
 """MiB that a process may hold beside two tensors."""
 
 
-def main() -> None:
-    args = parse_args()
-    if args.side:
-        print(json.dumps(run_alone(args.folder)))
-        return
-    limit_threads(args)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    size = write_folders(args.folder, None if args.quick else args.gigabytes)
-    sides = work(args.folder)
-    spent = interleave(sides, args.repeats or (1 if args.quick else 5), warm_up=1)
-    seconds = {name: [one.wall for one in values] for name, values in spent.items()}
-    peak = (run_alone if args.quick else in_own_process)(args.folder)
+FLAGS: dict[str, dict[str, Any]] = {
+    "--gigabytes": {"type": float, "default": 2.0, "help": "size of a folder (default: 2)"},
+    "--folder": {"type": Path, "default": Path("runs/benchmark-audit"), "help": "scratch, removed at the end"},
+    "--side": {"action": "store_true"},
+}
+
+
+def audit(wanted: Namespace) -> Found:
+    """Seconds of every side, and the peaks of a process that audits alone."""
+    if wanted.side:
+        print(json.dumps(run_alone(wanted.folder)))
+        sys.exit()
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    size = write_folders(wanted.folder, None if wanted.quick else wanted.gigabytes)
+    timed = interleave(work(wanted.folder), wanted.repeats, warm_up=1)
+    peak = (run_alone if wanted.quick else in_own_process)(wanted.folder)
+    two, seconds = 2 * LARGEST / MIB, timed.medians()
     results = {
         "bytes of a folder": size,
-        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "CPU seconds": {name: statistics.median(one.cpu for one in values) for name, values in spent.items()},
-        "bytes per second of an audit": round(2 * size / statistics.median(seconds["audit"])),
+        "seconds": seconds,
+        "CPU seconds": timed.medians("cpu"),
+        "bytes per second of an audit": round(2 * size / seconds["audit"]),
         "peak_mib": peak,
-        "two largest tensors, MiB": 2 * LARGEST / MIB,
+        "two largest tensors, MiB": two,
     }
-    two = 2 * LARGEST / MIB
-    ratio = compare(seconds["audit"], seconds["read"])
-    goals = [
-        Goal("audit of two equal folders over reading both once, seconds", ratio.paired_ratio, 1.5),
-        *(Goal(f"peak, {kind} folders, over two tensors, MiB", held - two, ALLOWANCE) for kind, held in peak.items()),
-    ]
-    shutil.rmtree(args.folder)
-    report("audit", hardware(on_cpu=True), results, goals)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_common_flags(parser, {"any": 5})
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of a folder (default: 2)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmark-audit"), help="scratch, removed at the end")
-    parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    ratio = timed.compare("audit", "read").paired_ratio
+    shutil.rmtree(wanted.folder)
+    return Found(
+        results,
+        [
+            Goal("audit of two equal folders over reading both once, seconds", ratio, 1.5),
+            *(
+                Goal(f"peak, {kind} folders, over two tensors, MiB", held - two, ALLOWANCE)
+                for kind, held in peak.items()
+            ),
+        ],
+    )
 
 
 def write_folders(folder: Path, gigabytes: float | None) -> int:
@@ -95,12 +94,12 @@ def work(folder: Path) -> dict[str, Callable[[], object]]:
     from megatron_mtp.runtime import quieten
 
     quieten()
-    from megatron_mtp.checkpoint.audit.auditing import audit
+    from megatron_mtp.checkpoint.audit import auditing
 
     return {
         "read": partial(read, folder / "a", folder / "b"),
-        "audit": partial(audit, folder / "a", folder / "b"),
-        "differing": partial(audit, folder / "a", folder / "c"),
+        "audit": partial(auditing.audit, folder / "a", folder / "b"),
+        "differing": partial(auditing.audit, folder / "a", folder / "c"),
     }
 
 
@@ -124,18 +123,12 @@ def in_own_process(folder: Path) -> dict[str, float]:
 def run_alone(folder: Path) -> dict[str, Any]:
     """MiB of resident memory at most, above what was there before."""
     sides = work(folder)
-    before, peaks = _status("VmRSS"), {}
+    before, peaks = resident("VmRSS"), {}
     for name, side in (("equal", "audit"), ("differing", "differing")):
         sides[side]()
-        peaks[name] = (_status("VmHWM") - before) / 1024
+        peaks[name] = (resident("VmHWM") - before) / MIB
     return peaks
 
 
-def _status(field: str) -> int:
-    """Kilobytes, as Linux counts them."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
-
-
 if __name__ == "__main__":
-    main()
+    main(audit, __doc__, repeats={"cpu": 5, "quick": 1}, flags=FLAGS)

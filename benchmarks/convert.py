@@ -9,12 +9,12 @@ and writes every tensor through safetensors, `import` and `export` are the two c
 tensors, most of them experts, in one file and in twenty. Importing Megatron is not timed.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.harness import MIB, Goal, hardware, report
+from benchmarks.harness import MIB, Found, Goal, main, resident
 
 HIDDEN, WIDTH, VOCABULARY = 4096, 14336, 32000
 SIDES = ("copy", "import", "export", "read")
@@ -32,22 +32,22 @@ LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 """Bytes of a layer in bfloat16, the largest part of the model."""
 
 
-def main() -> None:
-    args = parse_args()
-    if args.side is not None:
-        print(json.dumps(run_side(args.side, args.folder)))
-        return
+def convert(wanted: Namespace) -> Found:
+    """The part in --part, or all; two with --quick."""
+    if wanted.side is not None:
+        print(json.dumps(run_side(wanted.side, wanted.folder)))
+        sys.exit()
     results: dict[str, Any] = {}
     goals: list[Goal] = []
-    for part in ("fp8", "count") if args.quick else PARTS if args.part is None else (args.part,):
-        args.folder.mkdir(parents=True, exist_ok=True)
-        found, promised = PARTS[part](args)
+    for part in ("fp8", "count") if wanted.quick else PARTS if wanted.part is None else (wanted.part,):
+        wanted.folder.mkdir(parents=True, exist_ok=True)
+        found, promised = PARTS[part](wanted)
         results[part], goals = found, goals + promised
-        shutil.rmtree(args.folder)
-    report("convert", hardware(on_cpu=True), results, goals)
+        shutil.rmtree(wanted.folder)
+    return Found(results, goals)
 
 
-def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_sizes(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Throughput and peaks of a large model."""
     size = write_model(args.folder / "source", args.gigabytes)
     seconds, peaks = {}, {}
@@ -74,7 +74,7 @@ def compare_sizes(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]
     return results, goals
 
 
-def compare_counts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_counts(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Seconds of both directions, the tensors being in one file or in many."""
     seconds: dict[str, float] = {}
     config = EXPERTS | {"n_routed_experts": 4} if args.quick else EXPERTS
@@ -88,7 +88,7 @@ def compare_counts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]
     return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
 
 
-def compare_fp8(args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_fp8(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Reading quantized weights against a copy of their files, in turns; the best round of each counts."""
     size = write_fp8(args.folder / "source", part=16 if args.quick else 1, layers=1 if args.quick else 10)
     rounds = [
@@ -124,23 +124,19 @@ def write_fp8(folder: Path, part: int, layers: int) -> int:
     return size
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[Goal]]]] = {
+PARTS: dict[str, Callable[[Namespace], tuple[dict[str, Any], list[Goal]]]] = {
     "fp8": compare_fp8,
     "size": compare_sizes,
     "count": compare_counts,
 }
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", choices=PARTS, help="run this part alone (default: both)")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model (default: 8)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/benchmark-convert"), help="scratch, removed at the end"
-    )
-    parser.add_argument("--quick", action="store_true", help="a few experts alone: whether it runs, not how fast")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+FLAGS: dict[str, dict[str, Any]] = {
+    "--part": {"choices": PARTS, "help": "run this part alone (default: all)"},
+    "--gigabytes": {"type": float, "default": 8.0, "help": "size of the model (default: 8)"},
+    "--folder": {"type": Path, "default": Path("runs/benchmark-convert"), "help": "scratch, removed at the end"},
+    "--side": {"choices": SIDES},
+}
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
@@ -161,54 +157,25 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 LAYER_SHAPES: dict[str, tuple[int, ...]] = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (1024, HIDDEN),
-    "self_attn.v_proj": (1024, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (WIDTH, HIDDEN),
-    "mlp.up_proj": (WIDTH, HIDDEN),
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN)),
+    **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (1024, HIDDEN)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (WIDTH, HIDDEN)),
     "mlp.down_proj": (HIDDEN, WIDTH),
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
 }
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDTH,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-
-
-EXPERTS: dict[str, Any] = {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 216,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-}
+COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+CONFIG = COMMON | {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = COMMON | {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 128, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16,
+    "n_routed_experts": 216, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
 FILES = 20
 
 
@@ -252,7 +219,7 @@ def run_side(side: str, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     _WORK[side](folder)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "peak": _peak()}
+    return {"seconds": seconds, "peak": resident("VmHWM")}
 
 
 def _copy(folder: Path) -> None:
@@ -292,11 +259,5 @@ def _read(folder: Path) -> None:
 _WORK = {"read": _read, "copy": _copy, "import": _import, "export": _export}
 
 
-def _peak() -> int:
-    """Bytes of resident memory at most, as Linux counts them."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 if __name__ == "__main__":
-    main()
+    main(convert, __doc__, flags=FLAGS)

@@ -16,13 +16,12 @@ by run, on the same weights; figures are medians. llama.cpp's rates of the goals
 same kind, and are the share of this bound that they were of that machine's.
 """
 
-import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
-from benchmarks.harness import Goal, Spent, Table, add_common_flags, hardware, interleave, limit_threads, report
+from benchmarks.harness import Found, Goal, Table, Timed, interleave, main
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
@@ -73,29 +72,28 @@ QUICK = Shape({"layers": 2, "hidden": 128, "vocabulary": 512}, 0.5, 6, 1)
 PROMPT = list(range(5, 37))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*SHAPES, "all"], default="all")
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/quickstart/checkpoint"))
-    parser.add_argument(
-        "--gguf", type=Path, metavar="FOLDER", help="with large-float32.gguf and so on, for llama-bench"
-    )
-    add_common_flags(parser, {name: shape.rounds for name, shape in SHAPES.items()})
-    args = parser.parse_args()
-    limit_threads(args)
+FLAGS: dict[str, dict[str, Any]] = {
+    "--model": {"choices": [*SHAPES, "all"], "default": "all", "help": "default: all"},
+    "--dtype": {"choices": [*DTYPES, "all"], "default": "all", "help": "default: all"},
+    "--checkpoint": {"type": Path, "default": Path("runs/quickstart/checkpoint"), "help": "of the small model"},
+    "--gguf": {"type": Path, "metavar": "FOLDER", "help": "with large-float32.gguf and so on, for llama-bench"},
+}
+
+
+def decoding(wanted: Namespace) -> Found:
+    """The models and types in the flags."""
     join_world()
     results: dict[str, Any] = {"compiled": library() is not None}
     goals: list[Goal] = []
-    for model in SHAPES if args.model == "all" else [args.model]:
-        for dtype in DTYPES if args.dtype == "all" else [args.dtype]:
+    for model in SHAPES if wanted.model == "all" else [wanted.model]:
+        for dtype in DTYPES if wanted.dtype == "all" else [wanted.dtype]:
             print(f"timing: {model} {dtype}", file=sys.stderr, flush=True)
-            results[f"{model} {dtype}"], found = measured(model, dtype, args)
+            results[f"{model} {dtype}"], found = measured(model, dtype, wanted)
             goals += found
-    report("decoding", hardware(ON_CPU), results, goals, [rates_table(results)])
+    return Found(results, goals, [rates_table(results)])
 
 
-def measured(model: str, dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def measured(model: str, dtype: str, args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Tokens a second of every side of a case, and its goals."""
     shape = QUICK if args.quick else SHAPES[model]
     runner = _runner(model, shape, DTYPES[dtype], None if args.quick else args.checkpoint)
@@ -106,20 +104,20 @@ def measured(model: str, dtype: str, args: argparse.Namespace) -> tuple[dict[str
         "transformers": made.theirs("transformers", PROMPT, False),
         "transformers mtp": made.theirs("transformers mtp", PROMPT, True),
     }
-    spent = interleave(sides, args.repeats or shape.rounds, warm_up=1)
+    timed = interleave(sides, args.repeats or shape.rounds, warm_up=1)
     check_tokens(f"{model} {dtype}", made.texts, runner.dtype)
     weights = bytes_of_a_step(runner.model)
     read = read_rate(weights)
     drafts = made.stats["draft"][-1]
     results = {
-        "tokens_per_second": {side: round(rate(one, shape.new_tokens), 1) for side, one in spent.items()},
-        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
+        "tokens_per_second": {side: round(shape.new_tokens / median, 1) for side, median in timed.medians().items()},
+        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in timed.items()},
         "accepted_length": round((drafts.emitted - 1) / (drafts.target_forwards - 1), 3),
         "read_gb_per_second": round(read / 1e9, 1),
         "bound": round(read / weights, 1),
         "llama.cpp": llama_bench(args.gguf, f"{model}-{dtype}", shape.new_tokens),
     }
-    return results, goals_of(model, dtype, spent, results)
+    return results, goals_of(model, dtype, timed, results)
 
 
 class Generations:
@@ -205,18 +203,10 @@ def llama_bench(folder: Path | None, case: str, tokens: int) -> float | None:
     return float(row["avg_ts"])
 
 
-def rate(rounds: list[Spent], tokens: int) -> float:
-    return tokens / statistics.median(one.wall for one in rounds)
-
-
-def goals_of(model: str, dtype: str, spent: dict[str, list[Spent]], results: dict[str, Any]) -> list[Goal]:
+def goals_of(model: str, dtype: str, timed: Timed, results: dict[str, Any]) -> list[Goal]:
     name, rates = f"{model} {dtype}", results["tokens_per_second"]
 
-    def faster(side: str, than: str) -> float:
-        pairs = zip(spent[than], spent[side], strict=True)
-        return statistics.median(slow.wall / fast.wall for slow, fast in pairs)
-
-    over_plain = faster("draft", "plain")
+    over_plain = timed.compare("plain", "draft").paired_ratio
     if model == "large":
         theirs = results["llama.cpp"] or LLAMA_CPP[dtype] * results["bound"]
         return [
@@ -228,7 +218,12 @@ def goals_of(model: str, dtype: str, spent: dict[str, list[Spent]], results: dic
     return [
         Goal(f"{name}: plain, tokens a second", rates["plain"], 1400, ">="),
         Goal(f"{name}: drafting over plain", over_plain, 1.3, ">="),
-        Goal(f"{name}: drafting over transformers' MTP", faster("draft", "transformers mtp"), 2.0, ">="),
+        Goal(
+            f"{name}: drafting over transformers' MTP",
+            timed.compare("transformers mtp", "draft").paired_ratio,
+            2.0,
+            ">=",
+        ),
     ]
 
 
@@ -240,8 +235,8 @@ def rates_table(results: dict[str, Any]) -> Table:
         [name, *one["tokens_per_second"].values(), one["llama.cpp"], one["bound"], one["accepted_length"]]
         for name, one in cases.items()
     ]
-    return Table(["tokens a second", *sides, "llama.cpp", "bound", "accepted length"], rows)
+    return Table("Decoding", ["tokens a second", *sides, "llama.cpp", "bound", "accepted length"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(decoding, __doc__, ON_CPU, {name: shape.rounds for name, shape in SHAPES.items()}, FLAGS)

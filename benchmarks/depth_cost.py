@@ -7,9 +7,8 @@ With C the multiply-adds of one layer for a token, H the hidden size, V the voca
 depths add D (2 H^2 + C + H V) to L C + H V. All models take turns step by step, so that a load from outside meets all.
 """
 
-import argparse
-import statistics
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 from megatron.training import get_args
 
-from benchmarks.harness import (
-    Goal,
-    Table,
-    add_common_flags,
-    compare,
-    count,
-    hardware,
-    interleave,
-    limit_threads,
-    report,
-)
-from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, place, set_up_megatron
+from benchmarks.harness import Found, Goal, Table, Timed, count, interleave, main
+from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, set_up_megatron
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.training.forward_step import ForwardStep
@@ -47,43 +36,28 @@ DEFAULTS = {
 REPEATS = {"cpu": 9, "cuda": 50, "quick": 2}
 
 
-def main() -> None:
-    """Measure and report."""
-    wanted = parse(sys.argv[1:])
-    where = place(wanted.quick)
-    limit_threads(wanted)
-    sizes, command = DEFAULTS[where], sys.argv
+FLAGS = {"--depths": {"type": count, "nargs": "+", "default": [1, 2, 4], "metavar": "D", "help": "default: 1 2 4"}}
+
+
+def depth_cost(wanted: Namespace) -> Found:
+    """Every number of depths beside none."""
+    sizes = DEFAULTS[wanted.place]
     set_up_megatron(sizes, max(wanted.depths))
-    sys.argv = command
     sides = {depths: build(depths) for depths in (0, *wanted.depths)}
     steps = {str(depths): lambda depths=depths, side=side: step(depths, side) for depths, side in sides.items()}
-    spent = interleave(steps, wanted.repeats or REPEATS[where], synchronize=torch.cuda.synchronize)
-    wall = {name: [one.wall for one in rounds] for name, rounds in spent.items()}
-    results = {f"D={depths}": result(depths, wall, sizes) for depths in wanted.depths}
-    torch.distributed.destroy_process_group()
-    report(
-        "depth_cost",
-        hardware(ON_CPU),
-        {"sizes": asdict(sizes), "seconds without depths": statistics.median(wall["0"]), **results},
+    timed = interleave(steps, wanted.repeats, synchronize=torch.cuda.synchronize)
+    results = {f"D={depths}": result(depths, timed, sizes) for depths in wanted.depths}
+    return Found(
+        {"sizes": asdict(sizes), "seconds without depths": timed.medians()["0"], **results},
         [Goal(f"time added / arithmetic added, {name}", one["ratio"], GOAL) for name, one in results.items()],
         [
             Table(
+                "What depths add to a step",
                 ("depths", "s a step", "added", "arithmetic", "ratio"),
-                [(n, *one.values()) for n, one in results.items()],
+                [(name, *one.values()) for name, one in results.items()],
             )
         ],
     )
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Ends the process with one sentence and status 2 where a number makes no sense."""
-    parser = argparse.ArgumentParser(
-        description="The time that MTP depths add to a training step, against their arithmetic.",
-        epilog="example: python benchmarks/depth_cost.py --depths 1 2 --repeats 20",
-    )
-    parser.add_argument("--depths", type=count, nargs="+", default=[1, 2, 4], metavar="D", help="default: 1 2 4")
-    add_common_flags(parser, REPEATS)
-    return parser.parse_args(argv)
 
 
 def build(depths: int) -> Side:
@@ -98,12 +72,12 @@ def step(depths: int, side: Side) -> None:
     side.step()
 
 
-def result(depths: int, wall: dict[str, list[float]], sizes: Sizes) -> dict[str, Any]:
+def result(depths: int, timed: Timed, sizes: Sizes) -> dict[str, Any]:
     """Part of a step without depths that is added, measured and by arithmetic."""
-    added = compare(wall[str(depths)], wall["0"]).paired_ratio - 1
+    added = timed.compare(str(depths), "0").paired_ratio - 1
     arithmetic = added_arithmetic(depths, sizes)
     return {
-        "seconds": round(statistics.median(wall[str(depths)]), 4),
+        "seconds": round(timed.medians()[str(depths)], 4),
         "added": round(added, 4),
         "arithmetic": round(arithmetic, 4),
         "ratio": round(added / arithmetic, 4),
@@ -119,4 +93,4 @@ def added_arithmetic(depths: int, sizes: Sizes) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(depth_cost, __doc__, ON_CPU, REPEATS, FLAGS)

@@ -231,18 +231,18 @@ def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
 
 def report(records: list[dict[str, Any]]) -> None:
     """Print all tables and goals."""
-    from benchmarks.harness import Goal, Table, cpu_name
+    from benchmarks.harness import Found, Goal, Table, cpu_name
     from benchmarks.harness import report as report_of
 
     machine = next((one["hardware"] for one in records if one["hardware"]), None) or {"device": cpu_name()}
     found = [goal for one in records for goal in one["goals"]]
     goals = [Goal(goal["what"], goal["value"], goal["goal"], goal["op"]) for goal in found]
-    tables = [f"{one['title']}\n{Table(one['header'], one['rows'])}" for each in records for one in each["tables"]]
+    tables = [Table(**table) for one in records for table in one["tables"]]
     rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in records]
-    tables.append(str(Table(("part", "outcome", "s", "why"), rows)))
-    tables += [f"not run: {each['part']}: {piece}: {why}" for each in records for piece, why in each["not run"].items()]
+    tables.append(Table("Parts", ("part", "outcome", "s", "why"), rows))
+    left_out = {f"{one['part']}: {piece}": why for one in records for piece, why in one["not run"].items()}
     results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in records}
-    report_of("gpu_check", machine, results, goals, tables)
+    report_of("gpu_check", machine, Found(results, goals, tables, left_out))
 
 
 def merge(folders: list[Path], target: Path) -> int:

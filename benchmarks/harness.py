@@ -1,10 +1,10 @@
-"""What every benchmark shares: the machine, interleaved timing, peaks of memory, goals, and the report.
+"""What every benchmark shares: its command line, interleaved timing, peaks of memory, goals, and the report.
 
-Input: the sides to compare, as functions that do one step each. Output: seconds of every round, a peak, and a report
-whose last line is one JSON object
+A benchmark is a function from its flags to what it `Found`; `main` runs it. Its sides are functions that do one step
+each, and take turns. The last line of a report is one JSON object
 
     {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...],
-     "tables": [{"header": [...], "rows": [...]}]}
+     "tables": [{"title": ..., "header": [...], "rows": [...]}]}
 
 Nothing here imports Megatron.
 """
@@ -19,10 +19,10 @@ import shlex
 import statistics
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,22 +89,80 @@ class Peak:
     why: str | None = None
 
 
-def add_common_flags(parser: ArgumentParser, repeats: Mapping[str, int]) -> None:
-    """--repeats, --threads and --quick; `repeats` are the defaults by place."""
-    values = ", ".join(f"{number} ({place})" for place, number in repeats.items())
-    parser.add_argument(
-        "--repeats", type=count, metavar="N", help=f"timed rounds, one step of each side; default: {values}"
-    )
-    parser.add_argument(
-        "--threads", type=count, metavar="N", help="threads of the CPU; default: all cores (with --quick 1)"
-    )
+class Table(NamedTuple):
+    """Figures with a title and a header; `str` is for a terminal, `markdown` for a page."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def __str__(self) -> str:
+        """Columns flush right; floats with three decimals."""
+        cells = [list(self.header), *([_cell(value) for value in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([self.title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown without the title; floats with four digits that count."""
+        cells = [[_written(value) for value in row] for row in self.rows]
+        return ["| " + " | ".join(row) + " |" for row in (list(self.header), ["---"] * len(self.header), *cells)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a benchmark, or a part of one, found; `not_run` names pieces that did not run, and why."""
+
+    results: dict[str, Any]
+    goals: Sequence[Goal] = ()
+    tables: Sequence[Table] = ()
+    not_run: dict[str, str] = field(default_factory=dict)
+
+
+def main(
+    measure: Callable[[Namespace], Found],
+    doc: str | None,
+    on_cpu: bool = True,
+    repeats: Mapping[str, int] | None = None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """A benchmark's command: parse the flags, measure, report under the name of the script.
+
+    Args:
+        measure: is given the flags with `place` ("quick", "cpu" or "cuda") and, if `repeats` has the place, `repeats`.
+        doc: the text of --help.
+        repeats: default rounds by place, or by what else a benchmark calls them.
+        flags: own flags, to what `add_argument` takes; one without help is hidden.
+    """
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for name, given in (flags or {}).items():
+        parser.add_argument(name, **{"help": SUPPRESS, **given})
+    if repeats:
+        values = ", ".join(f"{number} ({place})" for place, number in repeats.items())
+        parser.add_argument("--repeats", type=count, metavar="N", help=f"timed rounds of every side; default: {values}")
+    parser.add_argument("--threads", type=count, metavar="N", help="of the CPU; default: all cores (with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-
-
-def limit_threads(wanted: Namespace) -> None:
-    """As --threads says; one with --quick, since threads that wait for each other starve on a busy machine."""
-    if wanted.threads or wanted.quick:
+    wanted, command = parser.parse_args(), sys.argv
+    wanted.place = "quick" if wanted.quick else "cpu" if on_cpu else "cuda"
+    if repeats and wanted.repeats is None:
+        wanted.repeats = repeats.get(wanted.place)
+    if wanted.threads or wanted.quick:  # threads that wait for each other starve on a busy machine
         torch.set_num_threads(wanted.threads or 1)
+    found = measure(wanted)
+    sys.argv = command
+    report(Path(command[0]).stem, hardware(on_cpu), found)
 
 
 def count(text: str) -> int:
@@ -116,18 +174,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ArgumentTypeError(f"{text} was given; give 1 or more.")
     return int(text)
-
-
-def some_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
-    """The type of a flag that takes names of these, with commas."""
-
-    def names(text: str) -> list[str]:
-        given = text.split(",")
-        if any(name not in allowed for name in given):
-            raise ArgumentTypeError(f"{text} was given; give names out of {','.join(allowed)}.")
-        return given
-
-    return names
 
 
 def hardware(on_cpu: bool) -> dict[str, Any]:
@@ -160,12 +206,27 @@ def _version(package: str) -> str | None:
         return None
 
 
+class Timed(dict[str, list[Spent]]):
+    """What every round took, by side."""
+
+    def medians(self, clock: str = "wall") -> dict[str, float]:
+        """Seconds of a step, by side; of the clock or of the "cpu"."""
+        return {name: statistics.median(self._of(name, clock)) for name in self}
+
+    def compare(self, side: str, base: str, clock: str = "wall") -> Comparison:
+        """How much longer the steps of a side are than those of another."""
+        return compare(self._of(side, clock), self._of(base, clock))
+
+    def _of(self, side: str, clock: str) -> list[float]:
+        return [getattr(one, clock) for one in self[side]]
+
+
 def interleave(
     sides: Mapping[str, Callable[[], object]],
     repeats: int,
     warm_up: int = 2,
     synchronize: Callable[[], None] = lambda: None,
-) -> dict[str, list[Spent]]:
+) -> Timed:
     """Time of every step, the sides taking turns within each round: A B, B A, A B, ...
 
     Args:
@@ -174,7 +235,7 @@ def interleave(
         warm_up: rounds before them.
         synchronize: waits until the device has done what it was given (`torch.cuda.synchronize`).
     """
-    spent: dict[str, list[Spent]] = {name: [] for name in sides}
+    spent = Timed({name: [] for name in sides})
     with _garbage_kept():
         for number, order in enumerate(rounds(list(sides), warm_up + repeats)):
             gc.collect()
@@ -262,81 +323,42 @@ def resident_peak(step: Callable[[], object], on_cpu: bool, repeats: int = 3) ->
 def _resident_peak(step: Callable[[], object]) -> int:
     """Raises OSError where the kernel keeps no high-water mark, or does not let it be reset."""
     gc.collect()
-    _give_back_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
-    before = _from_status("VmRSS")
-    step()
-    return _from_status("VmHWM") - before
-
-
-def _give_back_freed_memory() -> None:
-    """Else a step would find the pages of the last one, and seem to need none."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
         raise OSError("its C library has no malloc_trim")
-    trim(0)
+    trim(0)  # else a step would find the pages of the last one, and seem to need none
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
+    before = resident("VmRSS")
+    step()
+    return resident("VmHWM") - before
 
 
-def _from_status(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes of this process, now (VmRSS) or at most (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status has no {field}")
 
 
-class Table(NamedTuple):
-    """Figures with a header; `str` is for a terminal, `markdown` for a page."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-    def __str__(self) -> str:
-        """Columns flush right; floats with three decimals."""
-        cells = [list(self.header), *([_cell(value) for value in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-    def markdown(self) -> list[str]:
-        """Lines of Markdown; floats with four digits that count."""
-        cells = [[_written(value) for value in row] for row in self.rows]
-        return ["| " + " | ".join(row) + " |" for row in (list(self.header), ["---"] * len(self.header), *cells)]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
-
-
-def report(
-    benchmark: str,
-    machine: dict[str, Any],
-    results: dict[str, Any],
-    goals: Sequence[Goal],
-    tables: Sequence[Table | str] = (),
-) -> None:
+def report(benchmark: str, machine: dict[str, Any], found: Found) -> None:
     """Print the tables, the goals in words, and as the last line everything as one JSON object."""
     sys.stderr.flush()
     command = shlex.join(["python", *sys.argv])
-    for text in (f"{benchmark} on {machine['device']}: {command}", *tables):
+    for text in (f"{benchmark} on {machine['device']}: {command}", *found.tables):
         print(f"\n{text}")
     print()
-    for goal in goals:
+    for piece, why in found.not_run.items():
+        print(f"not run: {piece}: {why}")
+    for goal in found.goals:
         print(f"{'met  ' if goal.met else 'UNMET'}  {goal.what}: {_cell(goal.value)} {goal.op} {goal.goal}")
     summary = {
         "benchmark": benchmark,
         "command": command,
         "hardware": machine,
         "versions": versions(),
-        "results": results,
-        "goals": [goal.as_dict() for goal in goals],
-        "tables": [one._asdict() for one in tables if isinstance(one, Table)],
+        "results": found.results,
+        "goals": [goal.as_dict() for goal in found.goals],
+        "tables": [one._asdict() for one in found.tables],
     }
     print(json.dumps(summary), flush=True)

@@ -13,11 +13,11 @@ decode   A trunk of Mamba-2 alone: seconds of a token around the 200th and aroun
          turns with ours text by text, and must give the same tokens.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -39,31 +39,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.argument_utils import hybrid_config_from_args
 
-from benchmarks.harness import (
-    Goal,
-    Table,
-    add_common_flags,
-    compare,
-    hardware,
-    interleave,
-    limit_threads,
-    report,
-)
-from benchmarks.sides import (
-    ON_CPU,
-    OURS,
-    SAME,
-    THEIRS,
-    Side,
-    Sizes,
-    check_same,
-    copy_weights,
-    make_batches,
-    megatron_forward_step,
-    place,
-    set_up_megatron,
-    side_of,
-)
+from benchmarks import sides
+from benchmarks.harness import Found, Goal, Table, interleave, main
+from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, Side, Sizes
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding import backend, generate
 from megatron_mtp.decoding.kv_cache import ROLLED_BACK
@@ -97,30 +75,16 @@ WINDOW = 2 * (KEPT - ROLLED_BACK)
 TEXTS = {"cpu": 3, "cuda": 3, "quick": 1}
 
 
-def main() -> None:
-    """Measure and report."""
-    wanted = parse(sys.argv[1:])
-    limit_threads(wanted)
-    where, command = place(wanted.quick), sys.argv
-    set_up_megatron(SIZES[where], DEPTHS[0], "--hybrid-layer-pattern", pattern(TRUNK, DEPTHS[0]), *MAMBA.split())
-    sys.argv = command
-    results: dict[str, Any] = {"sizes": asdict(SIZES[where])}
-    goals, tables = list[Goal](), list[Table]()
-    for name, part in PARTS.items():
-        if wanted.part in (name, "all"):
-            results[name], found, shown = part(where, wanted)
-            goals += found
-            tables.append(shown)
-    torch.distributed.destroy_process_group()
-    report("hybrid", hardware(ON_CPU), results, goals, tables)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Ends the process with one sentence and status 2 where a number makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    add_common_flags(parser, REPEATS)
-    return parser.parse_args(argv)
+def hybrid(wanted: Namespace) -> Found:
+    """The parts in --part."""
+    sizes = SIZES[wanted.place]
+    sides.set_up_megatron(sizes, DEPTHS[0], "--hybrid-layer-pattern", pattern(TRUNK, DEPTHS[0]), *MAMBA.split())
+    found = {name: part(wanted) for name, part in PARTS.items() if wanted.part in (name, "all")}
+    return Found(
+        {"sizes": asdict(sizes), **{name: one.results for name, one in found.items()}},
+        [goal for one in found.values() for goal in one.goals],
+        [table for one in found.values() for table in one.tables],
+    )
 
 
 def pattern(trunk: str, depths: int) -> str:
@@ -128,26 +92,20 @@ def pattern(trunk: str, depths: int) -> str:
     return "/".join([trunk, *[DEPTH] * depths])
 
 
-Found = tuple[dict[str, Any], list[Goal], Table]
-"""Results, goals and a table."""
-
-
-def train(where: str, wanted: argparse.Namespace) -> Found:
+def train(wanted: Namespace) -> Found:
     """Steps with every number of depths."""
     results = {}
     for depths in DEPTHS:
         get_args().mtp_num_layers, get_args().hybrid_layer_pattern = depths, pattern(TRUNK, depths)
         MTPLossLoggingHelper.tracker = {}  # it keeps the number of depths that it saw first
-        sides = build_sides()
-        first = check_same({name: side.step() for name, side in sides.items()}, SAME[SIZES[where].dtype])
-        steps = {name: side.step for name, side in sides.items()}
-        spent = interleave(steps, wanted.repeats or REPEATS[where], synchronize=torch.cuda.synchronize)
-        wall = {name: [one.wall for one in rounds] for name, rounds in spent.items()}
-        seconds = {name: round(statistics.median(each), 5) for name, each in wall.items()}
+        both = build_sides()
+        first = sides.check_same({name: side.step() for name, side in both.items()}, SAME[SIZES[wanted.place].dtype])
+        steps = {name: side.step for name, side in both.items()}
+        timed = interleave(steps, wanted.repeats, synchronize=torch.cuda.synchronize)
         results[f"D={depths}"] = {
             "pattern": pattern(TRUNK, depths),
-            **asdict(compare(wall[OURS], wall[THEIRS])),
-            "seconds": seconds,
+            **asdict(timed.compare(OURS, THEIRS)),
+            "seconds": {name: round(median, 5) for name, median in timed.medians().items()},
             "first_step": first,
         }
     goals = [
@@ -157,15 +115,16 @@ def train(where: str, wanted: argparse.Namespace) -> Found:
         (name, one["seconds"][OURS], one["seconds"][THEIRS], one["ratio"], one["paired_ratio"])
         for name, one in results.items()
     ]
-    return results, goals, Table(("depths", "s ours", "s Megatron", "ratio", "by round"), rows)
+    header = ("depths", "s ours", "s Megatron", "ratio", "by round")
+    return Found(results, goals, [Table("A training step of a hybrid", header, rows)])
 
 
 def build_sides() -> dict[str, Side]:
     """Both sides with the same weights."""
-    dataset, args = make_batches(4), get_args()
-    theirs = side_of(megatrons_config(), megatron_forward_step, dataset)
+    dataset, args = sides.make_batches(4), get_args()
+    theirs = sides.side_of(megatrons_config(), sides.megatron_forward_step, dataset)
     config = hybrid_config_from_args(args, model_config_cls=MTPHybridModelConfig)
-    ours = side_of(config, ForwardStep(MTPConfig(), Metrics(None)), dataset, like=theirs)
+    ours = sides.side_of(config, ForwardStep(MTPConfig(), Metrics(None)), dataset, like=theirs)
     return {OURS: ours, THEIRS: theirs}
 
 
@@ -184,12 +143,12 @@ def megatrons_config() -> Any:
     return config
 
 
-def decode(where: str, wanted: argparse.Namespace) -> Found:
+def decode(wanted: Namespace) -> Found:
     """Seconds of a token early and late in a text, of several texts."""
     runners = mamba_runners()
-    early, late = (EARLY, LATE) if where != "quick" else (WINDOW // 2, 3 * WINDOW // 2)
+    early, late = (EARLY, LATE) if not wanted.quick else (WINDOW // 2, 3 * WINDOW // 2)
     texts: dict[str, list[list[float]]] = {name: [] for name in runners}
-    for _ in range(TEXTS[where]):
+    for _ in range(TEXTS[wanted.place]):
         told = {}
         for name, runner in runners.items():
             told[name], seconds = seconds_of_tokens(runner, late + WINDOW // 2 + 1)
@@ -213,7 +172,8 @@ def decode(where: str, wanted: argparse.Namespace) -> Found:
         for number, text in enumerate(each, start=1)
     ]
     goal = Goal(f"seconds of token {late} / of token {early}, plain decoding of {MAMBA_TRUNK}", ratio, TOKEN_GOAL)
-    return results, [goal], Table(("by", "text", f"ms at {early}", f"ms at {late}"), rows)
+    header = ("by", "text", f"ms at {early}", f"ms at {late}")
+    return Found(results, [goal], [Table("A token of a long text", header, rows)])
 
 
 def mamba_runners() -> dict[str, Runner]:
@@ -222,7 +182,7 @@ def mamba_runners() -> dict[str, Runner]:
     args.mtp_num_layers, args.hybrid_layer_pattern = None, MAMBA_TRUNK
     config = hybrid_config_from_args(args, model_config_cls=MTPHybridModelConfig)
     models = [build(config).cuda() for _ in range(2)]
-    copy_weights(*models)
+    sides.copy_weights(*models)
     for model in models:
         model.max_sequence_length = LATE + WINDOW
     with mock.patch.object(backend, "lean", return_value=None):
@@ -237,7 +197,8 @@ def seconds_of_tokens(runner: Runner, count: int) -> tuple[list[list[int]], list
     return made.token_ids, [after - before for before, after in itertools.pairwise(times)]
 
 
-PARTS: dict[str, Callable[[str, argparse.Namespace], Found]] = {"train": train, "decode": decode}
+PARTS: dict[str, Callable[[Namespace], Found]] = {"train": train, "decode": decode}
+FLAGS = {"--part": {"choices": [*PARTS, "all"], "default": "all", "help": "default: all"}}
 
 if __name__ == "__main__":
-    main()
+    main(hybrid, __doc__, ON_CPU, REPEATS, FLAGS)

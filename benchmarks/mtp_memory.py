@@ -13,11 +13,10 @@ torch. Models, batches and steps are those of sides.py, and the first step has t
 step, activations and the embedding's gradient hide some of what the loss needs: loss_alone.py measures it alone.
 """
 
-import argparse
 import gc
 import itertools
-import statistics
 import sys
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,29 +28,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import get_args
 
 from benchmarks import loss_alone
-from benchmarks.harness import (
-    Goal,
-    Table,
-    add_common_flags,
-    allocated_peak,
-    compare,
-    count,
-    hardware,
-    interleave,
-    limit_threads,
-    report,
-)
-from benchmarks.sides import (
-    ON_CPU,
-    OURS,
-    SAME,
-    THEIRS,
-    Sizes,
-    build_sides,
-    check_same,
-    place,
-    set_up_megatron,
-)
+from benchmarks.harness import Found, Goal, Table, allocated_peak, count, interleave, main
+from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, Sizes, build_sides, check_same, set_up_megatron
 
 SIDES = (OURS, THEIRS)
 MARGINAL, MARGINAL_OF_MANY, STEP = 1.0, 0.25, 1.0
@@ -70,47 +48,33 @@ VOCABULARIES = {"cpu": [65536, 131072], "cuda": [65536, 131072], "quick": [1024]
 REPEATS = {"cpu": 5, "cuda": 20, "quick": 1}
 
 
-def main() -> None:
-    """Measure every vocabulary, and report."""
-    wanted = parse(sys.argv[1:])
-    where = place(wanted.quick)
-    limit_threads(wanted)
-    sizes, vocabularies, command = DEFAULTS[where], wanted.vocab_sizes or VOCABULARIES[where], sys.argv
-    counts = wanted.tokens or [int(ratio * sizes.hidden_size) for ratio in TOKENS]
-    longest = max(counts) // sizes.micro_batch_size
-    sizes = replace(sizes, vocab_size=max(vocabularies), seq_length=longest)
+RATIOS = " ".join(map(str, TOKENS))
+FLAGS: dict[str, dict[str, Any]] = {
+    "--vocab-sizes": {"type": int, "nargs": "+", "metavar": "V", "help": "default: 65536 131072"},
+    "--tokens": {"type": count, "nargs": "+", "metavar": "N", "help": f"of a step; default: {RATIOS} times H"},
+}
+
+
+def mtp_memory(wanted: Namespace) -> Found:
+    """Every vocabulary with every number of tokens."""
+    sizes, vocabularies = DEFAULTS[wanted.place], wanted.vocab_sizes or VOCABULARIES[wanted.place]
+    counts, sequences = wanted.tokens or [int(ratio * sizes.hidden_size) for ratio in TOKENS], sizes.micro_batch_size
+    if any(vocabulary % 128 for vocabulary in vocabularies):
+        sys.exit(f"--vocab-sizes is {vocabularies}; give multiples of 128, to which Megatron pads.")
+    if any(tokens % sequences for tokens in counts):
+        sys.exit(f"--tokens is {counts}; give multiples of {sequences}, the sequences of a step.")
+    sizes = replace(sizes, vocab_size=max(vocabularies), seq_length=max(counts) // sequences)
     set_up_megatron(sizes, depths=1)
-    sys.argv = command
     results: dict[str, Any] = {}
     goals: list[Goal] = []
     for vocabulary, tokens in itertools.product(vocabularies, counts):
         what = f"{tokens} x {vocabulary}"
-        result = measure(vocabulary, tokens, sizes.dtype, wanted.repeats or REPEATS[where])
+        result = measure(vocabulary, tokens, sizes.dtype, wanted.repeats)
         result |= measure_alone(vocabulary, tokens, sizes.hidden_size)
         results[what] = result
         print(f"> {what}: {result}", flush=True)
         goals += _goals(what, result, many=tokens >= MANY * sizes.hidden_size)
-    torch.distributed.destroy_process_group()
-    report("mtp_memory", hardware(ON_CPU), {"sizes": asdict(sizes), **results}, goals, [_table(results)])
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Ends the process with one sentence and status 2 where a number makes no sense."""
-    parser = argparse.ArgumentParser(
-        description="Memory of an MTP depth with a large vocabulary, against Megatron's own MTP.",
-        epilog="example: python benchmarks/mtp_memory.py --vocab-sizes 131072 --repeats 10",
-    )
-    parser.add_argument("--vocab-sizes", type=int, nargs="+", metavar="V", help="default: 65536 131072")
-    ratios = " ".join(map(str, TOKENS))
-    parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help=f"of a step; default: {ratios} times H")
-    add_common_flags(parser, REPEATS)
-    wanted = parser.parse_args(argv)
-    if any(vocabulary % 128 for vocabulary in wanted.vocab_sizes or []):
-        parser.error(f"--vocab-sizes is {wanted.vocab_sizes}; give multiples of 128, to which Megatron pads.")
-    sequences = DEFAULTS[place(wanted.quick)].micro_batch_size
-    if any(tokens % sequences for tokens in wanted.tokens or []):
-        parser.error(f"--tokens is {wanted.tokens}; give multiples of {sequences}, the sequences of a step.")
-    return wanted
+    return Found({"sizes": asdict(sizes), **results}, goals, [_table(results)])
 
 
 def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str, Any]:
@@ -127,20 +91,18 @@ def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str,
         for name in SIDES:
             peaks[name].append(allocated_peak(sides[name].step, ON_CPU).mib or 0.0)
         if depths:
-            spent = interleave({name: sides[name].step for name in SIDES}, repeats, 1, torch.cuda.synchronize)
+            timed = interleave({name: sides[name].step for name in SIDES}, repeats, 1, torch.cuda.synchronize)
         del sides
         gc.collect()
     marginal = {name: with_depth - without for name, (without, with_depth) in peaks.items()}
-    wall = {name: [one.wall for one in rounds] for name, rounds in spent.items()}
-    cpu = {name: [one.cpu for one in rounds] for name, rounds in spent.items()}
     return {
         "MiB without and with a depth": peaks,
         "marginal MiB": marginal,
         "marginal ratio": round(marginal[OURS] / marginal[THEIRS], 4),
-        "seconds": {name: round(statistics.median(values), 4) for name, values in wall.items()},
-        "step ratio": round(compare(wall[OURS], wall[THEIRS]).ratio, 4),
-        "step ratio by round": round(compare(wall[OURS], wall[THEIRS]).paired_ratio, 4),
-        "step ratio of CPU time": round(compare(cpu[OURS], cpu[THEIRS]).paired_ratio, 4),
+        "seconds": {name: round(median, 4) for name, median in timed.medians().items()},
+        "step ratio": round(timed.compare(OURS, THEIRS).ratio, 4),
+        "step ratio by round": round(timed.compare(OURS, THEIRS).paired_ratio, 4),
+        "step ratio of CPU time": round(timed.compare(OURS, THEIRS, "cpu").paired_ratio, 4),
     }
 
 
@@ -178,8 +140,8 @@ def _table(results: dict[str, Any]) -> Table:
         )
         for what, result in results.items()
     ]
-    return Table(header, rows)
+    return Table("Memory of a depth", header, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(mtp_memory, __doc__, ON_CPU, REPEATS, FLAGS)

@@ -16,10 +16,9 @@ Depths of random models agree with their trunks as often as agreeing.py makes th
 agreement alone; plain rates do not depend on weights.
 """
 
-import argparse
 import random
-import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
-from benchmarks.harness import Goal, Spent, Table, add_common_flags, hardware, interleave, limit_threads, report
+from benchmarks.harness import Found, Goal, Table, interleave, main
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -49,48 +48,44 @@ OVER_TRANSFORMERS = 3.0
 REPEATS, LARGE_REPEATS = 7, 3
 
 
-def main() -> None:
-    """Measure, and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, own = parser.add_argument, Path("runs/quickstart/checkpoint")
-    add("--checkpoint", type=Path, default=own, help=f"default: {own}; not read with --large")
-    add("--lengths", choices=["skewed", "uniform"], default="skewed", help="of new texts")
-    add("--large", action="store_true", help="instead of the checkpoint: random weights of SmolLM2-135M's shape")
-    add_common_flags(parser, {"here": REPEATS, "--large": LARGE_REPEATS})
-    args = parser.parse_args()
-    limit_threads(args)
+OWN = Path("runs/quickstart/checkpoint")
+FLAGS: dict[str, dict[str, Any]] = {
+    "--checkpoint": {"type": Path, "default": OWN, "help": f"default: {OWN}; not read with --large"},
+    "--lengths": {"choices": ["skewed", "uniform"], "default": "skewed", "help": "of new texts"},
+    "--large": {
+        "action": "store_true",
+        "help": "instead of the checkpoint: random weights of SmolLM2-135M's shape",
+    },
+}
+
+
+def serving(wanted: Namespace) -> Found:
+    """Tokens a second of every side."""
     join_world()
-    runner = large_runner(args.quick) if args.large else runner_of(args.checkpoint, args.quick)
-    requests = requests_of(runner, 4 if args.quick else 16, args.lengths)
+    runner = large_runner(wanted.quick) if wanted.large else runner_of(wanted.checkpoint, wanted.quick)
+    requests = requests_of(runner, 4 if wanted.quick else 16, wanted.lengths)
     sides = Sides(runner, requests)
-    repeats = args.repeats or (1 if args.quick else LARGE_REPEATS if args.large else REPEATS)
-    spent = interleave(sides.named(), repeats, warm_up=1)
+    repeats = wanted.repeats or (1 if wanted.quick else LARGE_REPEATS if wanted.large else REPEATS)
+    timed = interleave(sides.named(), repeats, warm_up=1)
     sides.check()
+    clock = "cpu" if torch.get_num_threads() == 1 else "wall"
+    tokens = sum(request.max_new_tokens for request in requests)
+    rates = {side: round(tokens / median, 1) for side, median in timed.medians(clock).items()}
     results = {
         "requests": len(requests),
-        "lengths": args.lengths,
+        "lengths": wanted.lengths,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "new_tokens": [request.max_new_tokens for request in requests],
-        **rates_of(spent, requests),
+        "clock": clock,
+        "tokens_per_second": rates,
+        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in timed.items()},
     }
-    report("serving", hardware(ON_CPU), results, goals_of(spent), [rates_table(results)])
-
-
-def rates_of(spent: dict[str, list[Spent]], requests: list[Request]) -> dict[str, Any]:
-    """Tokens a second of every side, and what they are made of."""
-    tokens = sum(request.max_new_tokens for request in requests)
-    return {
-        "clock": clock(),
-        "tokens_per_second": {
-            side: round(tokens / statistics.median(map(seconds, rounds)), 1) for side, rounds in spent.items()
-        },
-        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in spent.items()},
-    }
-
-
-def rates_table(results: dict[str, Any]) -> Table:
-    """A side a line."""
-    return Table(["side", "tokens a second"], [[side, rate] for side, rate in results["tokens_per_second"].items()])
+    over_one_by_one = timed.compare("transformers", "engine", clock).paired_ratio
+    return Found(
+        results,
+        [Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">=")],
+        [Table("Sixteen requests at once", ("side", "tokens a second"), [*rates.items()])],
+    )
 
 
 def runner_of(checkpoint: Path, quick: bool) -> Runner:
@@ -156,29 +151,5 @@ class Sides:
         self.texts["transformers"] = texts
 
 
-def clock() -> str:
-    """Whose time counts: `Spent.cpu` or `Spent.wall`."""
-    return "cpu" if torch.get_num_threads() == 1 else "wall"
-
-
-def seconds(one: Spent) -> float:
-    """What a run took."""
-    return float(getattr(one, clock()))
-
-
-def goals_of(spent: dict[str, list[Spent]]) -> list[Goal]:
-    """What was aimed at in tokens a second."""
-    over_one_by_one = faster(spent, "engine", "transformers")
-    return [
-        Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">="),
-    ]
-
-
-def faster(spent: dict[str, list[Spent]], side: str, than: str) -> float:
-    """Median of the ratios within each round."""
-    pairs = zip(spent[than], spent[side], strict=True)
-    return statistics.median(seconds(slow) / seconds(fast) for slow, fast in pairs)
-
-
 if __name__ == "__main__":
-    main()
+    main(serving, __doc__, ON_CPU, {"here": REPEATS, "--large": LARGE_REPEATS}, FLAGS)

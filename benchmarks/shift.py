@@ -7,12 +7,11 @@ Both sides shift the tokens, labels and loss mask of one packed row; ours also f
 `data/batch.py` does for every batch. The results have to be equal, or the benchmark ends with an error.
 """
 
-import argparse
-import statistics
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
@@ -21,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
-from benchmarks.harness import Goal, Table, compare, count, hardware, interleave, report
+from benchmarks.harness import Found, Goal, Table, count, interleave, main
 from megatron_mtp.data.batch import depth_batch, documents_from_offsets
 from megatron_mtp.runtime import prepare
 
@@ -34,51 +33,41 @@ OURS, THEIRS = "megatron-mtp", "Megatron"
 NAMES = ("tokens", "labels", "loss_mask")
 
 
-def main() -> None:
-    """Measure, and report."""
-    parser = argparse.ArgumentParser(
-        description="Time of the depths' shifts of a packed batch, against Megatron's rolling.",
-        epilog="example: python benchmarks/shift.py --documents 2048 --depths 2",
-    )
-    parser.add_argument("--documents", type=count, default=512, help="default: 512")
-    parser.add_argument("--depths", type=count, default=4, help="default: 4")
-    parser.add_argument("--repeats", type=count, default=15, help="timed rounds; default: 15")
-    parser.add_argument("--quick", action="store_true", help="8 documents, 2 rounds: whether it runs, not how fast")
-    wanted = parser.parse_args()
-    documents, repeats = (8, 2) if wanted.quick else (wanted.documents, wanted.repeats)
-    results = measure(documents, wanted.depths, repeats)
-    row = (results["seconds"][OURS] * 1e3, results["seconds"][THEIRS] * 1e3, results["times_faster"])
-    report(
-        "shift",
-        hardware(ON_CPU),
-        {"documents": documents, "depths": wanted.depths, "repeats": repeats, **results},
-        [Goal("times faster than Megatron's rolling", results["times_faster"], GOAL, ">=")],
-        [Table(("ms ours", "ms Megatron", "times faster"), [row])],
-    )
+FLAGS = {
+    "--documents": {"type": count, "default": 512, "help": "default: 512"},
+    "--depths": {"type": count, "default": 4, "help": "default: 4"},
+}
 
 
-def measure(documents: int, depths: int, repeats: int) -> dict[str, Any]:
+def shift(wanted: Namespace) -> Found:
     """Seconds of both sides; raises ValueError where they disagree."""
+    documents, depths = 8 if wanted.quick else wanted.documents, wanted.depths
     cu_seqlens, batch = packed_batch(documents)
-    ours, theirs = our_shifts(batch, cu_seqlens, depths), megatron_shifts(batch, cu_seqlens, depths)
+    sides: dict[str, Callable[[], dict[str, Tensor]]] = {
+        OURS: lambda: our_shifts(batch, cu_seqlens, depths),
+        THEIRS: lambda: megatron_shifts(batch, cu_seqlens, depths),
+    }
+    ours, theirs = (side() for side in sides.values())
     if not all(torch.equal(ours[name], theirs[name]) for name in NAMES):
         raise ValueError("the two sides do not agree on the shifts: there is nothing to compare.")
-    spent = interleave(
+    timed = interleave(sides, wanted.repeats, synchronize=torch.cuda.synchronize)
+    comparison, seconds = timed.compare(THEIRS, OURS), timed.medians()
+    times = round(comparison.ratio, 2)
+    return Found(
         {
-            OURS: lambda: our_shifts(batch, cu_seqlens, depths),
-            THEIRS: lambda: megatron_shifts(batch, cu_seqlens, depths),
+            **{"documents": documents, "depths": depths, "repeats": wanted.repeats},
+            **{"positions": batch["tokens"].size(1), "seconds": seconds, "times_faster": times},
+            "by_round": asdict(comparison),
         },
-        repeats,
-        synchronize=torch.cuda.synchronize,
+        [Goal("times faster than Megatron's rolling", times, GOAL, ">=")],
+        [
+            Table(
+                "Shifts of a packed batch",
+                ("ms ours", "ms Megatron", "times faster"),
+                [(1e3 * seconds[OURS], 1e3 * seconds[THEIRS], times)],
+            )
+        ],
     )
-    wall = {name: [one.wall for one in steps] for name, steps in spent.items()}
-    comparison = compare(wall[THEIRS], wall[OURS])
-    return {
-        "positions": batch["tokens"].size(1),
-        "seconds": {name: statistics.median(steps) for name, steps in wall.items()},
-        "times_faster": round(comparison.ratio, 2),
-        "by_round": asdict(comparison),
-    }
 
 
 def packed_batch(documents: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,4 +102,4 @@ def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -
 
 
 if __name__ == "__main__":
-    main()
+    main(shift, __doc__, ON_CPU, {"cpu": 15, "cuda": 15, "quick": 2}, FLAGS)

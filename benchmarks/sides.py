@@ -5,6 +5,7 @@ Megatron's DDP, optimizer and schedule. They differ in the model (`GPTModelBuild
 the forward step (that of Megatron's `pretrain_gpt.py` against `ForwardStep`).
 """
 
+import atexit
 import itertools
 import math
 import sys
@@ -53,11 +54,6 @@ OURS, THEIRS, THEIRS_AGAIN = "megatron-mtp", "Megatron", "Megatron again"
 BATCHES = 4
 SAME = {"fp32": 1e-3, "bf16": 3e-2}
 """Relative difference of loss and gradient norm that rounding explains."""
-
-
-def place(quick: bool) -> str:
-    """Whose defaults a benchmark takes: "quick", "cpu" or "cuda"."""
-    return "quick" if quick else "cpu" if ON_CPU else "cuda"
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,7 @@ class Side:
 def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
     """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
+    atexit.register(torch.distributed.destroy_process_group)
     flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
     flags |= {
         "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document

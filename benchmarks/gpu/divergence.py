@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import ROOT, Found, Setting, Table
-from benchmarks.harness import Goal
+from benchmarks.gpu.part import ROOT, Setting
+from benchmarks.harness import Found, Goal, Table
 from megatron_mtp.decoding import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.runner import Runner

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.agreeing import agreeing_model
-from benchmarks.gpu.part import DEVICE, ON_CPU, Found, NotRunError, Setting, Table
-from benchmarks.harness import Goal, interleave
+from benchmarks.gpu.part import DEVICE, ON_CPU, NotRunError, Setting
+from benchmarks.harness import Found, Goal, Table, interleave
 from megatron_mtp.cli.cost import NO_METER, start_meter
 from megatron_mtp.decoding import batch as steps
 from megatron_mtp.decoding import dense_layer, generate, kv_cache

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.part import DEVICE, ON_CPU, Found, Setting, Table
-from benchmarks.harness import Goal, allocated_peak, interleave
+from benchmarks.gpu.part import DEVICE, ON_CPU, Setting
+from benchmarks.harness import Found, Goal, Table, allocated_peak, interleave
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
@@ -32,7 +32,7 @@ def losses(setting: Setting) -> Found:
     exact = against_float64(setting)
     setting.keep(exact)
     fast = memory_and_time(setting)
-    return Found(exact.results | fast.results, exact.goals + fast.goals, exact.tables + fast.tables)
+    return Found(exact.results | fast.results, [*exact.goals, *fast.goals], [*exact.tables, *fast.tables])
 
 
 @exact_float32()

@@ -53,17 +53,17 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     ran = [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records]
     never = [(name, *[None] * 4) for name in PARTS if name not in {one["part"] for one in records}]
     header = ("part", "card", "date", "seconds", "outcome")
-    lines = [*HEAD.splitlines(), "", "## Parts", "", *Table(header, [*ran, *never]).markdown()]
+    lines = [*HEAD.splitlines(), "", "## Parts", "", *Table("Parts", header, [*ran, *never]).markdown()]
     for one in records:
         lines += ["", f"## {one['part']}", "", *_about(one)]
         for table in one["tables"]:
-            lines += ["", f"{table['title']}:", "", *Table(table["header"], table["rows"]).markdown()]
+            lines += ["", f"{table['title']}:", "", *Table(**table).markdown()]
         if one["goals"]:
             rows = [
                 (goal["what"], goal["value"], f"{goal['op']} {goal['goal']}", "yes" if goal["met"] else "no")
                 for goal in one["goals"]
             ]
-            lines += ["", *Table(("goal", "measured", "wanted", "met"), rows).markdown()]
+            lines += ["", *Table("Goals", ("goal", "measured", "wanted", "met"), rows).markdown()]
         lines += ["", *(f"Not run: {piece}: {why}" for piece, why in one["not run"].items())] if one["not run"] else []
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""What a part is given and what it returns, and the commands that it may run.
+"""What a part is given, and the commands that it may run.
 
 Importing it prepares Megatron for this machine.
 """
@@ -7,15 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fork_server
 import torch
 
 from benchmarks.gpu.lines import Lines
-from benchmarks.harness import Goal
+from benchmarks.harness import Found
 from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
@@ -26,23 +25,6 @@ DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 
 class NotRunError(Exception):
     """Why a part did not run."""
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a part found; `not_run` names pieces of it that did not run, and why."""
-
-    results: dict[str, Any]
-    goals: list[Goal] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    not_run: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

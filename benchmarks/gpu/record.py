@@ -9,7 +9,6 @@ Beside them `events` has a line for everything that happened. Nothing here impor
 
 import json
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def with_found(record: dict[str, Any], found: Any) -> dict[str, Any]:
     """The record with what a part has `Found` so far."""
     return record | {
         "results": found.results,
-        "tables": [asdict(table) for table in found.tables],
+        "tables": [table._asdict() for table in found.tables],
         "goals": [goal.as_dict() for goal in found.goals],
         "not run": found.not_run,
     }

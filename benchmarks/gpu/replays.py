@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.gpu.drafting import without_graphs
-from benchmarks.gpu.part import Found, Setting, Table
+from benchmarks.gpu.part import Setting
 from benchmarks.gpu.training import TRAINED, pretrain
-from benchmarks.harness import Goal
+from benchmarks.harness import Found, Goal, Table
 from megatron_mtp.decoding import batch, generate, load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner

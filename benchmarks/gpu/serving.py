@@ -5,9 +5,9 @@ import re
 import time
 import urllib.request
 
-from benchmarks.gpu.part import Command, Found, Setting, Table
+from benchmarks.gpu.part import Command, Setting
 from benchmarks.gpu.training import TRAINED, pretrain
-from benchmarks.harness import Goal
+from benchmarks.harness import Found, Goal, Table
 
 PROMPTS = [[1, 2, 3], [9, 8], [*range(40, 60)], [7]]
 TOKENS = 32

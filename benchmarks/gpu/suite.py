@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.gpu.part import Found, Setting, Table
-from benchmarks.harness import Goal
+from benchmarks.gpu.part import Setting
+from benchmarks.harness import Found, Goal, Table
 
 PYTEST = "-m pytest -q -o addopts= -p no:cacheprovider -p no:xdist --continue-on-collection-errors".split()
 

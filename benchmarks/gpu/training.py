@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.lines import CPU
-from benchmarks.gpu.part import ROOT, Command, Found, Setting, Table
-from benchmarks.harness import Goal
+from benchmarks.gpu.part import ROOT, Command, Setting
+from benchmarks.harness import Found, Goal, Table
 from megatron_mtp.runtime import transformer_engine_works
 
 TRAINED = (

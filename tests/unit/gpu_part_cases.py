@@ -5,8 +5,8 @@ import subprocess
 import time
 
 from benchmarks.gpu import Part
-from benchmarks.gpu.part import Found, NotRunError, Setting, Table
-from benchmarks.harness import Goal
+from benchmarks.gpu.part import NotRunError, Setting
+from benchmarks.harness import Found, Goal, Table
 
 FIRST = Found({"first": 1.5}, [Goal("first", 1.5, 2.0)], [Table("Speed", ("side", "s"), [("ours", 1.5)])])
 

@@ -74,12 +74,15 @@ def test_the_allocated_peak_counts_what_is_held_together() -> None:
 
 def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     goals = [Goal("ratio at D=1", 1.5, 1.05), Goal("ratio at D=2", 1.0, 1.05)]
-    table = harness.Table(("side", "s"), [("ours", 0.25), ("theirs", None)])
-    harness.report("name", {"device": "machine"}, {"D=1": 1.5}, goals, ["in words", table])
+    table = harness.Table("Speed", ("side", "s"), [("ours", 0.25), ("theirs", None)])
+    found = harness.Found({"D=1": 1.5}, goals, [table], {"half": "there is no other"})
+    harness.report("name", {"device": "machine"}, found)
     *words, last = capsys.readouterr().out.splitlines()
     assert json.loads(last).keys() == KEYS
-    assert json.loads(last)["tables"] == [{"header": ["side", "s"], "rows": [["ours", 0.25], ["theirs", None]]}]
-    assert {"in words", "  side      s", "  ours  0.250"} <= set(words)
+    assert json.loads(last)["tables"] == [
+        {"title": "Speed", "header": ["side", "s"], "rows": [["ours", 0.25], ["theirs", None]]}
+    ]
+    assert {"Speed", "  side      s", "  ours  0.250", "not run: half: there is no other"} <= set(words)
     assert table.markdown() == ["| side | s |", "| --- | --- |", "| ours | 0.25 |", "| theirs | - |"]
     assert "UNMET  ratio at D=1: 1.500 <= 1.05" in words
     assert "met    ratio at D=2: 1.000 <= 1.05" in words

@@ -27,7 +27,7 @@ def written(record: str, number: int) -> str:
     from benchmarks.harness import Table
 
     found = json.loads((ROOT / record).read_text(encoding="utf-8"))["tables"][number - 1]
-    return "\n".join(Table(found["header"], found["rows"]).markdown())
+    return "\n".join(Table("", found["header"], found["rows"]).markdown())
 
 
 if __name__ == "__main__":

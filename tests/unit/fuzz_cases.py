@@ -130,10 +130,8 @@ BAD_TRAIN = """
 ! --num-experts 4 --moe-router-topk 5
 ! --num-experts 4 --moe-router-topk 0
 ! --rope-type yarn
---position-embedding-type yarn
 ! --recompute-modules layernorm --recompute-granularity selective
 ! --recompute-modules nonsense --recompute-granularity selective
---recompute-granularity full
 ! --recompute-granularity full --recompute-method uniform --recompute-num-layers 0
 ! --checkpoint-activations
 ! --rotary-base 0
@@ -164,76 +162,36 @@ BAD_TRAIN = """
 ! --lr-warmup-iters 1 --lr-warmup-fraction 0.1
 ! --lr-decay-iters 0
 ! --lr-decay-iters -5
---lr-decay-style nonsense
 --optimizer nonsense
---normalization nonsense
---transformer-impl nonsense
 ! --seed -1
 ! --seed 0
 ! --seed 1000000000000000000000
---mtp-num-layers -1
 ! --mtp-num-layers 1000
 --mtp-num-layers abc
---mtp-loss-scaling-factor nan
---mtp-loss-scaling-factor -1
---mtp-init zeros
 --mtp-architecture x
---mtp-hidden-state-mixing --mtp-architecture parallel
---mtp-hsm --mtp-num-layers 1
---mtp-unroll 0
 --mtp-unroll 3
---mtp-use-repeated-layer --mtp-unroll 1000
---mtp-repeated-layer-shares-kv
---mtp-loss x
 --mtp-loss mix
---mtp-loss mix --mtp-loss-mix 1,2
---mtp-loss mix --mtp-loss-mix nan,1,1
---mtp-loss mix --mtp-loss-mix ce=1,e2e_tv=1
 --mtp-loss-mix 1,1,1
---mtp-temperature 0
---mtp-lk-eta -1
---mtp-lk-eta nan
 --mtp-lk-eta x
---mtp-label-smoothing 1
---mtp-z-loss nan
---mtp-loss-weights 1
 --mtp-loss-weights 0,0
---mtp-loss-weights a,b
---mtp-loss-schedule step
---mtp-loss-schedule cosine --mtp-loss-schedule-steps -1
 --mtp-loss-schedule-steps 5
---mtp-loss-final-factor nan
---mtp-token-fraction 0
---mtp-token-fraction 1e400
 --mtp-draft-vocab-size 0
---mtp-draft-vocab-size 10
---mtp-draft-vocab-file nowhere
---mtp-draft-vocab-file latin.txt
 --mtp-draft-vocab-file empty
---mtp-train-only
 ! --mtp-init random
 ! --mtp-init last-layer
---mtp-metrics-dir text/a.txt
 ! --mtp-metrics-dir dangling/x
---mtp-acceptance-interval -1
 ! --save text/a.txt --save-interval 1
 ! --save dangling --save-interval 1
 ! --save /proc/nowhere --save-interval 1
 --save s
---tokenizer-type Nonsense
 ! --tokenizer-type HuggingFaceTokenizer
---tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere
---tokenizer-type HuggingFaceTokenizer --tokenizer-model empty
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model text/a.txt
---tokenizer-type HuggingFaceTokenizer --tokenizer-model dangling
 ! --vocab-size 0
 ! --vocab-size -1
 ! --vocab-size 1000000000000 -> not enough memory
 ! --make-vocab-size-divisible-by 0
 ! --make-vocab-size-divisible-by -1
 ! --no-such-flag
---num-layers
---num-layers 1e3
 --hidden-size nan
 ! --sft
 ! --yaml-cfg nowhere.yaml
@@ -242,22 +200,12 @@ BAD_TRAIN = """
 ! --exit-interval -1
 ! --exit-duration-in-mins -1
 ! --multi-latent-attention --kv-lora-rank 0
---multi-latent-attention --rope-type nonsense
---untie-embeddings-and-output-weights 3
---distributed-backend nonsense
 --ckpt-format nonsense
---ckpt-format zarr
 ! --attention-backend nonsense
---timing-log-level 7
---decoder-first-pipeline-num-layers 5
 --softmax-type nonsense
 ! --pipeline-model-parallel-layout junk
 ! --tensorboard-dir text/a.txt
---rerun-mode nonsense
---ffn-hidden-size 37
---position-embedding-type learned_absolute
 --position-embedding-type relative
---fp4-format e2m1
 ! --use-megatron-fsdp
 ! --cuda-graph-impl local
 ! --tp-comm-overlap
@@ -266,113 +214,54 @@ BAD_TRAIN = """
 ! --fp16 --initial-loss-scale 0
 ! --fp16 --loss-scale -1
 ! --fp16 --loss-scale-window 0
---accumulate-allreduce-grads-in-fp32 7
---hybrid-layer-pattern M*
 --logits-load-dir x
---reset-position-ids 4
---dataloader-type nonsense
 ! --dataloader-type external
 ! --data-path corpus
 """
 
 EITHER_TRAIN = """
 --apply-layernorm-1p
---num-workers -1
---fp8-format e4m3
---window-size 0,0
 --rampup-batch-size 0 0 0
---rampup-batch-size 3 1 10
---data-parallel-random-init
---recompute-modules mlp --recompute-granularity selective
 ! --hidden-size 4
 --lr 0
 ! --lr 1e30
---lr 1e-400
---eval-iters 0
 ! --weight-decay 1e400
---clip-grad 0
 --clip-grad -1
 ! --adam-eps 0
---micro-batch-size 2
---make-vocab-size-divisible-by 7
---kv-channels 6
 --lr-warmup-iters 1
---lr-decay-iters 1
---exit-interval 1
 ! --train-samples 4
---bf16
 --fp16
---recompute-granularity full --recompute-method uniform --recompute-num-layers 1
---recompute-granularity selective
---num-experts 4
 --num-experts 4 --moe-router-topk 2
---init-method-std 0
 ! --init-method-std 1e30
---use-rope-scaling
---position-embedding-type none
 --multi-latent-attention
---multi-latent-attention --rope-type yarn
---group-query-attention --num-query-groups 2
---use-distributed-optimizer
 --use-distributed-optimizer --bf16
---log-interval 100
---tensorboard-dir tb
---vocab-size 1
 ! --full-validation
 ! --multiple-validation-sets
 --mtp-acceptance-interval 1
---mtp-loss kd
---mtp-loss tv
---mtp-loss nla
 --mtp-loss lk --mtp-lk-eta 0
---mtp-loss e2e_tv
---mtp-use-repeated-layer
---mtp-use-repeated-layer --mtp-unroll 3
 --mtp-use-repeated-layer --mtp-unroll 3 --mtp-repeated-layer-shares-kv
---mtp-hsm --mtp-loss e2e_tv
---mtp-architecture parallel
---mtp-token-fraction 0.01
 --mtp-detach-heads
---mtp-linear-ce-main
---reset-attention-mask --reset-position-ids --eod-mask-loss
---dataloader-inter-document-masking
 --check-for-spiky-loss
---no-check-for-nan-in-loss-and-grad --lr 1e30
---dataloader-type cyclic
---manual-gc
 --manual-gc --manual-gc-interval 0
---skip-train
---overlap-grad-reduce
---exit-signal-handler
 --optimizer sgd
---log-params-norm
---log-num-zeros-in-grad
---decrease-batch-size-if-needed
 """
 
 BAD_DATA = """
 --data-path nowhere -> there is no dataset
 --data-path text
---data-path text/a.txt
---data-path dangling
---data-path corpus small-corpus 0.5
 --data-path 0.5 corpus 0.5
 ! --data-path -1 corpus
 ! --data-path 0 corpus
 ! --data-path nan corpus
 ! --data-path 1e400 corpus
---data-path ''
 ! --train-data-path corpus
 ! --train-data-path nowhere --valid-data-path corpus --test-data-path corpus
---data-path small-corpus
---tokenizer-model small-corpus-tokenizer
 ! --data-args-path nowhere
 ! --per-split-data-args-path nowhere
 ! --per-split-data-args-path text/a.txt
 --split 1,98,1000000
 ! --split 100,0,0,0,0
 ! --seq-length 16 --data-cache-path text/a.txt
---mtp-draft-vocab-size 100000
 ! --fim-data -> this script does not build such data sets
 ! --mtp-mask-prompts -> corpus.answers.npy' is not there
 --sft --data-path chat.jsonl --tokenizer-type SFTTokenizer -> give --chat
@@ -384,7 +273,6 @@ BAD_LOAD = """
 ! --num-layers 3
 ! --hidden-size 64
 --mtp-num-layers 1
---mtp-num-layers 3
 ! --num-attention-heads 2 --kv-channels 4
 ! --load text/a.txt
 ! --load empty
@@ -396,143 +284,57 @@ BAD_LOAD = """
 ! --train-iters 9 --lr-decay-style cosine
 ! --use-distributed-optimizer
 ! --normalization LayerNorm
---mtp-architecture parallel
 ! --optimizer sgd
 ! --pretrained-checkpoint nowhere --load other
 """
 
 BAD_PREPROCESS = """
 --input nowhere
---input empty
 ! --input dangling
---input ''
---vocab-size 0
 --vocab-size -1
---vocab-size abc
---vocab-size 1e400
 ! --vocab-size 1000000000000
---vocab-size 257
 --workers 0
---workers -1
---workers nan
---max-mb 0
 --max-mb -1
 --max-mb nan -> --max-mb
 ! --max-mb inf
 ! --max-mb 1e400
 ! --max-mb 1e308
---max-mb ''
---seed abc
---tokenizer nowhere
 --tokenizer text/a.txt --tokenizer-output x
 ! --output-prefix ''
 ! --output-prefix text/a.txt/x
 ! --output-prefix /proc/nowhere/x
---tokenizer-output text
 ! --tokenizer-output text/a.txt
---json-key nope --input chat.jsonl
---input latin.txt --json-key x
 --include '*.nothing'
---eod-token nope
---no-such-flag
---input
 """
 
 BAD_ENCODE = """
 --tokenizer nowhere
---tokenizer empty
---tokenizer text/a.txt
---tokenizer dangling
 --tokenizer ''
---tokenizer corpus-tokenizer --eod-token nope
---tokenizer corpus-tokenizer --tokenizer-output x
---tokenizer corpus-tokenizer --workers 0
 """
 
 BAD_GENERATE = """
 --load nowhere
---load empty
---load text/a.txt
---load dangling
 --load hf
---load ''
---max-new-tokens 0
---max-new-tokens -1
 --max-new-tokens abc
---max-new-tokens 1e400
---temperature nan
---temperature -1
 --temperature inf
---temperature 1e400
---temperature abc
---top-k -1
 --top-k abc
---top-p 0
---top-p 2
---top-p nan
 --top-p -1
---seed 1e400
---seed 100000000000000000000
---seed abc
 --batch-size 0
---batch-size -1
---batch-size nan
---dtype float8
 --prompt ''
---prompt-ids ''
---prompt-ids abc
---prompt-ids -1
 --prompt-ids 5,6,1000000
---prompt-ids 99999999999999999999999
---prompt-ids 1e400
---prompt-file nowhere
 --prompt-file empty
---prompt-file latin.txt
---prompt-file dangling
---prompt-file chat.jsonl
 --prompt-file /dev/null
---stop ''
---tokenizer nowhere
---tokenizer empty
 --tokenizer text/a.txt
 ! --tokenizer small-corpus-tokenizer -> --tokenizer
---record text/a.txt
---record text/a.txt/x
---record dangling/x
 --speculative-config ''
---speculative-config junk
---speculative-config nowhere.json
---speculative-config '[]'
 --speculative-config '{}'
---speculative-config 'null'
---speculative-config '1'
---speculative-config '"mtp"'
 --speculative-config '{"method": null}'
---speculative-config '{"method": 3}'
---speculative-config '{"method": []}'
---speculative-config '{"method": "nope"}'
 --speculative-config '{"method": "mtp", "no": 1}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": -1}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": 1.5}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": "many"}'
 --speculative-config '{"method": "mtp", "num_speculative_tokens": null, "verifier": 3}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": true}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": 99}'
---speculative-config '{"method": "mtp", "num_speculative_tokens": 1e400}'
 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1000000000000}'
---speculative-config '{"method": "mtp", "verifier": "nope"}'
---speculative-config '{"method": "mtp", "verifier": []}'
---speculative-config '{"method": "mtp", "verifier": {"a": 1}}'
 --speculative-config '{"method": "draft_model"}'
---speculative-config '{"method": "draft_model", "model": "nowhere"}'
---speculative-config '{"method": "draft_model", "model": 3}'
---speculative-config '{"method": "draft_model", "model": "text"}'
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 0}'
---speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": -1}'
---speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 9, "prompt_lookup_max": 2}'
---speculative-config '{"method": "mtp_tree", "tree": "x"}'
 --load run --no-such-flag
---load
 """
 
 BAD_EVALUATE = """
@@ -540,19 +342,10 @@ BAD_EVALUATE = """
 ! --eval-iters -1 -> --eval-iters
 --eval-iters abc
 ! --text small -> --data-path
---text nowhere
---load nowhere
---load empty
 --load hf
---load text/a.txt
---load dangling
---data-path nowhere
 --data-path dangling
 ! --micro-batch-size 0
 ! --global-batch-size 0
---tokenizer-model nowhere
---tokenizer-model empty
---tokenizer-model small-corpus-tokenizer
 ! --split 1,0,0
 ! --split junk
 ! --eval-interval 0
@@ -564,163 +357,59 @@ BAD_EVALUATE = """
 
 BAD_TEXT = """
 --text nowhere
---text empty
 ! --text dangling
 ! --text small --eval-iters 0
---text latin.txt
---text small --tokenizer-model nowhere
 --text
 ! --eval-iters 1
 """
 
 BAD_CONVERT = """
 hf-to-mcore
-hf-to-mcore hf
-hf-to-mcore nowhere new
-hf-to-mcore empty new
 hf-to-mcore text new
-hf-to-mcore text/a.txt new
-hf-to-mcore dangling new
-hf-to-mcore run new
 hf-to-mcore hf hf
-hf-to-mcore hf run
-hf-to-mcore hf text/a.txt
-hf-to-mcore hf text/a.txt/x
 hf-to-mcore hf /proc/nowhere
-hf-to-mcore hf new --workers 0
-hf-to-mcore hf new --workers -1
-hf-to-mcore hf new --workers abc
 hf-to-mcore hf new --dtype float8
-hf-to-mcore hf new --no-such-flag
-hf-to-mcore '' new
-hf-to-mcore hf ''
 mcore-to-hf nowhere new
-mcore-to-hf empty new
-mcore-to-hf hf new
-mcore-to-hf text/a.txt new
 mcore-to-hf dangling new
-mcore-to-hf run run
-mcore-to-hf run hf
-mcore-to-hf run text/a.txt
 mcore-to-hf run new --max-shard-size 0
-mcore-to-hf run new --max-shard-size -1
-mcore-to-hf run new --max-shard-size nan
-mcore-to-hf run new --max-shard-size inf
 mcore-to-hf run new --max-shard-size 1e400
-mcore-to-hf run new --max-shard-size ''
-mcore-to-hf run new --max-shard-size 5XB
-mcore-to-hf run new --workers 0
 mcore-to-hf run new --like nowhere
-mcore-to-hf run new --like text
-mcore-to-hf run new --like text/a.txt
-mcore-to-hf run new --family nope
 ! mcore-to-hf run new --family ''
 mcore-to-hf run new --tokenizer nowhere
-mcore-to-hf run new --tokenizer empty
-mcore-to-hf run new --tokenizer text/a.txt
-mcore-to-hf run new --dtype int8
 inspect
 ! inspect nowhere
-inspect empty
-inspect text
-inspect text/a.txt
 inspect dangling
-inspect ''
-verify hf
-verify nowhere run
 verify hf nowhere
-verify empty run
-verify hf empty
-verify run hf
 verify hf text/a.txt
-verify hf run --text nowhere
-verify hf run --text empty
-verify hf run --text latin.txt
 verify hf run --text dangling
-verify hf run --text /dev/null
-attach-mtp plain new
-attach-mtp plain new --mtp-num-layers 0
 attach-mtp plain new --mtp-num-layers -1
-attach-mtp plain new --mtp-num-layers abc
-attach-mtp plain new --mtp-num-layers nan
-attach-mtp plain new --mtp-num-layers 1 --mtp-init zeros
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path nowhere
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path text/a.txt
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split 0,1,0 -> leaves none for training
 attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --split nan,1,0
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens -1
-attach-mtp plain new --mtp-num-layers 1 --mtp-init fitted --data-path corpus --fit-tokens 1
-attach-mtp plain new --mtp-num-layers 1 --fit-tokens 99
 attach-mtp plain new --mtp-num-layers 1 --seed abc
-attach-mtp plain new --mtp-num-layers 1 --seed 1e400
-attach-mtp plain new --mtp-num-layers 1 --seed 99999999999999999999999
-attach-mtp plain new --mtp-num-layers 1 --workers 0
 attach-mtp run new --mtp-num-layers 1
-attach-mtp nowhere new --mtp-num-layers 1
-attach-mtp hf new --mtp-num-layers 1
-attach-mtp empty new --mtp-num-layers 1
 attach-mtp text/a.txt new --mtp-num-layers 1
-attach-mtp plain plain --mtp-num-layers 1
-attach-mtp plain text/a.txt --mtp-num-layers 1
-drop-mtp plain new
 drop-mtp run new --keep -1
-drop-mtp run new --keep 2
-drop-mtp run new --keep 99
-drop-mtp run new --keep abc
 drop-mtp nowhere new
-drop-mtp hf new
-drop-mtp empty new
-drop-mtp run run
 drop-mtp run text/a.txt
-draft-vocab run new
-draft-vocab run new --mtp-draft-vocab-size 4
-draft-vocab run new --mtp-draft-vocab-size -4 --data-path corpus
 draft-vocab run new --mtp-draft-vocab-size abc --data-path corpus
-draft-vocab run new --mtp-draft-vocab-size 999999999 --data-path corpus
-draft-vocab run new --mtp-draft-vocab-size 4 --data-path text/a.txt
-draft-vocab run new --mtp-draft-vocab-file text/a.txt
 draft-vocab plain new --mtp-draft-vocab-size 4 --data-path corpus
-draft-vocab hf new --mtp-draft-vocab-size 4 --data-path corpus
-draft-vocab run run --mtp-draft-vocab-size 4 --data-path corpus
-gpt-to-hybrid run run
 gpt-to-hybrid nowhere new
-gpt-to-hybrid hf new
-gpt-to-hybrid run new --workers 0
 hybrid-to-gpt run new -> is a GPT already
 verify run plain -> are GPT checkpoints
-verify run run --text latin.txt
 nonsense
-
 """
 
 BAD_REPORT = """
 nowhere
-empty
-text
-text/a.txt
 dangling
-''
-run nowhere
-run --output empty
 run --output nowhere/x.html
-run --output text/a.txt/x
-run --output /proc/x.html
-run --no-such-flag
 """
 
 BAD_OTHERS = """
 doctor --no-such-flag
-doctor extra
-completion
-completion fish
 completion bash zsh
-completion ''
-trian
-''
 --no-such-flag
---mtp-num-layers 2 train
 """
 
 GOOD = """

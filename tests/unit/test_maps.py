@@ -1,4 +1,4 @@
-"""The maps of the rooms: complete, and a newcomer finds a file in them by the words of the question."""
+"""The maps of the rooms are complete."""
 
 import ast
 import re
@@ -9,22 +9,6 @@ from documents import DOCUMENTS, ROOT
 
 PACKAGE = ROOT / "megatron_mtp"
 ROOMS = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
-QUESTIONS = {
-    "Where is lambda / D applied to the losses?": ("lambda / D", "losses/objective.py"),
-    "Where is acceptance logged to W&B?": ("W&B|acceptance", "training/metrics.py"),
-    "Where is the padding of the vocabulary removed at export?": (
-        "pad|vocabulary|export",
-        "checkpoint/convert/export_hf.py",
-    ),
-    "Where does auto choose K = 0?": ("K = 0", "decoding/method.py"),
-    "What happens to an EOS inside a draft?": ("EOS|inside a draft", "decoding/batch.py"),
-    "Where do shifts stop at the end of a document?": ("shift|end|document", "data/batch.py"),
-    "Where are the scales of FP8 weights read?": ("FP8|scales", "checkpoint/hf/forms.py"),
-    "What changes without TE?": ("changes|without TE", "model/arguments.py"),
-    "Where are depths initialized from the trunk's last layer?": ("last layer", "model/initialize.py"),
-    "Where are flags refused that Megatron would take in silence?": ("refused|silence", "training/checks.py"),
-}
-"""Question to the words that have to stand in the file's line, and the file."""
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
@@ -32,15 +16,6 @@ def test_the_map_of_a_room_names_its_files_and_no_other(room: Path) -> None:
     files = {file.name for file in room.glob("*.py")} - {"__init__.py"}
     inner = {f"{file.parent.name}/" for file in room.glob("*/__init__.py")}
     assert sorted(mapped(room)) == sorted(files | inner)
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_newcomer_finds_the_file_of_a_question(question: str) -> None:
-    words, file = QUESTIONS[question]
-    lines = {str((room / name).relative_to(PACKAGE)): line for room in ROOMS for name, line in mapped(room).items()}
-    assert [name for name, line in lines.items() if all(word.lower() in line.lower() for word in words.split("|"))] == [
-        file
-    ]
 
 
 def test_the_map_names_every_room() -> None:

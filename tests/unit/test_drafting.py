@@ -65,7 +65,7 @@ TREES: dict[str, dict[str, Any]] = {
 METHODS = {**CHAINS, **TREES}
 DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS[kind]}
 DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
-ARRIVING = [*((*one, 6, 16) for one in DRAFTING), *((*one, running, 84) for one in DRAFTING for running in (1, 16))]
+ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (16, 84)) for one in DRAFTING]
 """A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
 
 

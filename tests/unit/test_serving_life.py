@@ -241,7 +241,7 @@ def test_an_address_that_is_taken_is_one_sentence() -> None:
 
 
 @pytest.mark.matrix
-def test_5000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> None:
+def test_2000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> None:
     """Half of the clients leave: before the answer, or after some events."""
     chosen = random.Random(0)
 
@@ -257,7 +257,7 @@ def test_5000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> Non
                     return
 
     async def everyone(url: str) -> None:
-        left = iter(range(5000))
+        left = iter(range(2000))
         limits = httpx2.Limits(max_connections=40)
 
         async def one_after_another(client: httpx2.AsyncClient) -> None:
@@ -271,8 +271,8 @@ def test_5000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> Non
         asyncio.run(everyone(server.url))
         until(lambda: server.service.idle and not server.engine.busy)
         ended = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if "requests_total{" in line]
-        assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 5000
-        assert server.engine.cancelled > 500
+        assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 2000
+        assert server.engine.cancelled > 200
         assert server.engine.load.blocks_used == 0
         assert not server.service._owners
         assert len(server.server.server_state.tasks) <= 1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
-from megatron_mtp.model.head import Head, head_of, head_owner
+from megatron_mtp.model.head import Drafted, Head, head_of, head_owner
 from megatron_mtp.model.mtp import AttentionInputs, chain, own_masks
 from megatron_mtp.model.stock import OWN, Refused, add_block, refused_models, runner, tied_embedding
 
@@ -139,16 +139,15 @@ class Attached:
         """The output head; detached, it is not trained."""
         return head_of(self.model, self._owner, detached=detached)
 
-    def states_for_loss(
-        self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool
-    ) -> list[Tensor]:
-        """Hidden states of the depths (`Stage` in losses/mtp_loss.py), with the attention inputs of the forward."""
+    def drafted(self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool) -> Drafted:
+        """Output of the depths (`Stage` in losses/mtp_loss.py), with the attention inputs of the forward."""
         assert batch.tokens_DBS is not None
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         masks = own_masks(shifted_in_DBS, self.depths, self.config, self.pg_collection.tp)
         self._embedding.train(self.model.training)
         tokens = batch.tokens_DBS, self._position_ids_BS, self._embedding
-        return chain(self._layers, hidden_SBH, *tokens, self._attention, masks, is_apart)
+        states = chain(self._layers, hidden_SBH, *tokens, self._attention, masks, is_apart)
+        return Drafted(states, self.head(detached=is_apart), batch)
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ def mtp_loss(
 
 
 class Stage(Protocol):
-    """The last pipeline stage of a model with depths: `MTPTrunk`, or a model to which they are attached."""
+    """The last pipeline stage of a model with a draft head: `MTPTrunk`, or a model to which MTP layers are attached."""
 
     config: TransformerConfig
     pg_collection: ProcessGroupCollection
@@ -153,10 +153,10 @@ class Stage(Protocol):
     def head(self, *, detached: bool) -> Head:
         """The output head; detached, it is not trained."""
 
-    def states_for_loss(
+    def drafted(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
-    ) -> list[Tensor]:
-        """Hidden states of the depths; if they are apart, they pass no gradient to the trunk's states and embedding.
+    ) -> Drafted:
+        """Output of the head; if it is apart, it passes no gradient to the trunk's states, embedding and output head.
 
         Args:
             hidden_SBH: the trunk's.
@@ -211,8 +211,8 @@ def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPC
     depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in the depths does not change the trunk's in its next forward
-        states = stage.states_for_loss(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
-    return _loss(stage, settings, hidden_SBH, states, depths, is_apart, is_normalized=normalizer is not None)
+        drafted = stage.drafted(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
+    return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
 
 
 def is_detached(config: TransformerConfig) -> bool:
@@ -220,26 +220,17 @@ def is_detached(config: TransformerConfig) -> bool:
     return bool(getattr(config, "mtp_detach_heads", False))
 
 
-def _loss(
-    stage: Stage,
-    settings: MTPConfig,
-    hidden_SBH: Tensor,
-    states: list[Tensor],
-    depths: DepthBatch,
-    is_apart: bool,
-    is_normalized: bool,
-) -> MTPLoss:
-    """The loss of the depths' states; the mask of the batch is divided by the normalizer already, if there is one."""
+def _loss(stage: Stage, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
+    """The loss of the depths; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)
     objective = HeadObjective(weights, group, loss, per_token=is_normalized)
-    later = objective.later_positions(depths.positions_S, len(states))
-    drafted = Drafted(states, stage.head(detached=is_apart), depths)
+    later = objective.later_positions(drafted.batch.positions_S, len(drafted.hidden))
     total, sums = objective.of_depths(hidden_SBH.detach(), drafted, later)
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()
     torch.distributed.all_reduce(shown_2D, group=group)
     means_D = torch.where(shown_2D[1] > 0, shown_2D[0] / shown_2D[1], 0)
-    return MTPLoss(total if is_normalized else total / depths.whole_tokens[0].clamp(min=1), means_D)
+    return MTPLoss(total if is_normalized else total / drafted.batch.whole_tokens[0].clamp(min=1), means_D)
 
 
 def _check_stage(trunk: Any, settings: MTPConfig) -> None:

@@ -196,19 +196,22 @@ class MTPTrunk(LanguageModule):
         """D, of the stage that has them."""
         return self.heads[0].depths
 
-    def states_for_loss(
+    def drafted(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
-    ) -> list[Tensor]:
-        """Hidden states of the depths, for `loss_of_stage` in losses/mtp_loss.py, which says what it gives."""
+    ) -> Drafted:
+        """Output of the first head, for `loss_of_stage` in losses/mtp_loss.py, which says what it gives."""
         turned = length if packed is None else packed.max_seqlen_q
         angles = self.rotary_angles(turned, packed_seq=packed is not None)[0] if self.turns_heads else None
         attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
         position_ids_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
+        trunk, block = self._output(hidden_SBH, position_ids_BS, attention), self.heads[0]
         before, self.config.mtp_detach_heads = self.config.mtp_detach_heads, is_apart
         try:
-            return self.heads[0].drafts(self._output(hidden_SBH, position_ids_BS, attention), batch)[0]
+            states, confidence_DSB = block.drafts(trunk, batch)
+            head = block.head_of(self.head(detached=block.is_apart))
         finally:
             self.config.mtp_detach_heads = before
+        return Drafted(states, head, batch, confidence_DSB)
 
     def _output(self, hidden_SBH: Tensor, position_ids_BS: Tensor, attention: AttentionInputs) -> TrunkOutput:
         """What the heads read of a forward pass."""

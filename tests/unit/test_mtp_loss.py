@@ -5,13 +5,28 @@ from typing import Any
 import pytest
 import torch
 from hybrid_single import drafting_hybrid
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import Float16Module
-from megatron_single import LAMBDA, LATENT, LENGTH, MOE, ROWS, forward_ours, make_batch, our_model, relative_difference
+from megatron_single import (
+    LAMBDA,
+    LATENT,
+    LENGTH,
+    MOE,
+    ROWS,
+    VOCABULARY,
+    forward_ours,
+    make_batch,
+    one_head,
+    our_model,
+    relative_difference,
+)
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import IGNORED_LABEL
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
+from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.trunk import MTPTrunk
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -37,6 +52,20 @@ def test_it_is_the_depths_part_of_a_training_step(kind: dict[str, Any]) -> None:
         if name.startswith("mtp."):
             assert parameter.grad is not None
             assert relative_difference(gradients[name], parameter.grad) < 1e-5, name  # type: ignore[arg-type]
+
+
+def test_of_a_drafter_with_rows_of_its_own_it_is_that_of_a_training_step() -> None:
+    """It was made with the trunk's rows of the output head."""
+    settings, batch = MTPConfig(drafter="eagle3", mtp_loss="kd"), make_batch(3)
+    model = our_model(3, num_layers=5, drafter_layers=(1, 2, 4), drafted=[*range(1, VOCABULARY, 2)])
+    group = parallel_state.get_context_parallel_group()
+    objective = one_head(depth_weights(settings, 3, 1.0), group, depth_loss(settings), trains_trunk=False)
+    inputs = [batch[name] for name in ("tokens", "position_ids", "attention_mask")]
+    output = model(*inputs, output_processor=objective, output_processor_context=[batch["depths"]])
+    hidden_SBH = model(*inputs, output_processor=lambda stage: stage.hidden_SBH)
+    made = mtp_loss(hidden_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"], settings)
+    expected = [float(sums.total / sums.tokens) for sums in output.heads[0].depths]
+    assert made.depth_means.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "latent", "hybrid"])

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from megatron_single import make_batch, megatron_name, our_model, relative_difference
-from stock_models import KINDS, draw, packed_batch, stock
+from stock_models import KINDS, VIRTUAL, chunks, draw, packed_batch
 
 from megatron_mtp.attach import Attached, attach
 from megatron_mtp.config import MTPConfig
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+    "pp2-vpp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, VIRTUAL: 2, "num_layers": 4},
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
     "dp2-sharded": {},
@@ -67,18 +68,20 @@ def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
     found, rounding = {}, 1e-4 if kind == "hybrid" else 1e-5  # gradients of decays are small sums of large terms
     for tied, own, form in cases(kind):
         name = f"{'tied' if tied else 'untied'} {'adopted' if own else 'new'} {form}"
-        build = partial(stock, kind, tied, **LAYOUTS[layout])
+        build = partial(chunks, kind, tied, **LAYOUTS[layout])
         plain, model, joint, riding = build(), build(depths=own), build(depths=own), build(depths=own)
-        draw(model, tied)
+        for each in model:
+            draw(each, tied)
         attached = attach(model, None if own else 2, APART)
-        record = {"copies": copies(model, tied, bool(own))}
-        every = attach([joint], 2), attach([riding], 2, weight=WEIGHT)
-        for each in (plain, model, joint, riding):
+        record = {"copies": [wrong for each in model for wrong in copies(each, tied, bool(own))]}
+        every = attach(joint, 2), attach(riding, 2, weight=WEIGHT)
+        for each in (*plain, *model, *joint, *riding):
             draw(each, tied)
         batches = [batch_of(seed, form) for seed in (2, 3)]
         sharded = layout == SHARDED
         expected = step(plain, batches, None, sharded=sharded)
-        if tied and own and not model.pre_process:  # Megatron's block has the head in the embedding's copy
+        is_later = mpu.get_pipeline_model_parallel_rank() > 0
+        if tied and own and is_later:  # Megatron's block has the head in the embedding's copy
             expected = {name.replace(HEAD, EMBEDDING): value for name, value in expected.items()}
         record["trunk"] = far(step(model, batches, attached, apart=True, sharded=sharded), expected)
         if sharded:
@@ -86,13 +89,13 @@ def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
             continue
         together = step(joint, batches, every[0])
         record["weight"] = far(step(riding, batches, every[1]), together, rounding, "gradient of ")
-        if kind in KINDS:
+        if kind in KINDS and len(model) == 1:
             ours = our_model(2, tied, **KINDS[kind], **LAYOUTS[layout])
             draw(ours, tied)
-            wanted = {renamed(key, together): value for key, value in step(ours, batches, None, ours=True).items()}
+            wanted = {renamed(key, together): value for key, value in step([ours], batches, None, ours=True).items()}
             record["ours"] = far(together, wanted, 1e-6, "gradient of ")
             record["changed"] = [] if far(together, expected, 1e-3) else ["nothing"]
-        record["saved"] = saving(model)
+        record["saved"] = [wrong for each in model for wrong in saving(each)]
         found[name] = of_ranks(record)
     return found
 
@@ -105,7 +108,7 @@ def copies(model: Any, tied: bool, adopted: bool) -> list[str]:
     """What is wrong with the last stage's copy of the embedding, which attach has made where there was none."""
     weights = dict(model.named_parameters())
     copy = weights.get("embedding.word_embeddings.weight")
-    if model.pre_process or adopted:
+    if model.pre_process or adopted or not model.post_process:
         return []
     if tied:
         return [] if copy is None else ["a second copy"]
@@ -145,40 +148,41 @@ def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
 
 
 def step(
-    inner: Any,
+    inner: list[Any],
     batches: list[Any],
     attached: Attached | None,
     ours: bool = False,
     apart: bool = False,
     sharded: bool = False,
 ) -> dict[str, Tensor]:
-    """Logits, gradients (unless sharded) and weights after a step of a model, by name."""
+    """Logits, gradients (unless sharded) and weights after a step of a model's chunks, by name."""
     destroy_moe_metrics_tracker()
-    config = inner.config
     of_buffers = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
-    model = DistributedDataParallel(config, of_buffers, inner)
+    model = [DistributedDataParallel(each.config, of_buffers, each) for each in inner]
     settings = OptimizerConfig(
         optimizer="adam", lr=1e-2, clip_grad=float(not sharded), weight_decay=0.0, use_distributed_optimizer=sharded
     )
     make = partial(get_mtp_optimizer, clip_grad=1.0) if apart and not sharded else get_megatron_optimizer
-    optimizer = make(settings, [model])
-    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
+    optimizer = make(settings, model)
+    for each in inner:
+        each.config.finalize_model_grads_func, each.config.grad_scale_func = finalize_model_grads, None
     logits: dict[str, Tensor] = {}
     torch.manual_seed(7)
-    model.zero_grad_buffer()
+    for each in model:
+        each.zero_grad_buffer()
     get_forward_backward_func()(
         forward_step_func=partial(forward_step, attached, ours, logits),
-        data_iterator=iter(batches),
-        model=[model],
+        data_iterator=[iter(batches) for _ in model] if len(model) > 1 else iter(batches),
+        model=model,
         num_microbatches=len(batches),
         seq_length=batches[0][0]["tokens"].size(1),
         micro_batch_size=len(batches[0][0]["tokens"]),
         forward_only=False,
     )
-    named = {} if sharded else dict(inner.named_parameters())
-    found = {f"gradient of {name}": each.main_grad.clone() for name, each in named.items()}
+    named = {f"{name} ({number})": each for number, one in enumerate(inner) for name, each in one.named_parameters()}
+    found = {} if sharded else {f"gradient of {name}": each.main_grad.clone() for name, each in named.items()}
     optimizer.step()
-    return {**logits, **found, **{name: each.detach().clone() for name, each in inner.named_parameters()}}
+    return {**logits, **found, **{name: each.detach().clone() for name, each in named.items()}}
 
 
 def forward_step(
@@ -224,7 +228,7 @@ def gather(value: Any) -> list[Any]:
 
 def main(file: str, layout: str, kind: str) -> None:
     torch.distributed.init_process_group("gloo")
-    sizes = {name: LAYOUTS[layout].get(name, 1) for name in SIZES}
+    sizes = {name: LAYOUTS[layout][name] for name in SIZES if name in LAYOUTS[layout]}
     mpu.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(0)
     found = compare(layout, kind)
@@ -236,7 +240,7 @@ def main(file: str, layout: str, kind: str) -> None:
 
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", VIRTUAL),
 )
 
 if __name__ == "__main__":

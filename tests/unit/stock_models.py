@@ -26,21 +26,33 @@ KINDS: dict[str, dict[str, Any]] = {
     "moe": {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     "latent": LATENT,
 }
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 PATTERN = "M-*-"
 PACKED = [0, 4, 12, 24, LENGTH * 3]
 """Where the documents of a packed row start, and its end; a rank of two can be given its part of each."""
 
 
-def stock(kind: str, tied: bool = False, depths: int | None = None, **changes: Any) -> Any:
+def chunks(kind: str, tied: bool = False, depths: int | None = None, **changes: Any) -> list[Any]:
+    """The chunks of a rank: one, or one a virtual stage."""
+    stages = changes.get(VIRTUAL)
+    return [stock(kind, tied, depths, stage, **changes) for stage in (range(stages) if stages else [None])]
+
+
+def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: int | None = None, **changes: Any) -> Any:
     """A stage of a GPT of this kind, or of a hybrid; with `depths` it has Megatron's own MTP block."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == groups.pp.size() - 1}
+    last = None if vp_stage is None else changes[VIRTUAL] - 1
+    ends = {
+        "pre_process": groups.pp.rank() == 0 and vp_stage in (None, 0),
+        "post_process": groups.pp.rank() == groups.pp.size() - 1 and vp_stage == last,
+    }
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "max_sequence_length": LENGTH,
         "share_embeddings_and_output_weights": tied,
         "position_embedding_type": "rope",
         "pg_collection": groups,
+        "vp_stage": vp_stage,
         **ends,
     }
     if kind == "hybrid":
@@ -56,8 +68,8 @@ def stock(kind: str, tied: bool = False, depths: int | None = None, **changes: A
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), LayerNormImpl)
-    own = get_gpt_mtp_block_spec(config, layers, False) if depths else None
+    layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), LayerNormImpl)
+    own = get_gpt_mtp_block_spec(config, layers, False, vp_stage=vp_stage) if depths else None
     layers, own = (with_portable_modules(spec, config) for spec in (layers, own))
     return GPTModel(config, layers, mtp_block_spec=own, **common)
 

@@ -55,6 +55,7 @@ SHORTER = {
     "attach": "--steps 2 --sequence 64 --batch 16 --evaluated-batches 1 --max-new-tokens 8".split(),
     "foretell": "--prompts 4 --prompt-tokens 8 --new-tokens 8".split(),
     "serve": ("--cache-gib", "0.01"),
+    "plan": ("--global-batch-size", "1024"),
 }
 """Flags that a verb gets beside those of the document; the last value on a command line counts."""
 SMALLER = {"--mtp-draft-vocab-size": "64", "--self-generated": "50", "--eval-iters": "2"}

@@ -7,22 +7,22 @@ from megatron_mtp.errors import Parser, check_counts, named, status_of
 from megatron_mtp.files import written_beside
 
 EXAMPLES = """examples:
-  # the launch line of a job, behind --; what is recommended is printed as one
-  megatron-mtp plan --gpu H100 --gpus 1024 -- --num-layers 61 --hidden-size 7168 --pipeline-model-parallel-size 16 ...
+  # the launch line of a job, $FLAGS, behind --; what is recommended is printed as one
+  megatron-mtp plan --gpu H100 --gpus 1024 -- $FLAGS
 
   # sizes of a Hugging Face folder, layout and batch from the line
   megatron-mtp plan --gpu H200 --gpus 64 --model models/GLM-4.5-Air -- --bf16 --pipeline-model-parallel-size 4 \\
       --expert-model-parallel-size 8 --seq-length 8192 --global-batch-size 256 --use-distributed-optimizer
 
   # a cluster with a slower network, and a card of one's own
-  megatron-mtp plan --gpu H100,network=25 --gpus 256 -- ...
-  megatron-mtp plan --gpu bf16=300,memory=64,bandwidth=1600,link=200,network=25 --gpus 16 -- ...
+  megatron-mtp plan --gpu H100,network=25 --gpus 256 -- $FLAGS
+  megatron-mtp plan --gpu bf16=300,memory=64,bandwidth=1600,link=200,network=25 --gpus 16 -- $FLAGS
 
   # what depths will add to a step that takes 2.09 s without
-  megatron-mtp plan --gpu H100 --gpus 8 --step-seconds 2.09 -- ...
+  megatron-mtp plan --gpu H100 --gpus 8 --step-seconds 2.09 -- $FLAGS
 
   # with what drafting will bring, and a page of both
-  megatron-mtp plan --gpu H200 --gpus 64 --accepted runs/mine/checkpoint --output plan.html -- ...
+  megatron-mtp plan --gpu H200 --gpus 64 --accepted runs/mine/checkpoint --output plan.html -- $FLAGS
 """
 
 

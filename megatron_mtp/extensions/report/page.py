@@ -22,7 +22,8 @@ OF_A_PROCESS = {"rank", "local_rank", "mtp_metrics_dir", "tensorboard_dir", "sav
 ABOUT = (
     "Charts are over training steps: lines with marks are evaluations, thin lines training. Acceptance of a depth: how "
     "often its draft and all earlier drafts are accepted; conditional acceptance: how often its draft is accepted "
-    "where the earlier drafts were. Expected accepted length: the tokens of one forward pass of the trunk."
+    "where the earlier drafts were. Expected accepted length: the tokens of one forward pass of the trunk. Every depth "
+    "has the true tokens before the one that it predicts, so a later depth's loss can be the lower one."
 )
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1a; --soft: #5f5e58; --paper: #fcfcfa; --line: #dcdbd3; --good: #cfe9cf;

@@ -54,7 +54,8 @@ def known_flags(code: str) -> frozenset[str]:
     if code.startswith("torchrun"):
         return own(named[0]) | launched() if named else launched()
     if named and words[0] == named[0]:
-        return own(named[1] if named[0] == "convert" and len(named) > 1 else named[0])
+        line = own("train") if "--" in words else frozenset()  # of `plan`
+        return own(named[1] if named[0] == "convert" and len(named) > 1 else named[0]) | line
     return everything()
 
 

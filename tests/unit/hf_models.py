@@ -69,6 +69,7 @@ class Model:
         named: the tensors by the names of a family that transformers does not have.
         around: other parts of a model whose text model `config` describes.
         text_alone: the folder is that of the text model.
+        inside: type of a larger model, and its config's key of the text model; None for no larger model.
     """
 
     model_type: str
@@ -80,6 +81,7 @@ class Model:
     named: Callable[[Tensors], Tensors] = lambda tensors: tensors
     around: dict[str, Any] | None = None
     text_alone: bool = False
+    inside: tuple[str, str] | None = None
 
 
 def layer_of(trunk: Tensors, prefix: str) -> Tensors:
@@ -341,6 +343,18 @@ QWEN_EYES: dict[str, Any] = {
     "out_hidden_size": HIDDEN,
     "num_position_embeddings": 16,
 }
+TURNED_BY_PARTS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+EYE: Tensors = {"vision_model.proj.weight": torch.randn(4, 4)}
+EAR: Tensors = {"perception.encoder.proj.weight": torch.randn(4, 4)}
+
+
+def spoken(name: str) -> str:
+    """A name of Nemotron-H as the folder of NeMo's speech models has it."""
+    swaps = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
+    old = next((old for old in swaps if name.startswith(old)), "")
+    return f"llm.{swaps.get(old, '')}{name.removeprefix(old)}"
+
+
 MODELS: dict[str, Model] = {
     "llama": Model("llama", depths=(0,), depth_key=None),
     "llama-tied": Model("llama", {"tie_word_embeddings": True}, (0,), depth_key=None),
@@ -363,6 +377,56 @@ MODELS: dict[str, Model] = {
         deepseek_depths(False),
         keys={"model_type": "bailing_moe", "num_experts": 6, "num_shared_experts": 2},
         named=bailing_names,
+    ),
+    "sarvam_moe": Model(
+        "glm4_moe",
+        {**EXPERTS, "use_qk_norm": True, "partial_rotary_factor": 1.0},
+        (0, 1),
+        deepseek_depths(False),
+        keys={"model_type": "sarvam_moe", "num_experts": 6, "num_shared_experts": 2},
+        named=bailing_names,
+    ),
+    "sarvam_mla": Model(
+        "deepseek_v3",
+        {**EXPERTS, **LATENT, "q_lora_rank": None},
+        (0, 1),
+        deepseek_depths(False),
+        keys={**ROUTER, "model_type": "sarvam_mla", "num_experts": 6, "num_shared_experts": 2},
+    ),
+    "glm4v_moe": Model(
+        "glm4v_moe",
+        {**EXPERTS, "model_type": "glm4v_moe_text", "attention_bias": True, "rope_parameters": TURNED_BY_PARTS},
+        (0, 1),
+        glm_ocr_depths,
+        depth_key=None,
+        around={"vision_config": {"model_type": "glm4v_moe_vision", **DEEP_EYES}},
+    ),
+    "intern_s2_preview": Model(
+        "qwen3_5_moe",
+        {**LINEAR, **QWEN_EXPERTS, "mtp_num_hidden_layers": 1},
+        (1,),
+        under_mtp,
+        depth_key=None,
+        around={"vision_config": QWEN_EYES},
+        keys={"model_type": "intern_s2_preview"},
+        named=lambda tensors: tensors | {"model.time_series.proj.weight": torch.randn(4, 4)},
+    ),
+    "nemotron_h_omni": Model(
+        "nemotron_h",
+        NEMOTRON,
+        (1,),
+        nemotron_depths,
+        keys={"mtp_hybrid_override_pattern": "*E"},
+        named=lambda tensors: {f"language_model.{name}": one for name, one in tensors.items()} | EYE,
+        inside=("nemotron_h_omni", "llm_config"),
+    ),
+    "nemo_speechlm": Model(
+        "nemotron_h",
+        NEMOTRON,
+        (1,),
+        nemotron_depths,
+        named=lambda tensors: {spoken(name): one for name, one in tensors.items()} | EAR,
+        inside=("nemo_speechlm", "text_config"),
     ),
     "glm4_moe_lite": Model("glm4_moe_lite", {**EXPERTS, **LATENT}, (0, 1, 3), deepseek_depths()),
     "hy_v3": Model(
@@ -489,6 +553,8 @@ def make(
     keys |= {"dtype": str(dtype).removeprefix("torch."), **model.keys}
     if model.depth_key is not None:
         keys[model.depth_key] = depths
+    if model.inside is not None:
+        keys = {"model_type": model.inside[0], "dtype": keys["dtype"], model.inside[1]: keys}
     (folder / "config.json").write_text(json.dumps(keys))
     (folder / "tokenizer.json").write_text("{}")
     return folder

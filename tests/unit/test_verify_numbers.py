@@ -35,7 +35,6 @@ MODELS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
     "glm4_moe": (1, {}, {"rope_theta", "partial_rotary_factor", "routed_scaling_factor", "topk_group"}),
     "qwen3_next": (1, {}, {"rope_theta", "partial_rotary_factor", "rms_norm_eps"}),
     "nemotron_h": (1, {}, {"routed_scaling_factor"}),
-    "mimo_v2_flash": (1, {}, {"rope_theta", "attention_value_scale", "num_experts_per_tok"}),
 }
 """Depths, changes to the rotary settings, and numbers that the logits of `verify` must show."""
 LONG = Prompt(
@@ -70,7 +69,7 @@ def logits_of(folder: Path, prompt: Prompt) -> Tensor | None:
             found = all_logits(folder, prompt.tokens_BS, prompt.positions_S)
     except Exception:  # whatever transformers raises of a config that contradicts its tensors
         return None
-    return torch.cat([value for name, value in found.items() if not name.startswith("given")])
+    return torch.cat([value for name, value in found.items()])
 
 
 def failed(folder: Path, mcore: Path) -> set[str]:

@@ -4,7 +4,6 @@ verify.py           the proof: tensors bit by bit, settings, logits of trunk and
 prompt.py           the tokens and positions on which two models are compared; float32 products without TF32
 reference.py        what a folder computes, by transformers, in a separate process
 reference_forms.py  how each family stores its depths, as engines load them; a config with transformers' defaults
-depth_logits.py     Megatron's depths behind a trunk that it cannot run
 drafters.py         whether a drafter's folder is the drafter of a checkpoint
 forms.py            whether a GPT checkpoint and a hybrid one are the same model
 """

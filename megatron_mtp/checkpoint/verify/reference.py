@@ -2,24 +2,22 @@
 
     python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model. A depth is a model of the
-same class with one layer, whose input is the projection of both halves and whose final norm is the depth's;
-reference_forms.py has the names. A folder that lacks a tensor of transformers' class is refused.
+Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model, and the depths are
+transformers' `MtpModel` behind it, which knows the tensors by DeepSeek's names; reference_forms.py has those of each
+family. A folder that lacks a tensor of transformers' class is refused.
 
 TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether depths are wanted
 (`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
-    given state         [S - D, H], the input of the first depth, in families with depths
-    given 1 ..          [S - D, H], what a depth's attention or layer adds, if Megatron cannot compute it
 
 Letters: B batch, S positions, D depths, H hidden, V vocabulary.
 """
 
-import copy
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 from transformers.utils import logging
 
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
@@ -35,6 +35,8 @@ from megatron_mtp.checkpoint.verify.reference_forms import DepthForm, Tensors, c
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 SEEING = ("vision", "visual", "projector")
 """Parts of models that read images, which the logits of text do not need."""
+FRAME = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+"""Parts around a depth's layer (`DepthForm.frame`), by the names in which `MtpModel` reads them."""
 
 
 @exact_float32()
@@ -47,7 +49,7 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
 
 
 def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True) -> Tensors:
-    """Logits of the trunk and of every depth, and the inputs for Megatron's depths, as above; float32.
+    """Logits of the trunk and of every depth, as above; float32.
 
     Args:
         folder: a Hugging Face folder.
@@ -68,19 +70,23 @@ def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = Non
     if form is None:
         return {"trunk": _whole(model, tokens_BS, positions_S)}
     words_VH, head_VH = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
-    trunk = _run(model.get_decoder(), words_VH[tokens_BS], positions_S)
-    out = {"trunk": linear(trunk.after_BSH, head_VH)[0]}
-    depths = _depths(form, model.get_decoder(), tensors, str(folder)) if with_depths else []
-    length = tokens_BS.size(1) - len(depths)
-    state_BSH = trunk.state(form)[:, :length]
-    out["given state"] = state_BSH[0]
-    for number, depth in enumerate(depths, start=1):
-        own_VH = depth.tensors.get("embedding", words_VH)
-        ran = depth.run(own_VH[tokens_BS[:, number : number + length]], state_BSH, positions_S[:length])
-        state_BSH = ran.state(form)
-        out[f"depth {number}"] = linear(ran.after_BSH, depth.tensors.get("head", head_VH))[0]
-        if ran.added_BSH is not None:
-            out[f"given {number}"] = ran.added_BSH[0]
+    before_BSH, after_BSH = _trunk(model.get_decoder(), words_VH[tokens_BS], positions_S)
+    out = {"trunk": linear(after_BSH, head_VH)[0]}
+    depths = list(_depths(form, model.get_decoder().config, tensors)) if with_depths else []
+    if not depths:
+        return out
+    judge, length = _mtp_model(form, model, depths, str(folder)), tokens_BS.size(1) - len(depths)
+    state_BSH = (before_BSH if form.before_norm else after_BSH)[:, :length]
+    for index, own in enumerate(depths):
+        embedded_BSH = own.get("embedding", words_VH)[tokens_BS[:, index + 1 : index + 1 + length]]
+        inputs: list[Tensor] = []  # of the depth's final norm
+        norm = judge.layers[index].post_norm or torch.nn.Identity()
+        hook = norm.register_forward_hook(lambda _, args, out, kept=inputs: kept.append(args[0]))
+        cache, positions_BS = MtpCache(), positions_S[:length].unsqueeze(0)
+        after_BSH = judge.forward_layer(index, state_BSH, positions_BS, cache, inputs_embeds=embedded_BSH)
+        hook.remove()
+        out[f"depth {index + 1}"] = linear(after_BSH, own.get("head", head_VH))[0]
+        state_BSH = inputs[0] if form.before_norm else after_BSH
     return out
 
 
@@ -90,71 +96,17 @@ def quieten() -> None:
     logging.disable_progress_bar()
 
 
-@dataclass
-class Ran:
-    """Results of a model's forward.
-
-    Attributes:
-        before_BSH, after_BSH: hidden states before and after the final norm.
-        added_BSH: what the attention or the layer added to the residual stream; None if not asked for.
-    """
-
-    before_BSH: Tensor
-    after_BSH: Tensor
-    added_BSH: Tensor | None = None
-
-    def state(self, form: DepthForm | None) -> Tensor:
-        """The input of the next depth."""
-        return self.before_BSH if form is not None and form.before_norm else self.after_BSH
-
-
-@dataclass(frozen=True)
-class Depth:
-    """A depth of a folder.
-
-    Attributes:
-        form: how the family stores its depths.
-        tensors: tensors of the depth, by the names of `DepthForm`.
-        model: a model of the trunk's class with the depth's layers.
-        norm: a norm of the trunk, to make the depth's input norms from.
-    """
-
-    form: DepthForm
-    tensors: Tensors
-    model: Any
-    norm: torch.nn.Module
-
-    def run(self, embedded_BSH: Tensor, state_BSH: Tensor, positions_S: Tensor) -> Ran:
-        """Run the depth on the embeddings of its tokens and the hidden states of the depth before.
-
-        Args:
-            embedded_BSH: embeddings of the tokens that this depth adds.
-            state_BSH: hidden states of the trunk or the depth before.
-            positions_S: positions of the sequence.
-        """
-        halves = [self._norm("enorm")(embedded_BSH), self._norm("hnorm")(state_BSH)]
-        both_BS2H = torch.cat(halves[::-1] if self.form.hidden_first else halves, dim=-1)
-        return _run(self.model, linear(both_BS2H, self.tensors["eh_proj"]), positions_S, self.form.given)
-
-    def _norm(self, part: str) -> torch.nn.Module:
-        norm = copy.deepcopy(self.norm)
-        norm.load_state_dict({"weight": self.tensors[part]})
-        return norm
-
-
-def _run(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor, given: str | None = None) -> Ran:
-    """Run a model from the input of its first layer, without embedding and head; `given` is as in `DepthForm`."""
+def _trunk(decoder: Any, hidden_BSH: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states before and after the final norm, from the input of the first layer."""
     seen: list[Tensor] = []
-    attended: list[Tensor] = []
-    hooks = [_final_norm(decoder).register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))]
-    if given == "attention":
-        hooks.append(decoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: attended.append(out[0])))
+    final = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
+    hook = final.register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
     # Without a mask, transformers treats a gap between positions as the start of another sequence.
     mask_BS, positions_BS = torch.ones_like(positions_S).unsqueeze(0), positions_S.unsqueeze(0)
     decoder(inputs_embeds=hidden_BSH, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return Ran(*seen, *([seen[0] - hidden_BSH] if given == "layer" else attended))
+    hook.remove()
+    before_BSH, after_BSH = seen
+    return before_BSH, after_BSH
 
 
 def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
@@ -165,35 +117,73 @@ def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
     return logits_SV
 
 
-def _final_norm(decoder: Any) -> torch.nn.Module:
-    norm: torch.nn.Module = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
-    return norm
+# --- the depths -------------------------------------------------------------------------------------------------------
 
 
-def _depths(form: DepthForm, trunk: Any, tensors: Tensors, folder: str) -> list[Depth]:
-    """All depths among the tensors."""
-    depths: list[Depth] = []
-    while own := depth_tensors(tensors, form, trunk.config, len(depths)):
-        layers = _layers(form, trunk, own, len(depths), folder)
-        depths.append(Depth(form, own, layers, _final_norm(trunk)))
-    return depths
+def _depths(form: DepthForm, config: Any, tensors: Tensors) -> Iterator[Tensors]:
+    """The tensors of every depth."""
+    depth = 0
+    while own := depth_tensors(tensors, form, config, depth):
+        yield own
+        depth += 1
 
 
-def _layers(form: DepthForm, trunk: Any, own: Tensors, depth: int, folder: str) -> Any:
-    """A depth's layers as a model of the trunk's class; without a final norm its output is the hidden state."""
-    config = copy.deepcopy(trunk.config)
-    config.num_hidden_layers = 1
-    for name, value in form.layers(config, depth, own).items():
-        setattr(config, name, value)
-    words_VH, final = trunk.get_input_embeddings().weight, _final_norm(trunk)
-    words = next(name for name, parameter in trunk.named_parameters() if parameter is words_VH)
-    norm = next(name for name, module in trunk.named_children() if module is final)
-    state = {name: tensor for name, tensor in own.items() if name.startswith("layers.")}
-    state |= {words: words_VH, f"{norm}.weight": own.get("norm", torch.ones(config.hidden_size))}
-    model = _load(type(trunk), config, state, f"{folder}: depth {depth + 1}", form.rest_is_zero)
-    if "norm" not in own:
-        setattr(model, norm, torch.nn.Identity())
-    return model
+def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) -> Any:
+    """transformers' model of the depths behind a trunk; ValueError where it lacks a tensor or has other shapes."""
+    text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(depths)
+    first, row = text.num_hidden_layers, form.row(text)
+    kinds = [*text.mtp_layers_block_type] if row > 1 else ["full_attention"] * count
+    for name, value in {
+        "num_mtp_layers": count, "mtp_hidden_states_first": form.hidden_first,
+        "mtp_layer_types": kinds, "mtp_mlp_layer_types": ["sparse"] * count,
+        "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }.items():  # fmt: skip
+        setattr(text, name, value)
+    if "norm" not in depths[0]:
+        text.chain_hidden_post_norm = False
+    if row > 1:  # a depth's layers are made by the class of the trunk's last
+        text.rms_norm_eps = text.layer_norm_epsilon
+        decoder.layers.append(row_of(type(decoder.layers[-1]))(text.get_mtp_config(), 0))
+    model._keys_to_ignore_on_load_unexpected = [rf"layers\.{first + depth}\." for depth in range(count)]
+    state = {f"model.layers.{first + k}.{name}": one for k, own in enumerate(depths) for name, one in _named(own, row)}
+    with TemporaryDirectory() as scratch:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, Path(scratch) / "model.safetensors")
+        model.config.name_or_path = scratch
+        try:
+            made = MtpModel.from_pretrained(model).eval()
+        except RuntimeError as error:
+            raise ValueError(f"{what} has depths that are not what transformers' class holds: {error}") from None
+    if row > 1:
+        made.config.layer_types = ["full_attention"] * count  # one word a depth chooses its mask
+    return made
+
+
+def _named(own: Tensors, row: int) -> Iterator[tuple[str, Tensor]]:
+    """A depth's tensors by the names in `MtpModel`, without its copies of embedding and head."""
+    for name, tensor in own.items():
+        if name in FRAME:
+            yield f"{FRAME[name]}.weight", tensor
+        elif name.startswith("layers."):
+            yield name if row > 1 else name.removeprefix("layers.0."), tensor
+
+
+def row_of(block: Any) -> Any:
+    """A class of several layers one after another, which a depth of Nemotron-H has; `block` is that of each."""
+
+    class Row(torch.nn.Module):
+        def __init__(self, config: Any, depth: int) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(block(config, index) for index in range(len(config.layer_types)))
+
+        def forward(self, hidden_BSH: Tensor, **others: Any) -> Tensor:
+            for layer in self.layers:
+                hidden_BSH = layer(hidden_BSH, **others)
+            return hidden_BSH
+
+    return Row
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def _class_of(config: Any) -> Any:
@@ -201,11 +191,11 @@ def _class_of(config: Any) -> Any:
     return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if nested else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def _load(kind: Any, config: Any, tensors: Tensors, what: str, rest_is_zero: bool = False) -> Any:
+def _load(kind: Any, config: Any, tensors: Tensors, what: str) -> Any:
     """A model of these tensors by name; `what` names it in messages.
 
     Raises:
-        ValueError: the model has other shapes, or tensors that are absent here, unless these are zero.
+        ValueError: the model has other shapes, or tensors that are absent here.
     """
     try:
         model, report = kind.from_pretrained(
@@ -214,11 +204,9 @@ def _load(kind: Any, config: Any, tensors: Tensors, what: str, rest_is_zero: boo
     except RuntimeError as error:
         raise ValueError(f"{what} is not what transformers' class holds: {error}") from None
     absent = sorted(name for name in report["missing_keys"] if not any(part in name for part in SEEING))
-    if absent and not rest_is_zero:
+    if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise ValueError(f"{what} lacks '{absent[0]}'{more}, which transformers' class has; fetch the folder again.")
-    for name in absent:
-        model.state_dict()[name].zero_()
     return model.eval()
 
 

@@ -26,7 +26,6 @@ from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
-Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,8 @@ class DepthForm:
             `embedding` and `head` if a depth has or repeats them.
         hidden_first: whether the projection has the hidden half first.
         before_norm: whether the input of a depth is the state before the final norm of the trunk or the depth before.
-        renames: prefixes of a layer's tensors to the prefixes in a trunk layer.
-        layers: config changes that make the depth's layers, from the config, the depth and the layers' tensors.
-        rest_is_zero: whether a trunk layer has further tensors, which have no effect if they are zero.
-        given: the part of a depth's layer that only transformers can compute, "attention" or "layer"; None for none.
-        trunk_type: `model_type` of the trunk's class in transformers; None for the family's own.
+        trunk_type: `model_type` of the trunk's class in transformers, "text" for that of the text model in the config;
+            None for the family's own.
         keys: the family's config keys to the keys of that class.
         absent: values of keys that a config may leave out, if they differ from the defaults of that class.
         named: renames all tensors to the names of that class.
@@ -55,10 +51,6 @@ class DepthForm:
     frame: dict[str, str]
     hidden_first: bool = False
     before_norm: bool = False
-    renames: dict[str, str] = field(default_factory=dict)
-    layers: Callable[[Any, int, Tensors], Changes] = lambda config, depth, tensors: {}
-    rest_is_zero: bool = False
-    given: str | None = None
     trunk_type: str | None = None
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
@@ -75,17 +67,13 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.__dict__.pop("quantization_config", None)  # tensors are read as bfloat16
         return form, config if form is None else form.around(config)
-    own = {form.keys.get(name, name): value for name, value in keys.items() if name not in _NOT_THE_TRUNKS}
-    return form, AutoConfig.for_model(form.trunk_type, **form.absent | own)
+    text = keys.get("text_config") or keys.get("llm_config") or keys
+    kind = text.get("model_type") if form.trunk_type == "text" else form.trunk_type
+    own = {form.keys.get(name, name): value for name, value in text.items() if name not in _NOT_THE_TRUNKS}
+    return form, form.around(AutoConfig.for_model(kind, **form.absent | own))
 
 
-_NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_config")
-
-
-def _with_eyes(text: Any) -> Any:
-    """Wrap Step's config: transformers has the model only with a vision tower, which is tiny here and never runs."""
-    eye = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 14, "patch_size": 14}
-    return AutoConfig.for_model("step3p7", text_config=text, vision_config=eye)
+_NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_config", "time_step_limit")
 
 
 def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
@@ -98,15 +86,8 @@ def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) ->
         prefix = form.layer.format(**places, flat=depth * row + index)
         own = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
         inside = {name: own[name] for name in own if prefix + name not in frame.values()}
-        found |= {f"layers.{index}.{_renamed(name, form.renames)}": tensor for name, tensor in inside.items()}
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in inside.items()}
     return found and found | {part: tensors[name] for part, name in frame.items() if name in tensors}
-
-
-def _renamed(name: str, renames: dict[str, str]) -> str:
-    for theirs, ours in renames.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def read_tensors(folder: Path) -> Tensors:
@@ -157,51 +138,10 @@ def _under(prefix: str, **parts: str) -> dict[str, str]:
     return {part: f"{prefix}{name}.weight" for part, name in parts.items()}
 
 
-def _with(**changes: Any) -> Callable[[Any, int, Tensors], Changes]:
-    """Config changes that are the same for every depth."""
-    return lambda config, depth, tensors: changes
-
-
-_experts = _with(first_k_dense_replace=0)
-"""Depths have experts, even if the first layers of the trunk have none."""
-_sparse = _with(mlp_layer_types=["sparse"])
-_full_attention = _with(layer_types=["full_attention"], mlp_only_layers=[], decoder_sparse_step=1)
-
-
-def _exaone(config: Any, depth: int, tensors: Tensors) -> Changes:
-    """Full attention, with positions only if no layer of the trunk has a window."""
-    kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
-    mlp = "sparse" if any(".mlp.experts." in name for name in tensors) else "dense"
-    return {"layer_types": [kinds[depth]], "mlp_layer_types": [mlp]}
-
-
-def _first_kind(config: Any, depth: int, tensors: Tensors) -> Changes:
-    """vLLM numbers the layers of EXAONE 4.5's depths from 0, so they are of the kind of the trunk's first."""
-    return {"layer_types": [config.layer_types[depth]]}
-
-
-def _step(config: Any, depth: int, tensors: Tensors) -> Changes:
-    kind = (config.mtp_layer_types or config.layer_types)[depth]
-    config.allow_global_per_layer_attribute_access = True  # of layers of full attention; those of windows differ
-    heads = config.num_sliding_attention_heads if kind == "sliding_attention" else config.num_attention_heads
-    return {
-        "layer_types": [kind],
-        "mlp_layer_types": ["dense"],
-        "num_attention_heads": heads,
-        "num_nextn_predict_layers": 0,
-        "per_layer_config": None,
-        "swiglu_limits_shared": None,
-    }
-
-
 def _without_limit(config: Any) -> Any:
     """Time steps may be any number above 0, as in the published code; transformers' class takes this one as a limit."""
     config.time_step_min = 1e-30
     return config
-
-
-def _nemotron(config: Any, depth: int, tensors: Tensors) -> Changes:
-    return {"layer_types": config.mtp_layers_block_type}
 
 
 def _as_glm(config: Any, tensors: Tensors) -> Tensors:
@@ -240,86 +180,90 @@ _BAILING_ABSENT = {
     "n_group": 8,
     "topk_group": 4,
 }
+_SARVAM_ABSENT = {"head_dim": 64, "use_qk_norm": True, "partial_rotary_factor": 1.0, "rope_theta": 8e6}
+
+
+def _alone(prefixes: dict[str, str]) -> Callable[[Any, Tensors], Tensors]:
+    """The tensors of the text model alone, by its own names: prefixes in the whole model, and alone."""
+
+    def named(config: Any, tensors: Tensors) -> Tensors:
+        found = {name: next((theirs for theirs in prefixes if name.startswith(theirs)), None) for name in tensors}
+        return {prefixes[p] + n.removeprefix(p): tensors[n] for n, p in found.items() if p is not None}
+
+    return named
+
+
 _NUMBERED = "model.layers.{n}."
 _HALVES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
 _DEEPSEEK = _under(_NUMBERED, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head")
 _QWEN = _under("mtp.", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", norm="norm")
 _MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
-_ERNIE = {"enorm": "mtp_emb_norm.{k}", "hnorm": "mtp_hidden_norm.{k}", "eh_proj": "mtp_linear_proj.{k}"}
-_LONGCAT = {
-    **_under("model.mtp.layers.{k}.", enorm="enorm.m", hnorm="hnorm.m", eh_proj="eh_proj"),
-    **_under("model.mtp.", norm="norm", embedding="embed_tokens"),
-}
-_LONGCAT_LAYER = {
-    "self_attn.": "self_attn.0.",
-    "transformer_layer.mlp.": "mlps.0.",
-    "input_layernorm.": "input_layernorm.0.",
-    "post_attention_layernorm.": "post_attention_layernorm.0.",
-}
-_STEP = {**_HALVES, "norm": "transformer.shared_head.norm", "head": "transformer.shared_head.output"}
 _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{last}.final_layernorm.weight"}
-_QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, layers=_full_attention)
-_STEP_FORM = DepthForm(_NUMBERED, _under(_NUMBERED, **_STEP), before_norm=True, layers=_step, given="attention")
+_QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN)
 _OCR = "model.language_model.layers.{n}."
+_BAILING_FORM = DepthForm(
+    _NUMBERED,
+    _under(_NUMBERED, **_HALVES, norm="final_layernorm"),
+    trunk_type="glm4_moe",
+    keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    absent=_BAILING_ABSENT,
+    named=_as_glm,
+)
+_NEMOTRON_FORM = DepthForm(
+    "mtp.layers.{flat}.",
+    _NEMOTRON,
+    around=_without_limit,
+    row=lambda config: len(config.mtp_layers_block_type),
+)
 
 _OWN = {
-    "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
-    "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts, trunk_type="deepseek_v3"),
-    "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK, layers=_experts),
-    "glm4_moe_lite": DepthForm(_NUMBERED, _DEEPSEEK, layers=_sparse),
-    "hy_v3": DepthForm(_NUMBERED, _under(_NUMBERED, **_HALVES, norm="final_layernorm"), layers=_sparse),
+    "deepseek_v3": DepthForm(_NUMBERED, _DEEPSEEK),
+    "kimi_k2": DepthForm(_NUMBERED, _DEEPSEEK, trunk_type="deepseek_v3"),
+    "glm4_moe": DepthForm(_NUMBERED, _DEEPSEEK),
+    "glm4_moe_lite": DepthForm(_NUMBERED, _DEEPSEEK),
+    "hy_v3": DepthForm(_NUMBERED, _under(_NUMBERED, **_HALVES, norm="final_layernorm")),
     "mimo": DepthForm(
         "model.mtp_layers.{k}.", _under("model.mtp_layers.{k}.", **_MIMO), hidden_first=True, trunk_type="qwen2"
     ),
-    **dict.fromkeys(
-        ("bailing_moe", "bailing_moe_v2"),
-        DepthForm(
-            _NUMBERED,
-            _under(_NUMBERED, **_HALVES, norm="final_layernorm"),
-            layers=_experts,
-            trunk_type="glm4_moe",
-            keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-            absent=_BAILING_ABSENT,
-            named=_as_glm,
-        ),
-    ),
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _BAILING_FORM),
+    "sarvam_moe": replace(_BAILING_FORM, absent=_SARVAM_ABSENT),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_FORM),
-    "exaone_moe": DepthForm("mtp.layers.{k}.", _QWEN, layers=_exaone),
+    "intern_s2_preview": replace(
+        _QWEN_FORM,
+        trunk_type="text",
+        named=_alone({"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."}),
+    ),
     **dict.fromkeys(
         ("got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm video_llava vipllava").split(),
         DepthForm("mtp.layers.{k}.", _under("mtp.layers.{k}.", **_HALVES, norm="final_layernorm")),
     ),
-    "exaone4_5": DepthForm("mtp.layers.{k}.", _QWEN, layers=_first_kind, given="layer"),
-    "glm_ocr": DepthForm(
+    "glm4v_moe": DepthForm(
         _OCR,
         _under(_OCR, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head"),
-        given="layer",
     ),
-    "ernie4_5_moe": DepthForm(
-        "model.mtp_block.{k}.", _under("model.", **_ERNIE), layers=_with(moe_layer_start_index=1, moe_layer_end_index=1)
+    "sarvam_mla": DepthForm(
+        _NUMBERED,
+        _DEEPSEEK,
+        trunk_type="deepseek_v3",
+        keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        absent={"q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
-    "mimo_v2_flash": DepthForm(
-        "model.mtp.layers.{k}.",
-        _under("model.mtp.layers.{k}.", **_HALVES, norm="final_layernorm"),
-        renames={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        layers=_with(layer_types=["sliding_attention"], mlp_layer_types=["dense"]),
-        given="attention",
-    ),
-    "longcat_flash": DepthForm(
-        "model.mtp.layers.{k}.",
-        _LONGCAT,
-        renames=_LONGCAT_LAYER,
-        layers=_with(num_layers=1, zero_expert_num=0),
-        rest_is_zero=True,
-    ),
-    "step3p5": replace(_STEP_FORM, around=_with_eyes),
-    "step3p7": _STEP_FORM,
-    "nemotron_h": DepthForm(
-        "mtp.layers.{flat}.",
-        _NEMOTRON,
-        layers=_nemotron,
-        around=_without_limit,
-        row=lambda config: len(config.mtp_layers_block_type),
+    "nemotron_h": _NEMOTRON_FORM,
+    "nemotron_h_omni": replace(_NEMOTRON_FORM, trunk_type="nemotron_h", named=_alone({"language_model.": ""})),
+    **dict.fromkeys(
+        ("nemo_speechlm", "nemotron3_5_transcribe"),
+        replace(
+            _NEMOTRON_FORM,
+            trunk_type="nemotron_h",
+            named=_alone(
+                {
+                    "llm.model.embed_tokens.": "backbone.embeddings.",
+                    "llm.model.norm.": "backbone.norm_f.",
+                    "llm.model.": "backbone.",
+                    "llm.": "",
+                }
+            ),
+        ),
     ),
 }
 FORMS: Registry[DepthForm] = Registry("megatron_mtp.reference_forms", _OWN)

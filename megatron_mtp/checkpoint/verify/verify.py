@@ -3,8 +3,7 @@
 First every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
 would not find a fault in the rules, which both ways share. So Megatron runs the checkpoint, transformers runs the
 folder (reference.py, in a separate process), and the logits of the trunk and of every depth are compared. If Megatron
-cannot run the trunk, transformers runs it, from the folder and from the exported checkpoint, and Megatron runs the
-depths on its states (depth_logits.py). If logits cannot be compared, the result lists a check that was not made.
+cannot run the model, the result lists a check that was not made.
 """
 
 import os
@@ -22,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.export_hf import HFForm, kept_form, kept_origin, mcore_to_hf
-from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, depth_flags_of, flags_of
+from megatron_mtp.checkpoint.convert.export_hf import kept_origin
+from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, flags_of
 from megatron_mtp.checkpoint.convert.plan import HFModel, Step, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, equal_bits
@@ -133,24 +132,18 @@ def same_logits(
     reader = DistReader(mcore)
     model = _model_of(hf, reader)
     flags, reason = flags_of(model)
-    of_depths = depth_flags_of(model) if flags is None else None
-    if flags is not None and not _runs(reader):
-        reason = "the checkpoint was converted from a model that Megatron cannot run"
-        return [Check.not_made("logits", reason)]
-    if flags is None and of_depths is None:
+    if flags is None:
         return [Check.not_made("logits", f"Megatron cannot run {reason}")]
+    if not _runs(reader):
+        return [Check.not_made("logits", "the checkpoint was converted from a model that Megatron cannot run")]
     near_BS = (
         random_tokens(model.config, length, seed)
         if text is None
         else _text_tokens(hf, text, 32 * length, trust_remote_code)
     )
     prompt = Prompt.of(near_BS).stretched(model.config, seed)
-    if flags is None:
-        theirs, ours = split_logits(model, of_depths or [], hf, reader, prompt)
-        checks = compare(theirs, ours, "transformers from the checkpoint")
-    else:
-        theirs, ours = reference_logits(hf, prompt, not model.left_out), megatron_logits(mcore, prompt)
-        checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
+    theirs, ours = reference_logits(hf, prompt, not model.left_out), megatron_logits(mcore, prompt)
+    checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
     if model.layout.depths and "depth 1" not in theirs:
         reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
         checks.append(Check.not_made("logits of the depths", reason))
@@ -194,7 +187,6 @@ def rounding(mcore: Path, prompt: Prompt, ours: dict[str, Tensor]) -> dict[str, 
 def compare(
     theirs: dict[str, Tensor],
     ours: dict[str, Tensor],
-    trunk: str = "Megatron",
     rounding: Callable[[], dict[str, float]] | None = None,
 ) -> list[Check]:
     """Compare logits [S, V] of trunk and depths, and the rate of accepted drafts.
@@ -202,7 +194,6 @@ def compare(
     Args:
         theirs: logits by transformers, by name.
         ours: logits by Megatron, by name.
-        trunk: who computed our logits of the trunk.
         rounding: tells how far the last bit of the embedding moves the logits, by name, and is asked where they differ;
             None to allow nothing for it.
     """
@@ -211,8 +202,7 @@ def compare(
     moved = None if rounding is None else cache(rounding)
     checks = []
     for name in names:
-        witness = f"transformers; ours by {trunk if name == 'trunk' else 'Megatron'}"
-        check = Check.close(f"{name} logits", ours[name], theirs[name], witness)
+        check = Check.close(f"{name} logits", ours[name], theirs[name], "transformers; ours by Megatron")
         if not check.ok and moved is not None:
             most = MOST_ROUNDING * max(1.0, theirs[name].abs().max().item())
             check = replace(check, ok=check.figure <= min(ROUNDINGS * moved()[name], most))
@@ -297,28 +287,6 @@ def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool 
             said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
             raise ValueError(f"transformers cannot run {which}: {said[-1].strip()[:300]}")
         return [load_file(output) for output in outputs]
-
-
-def split_logits(
-    model: HFModel, flags: list[str], hf: Path, reader: DistReader, prompt: Prompt
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Logits of a model whose trunk Megatron cannot run: transformers' of the folder, and ours.
-
-    Ours are transformers' logits of the trunk in the exported checkpoint, and Megatron's logits of the depths.
-
-    Raises:
-        ValueError: transformers cannot run the folder, or what the checkpoint gives back.
-    """
-    from megatron_mtp.checkpoint.verify.depth_logits import depth_logits
-
-    with tempfile.TemporaryDirectory() as scratch:
-        own = kept_form(reader.home)
-        keys = read_json(hf / CONFIG) if own is None else own.keys
-        form = HFForm(keys, tuple(model.layout.features), model.layout.carried)
-        mcore_to_hf(reader.folder, Path(scratch) / "back", Options(quiet=True), form)
-        theirs, given = all_reference_logits([hf, Path(scratch) / "back"], prompt)
-    depths = depth_logits(reader.folder, model, flags, prompt, given) if model.layout.depths else {}
-    return theirs, {"trunk": given["trunk"], **depths}
 
 
 def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[str, Tensor]:

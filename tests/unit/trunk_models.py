@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_models import LATENT, Model
+from hf_models import LATENT, NEMOTRON, Model, nemotron_depths
 
 NO_WIDTH: dict[str, Any] = {"head_dim": None}
 """For classes that take `hidden_size // num_attention_heads`."""
@@ -84,7 +84,7 @@ LARGER: dict[str, Any] = {
 """What makes another size of each, where the table has no number of its own."""
 
 
-SQUARE = ("bitnet", "helium", "olmoe", "phi", "granitemoe", "granitemoeshared")
+SQUARE = ("helium", "granitemoe", "granitemoeshared")
 """Models whose heads together are as wide as the hidden state."""
 
 
@@ -97,41 +97,27 @@ def larger(name: str) -> dict[str, Any]:
 DEEP: dict[str, Any] = {**LATENT, **DEEP_EXPERTS, "num_attention_heads": 4}
 INDEXED: dict[str, Any] = {**DEEP, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 LEFT: dict[str, Model] = {
-    "gemma": _trunk("gemma"),
-    "gemma2": _trunk("gemma2", sliding_window=6),
-    "gemma3_text": _trunk("gemma3_text", sliding_window=6),
-    "vaultgemma": _trunk("vaultgemma", sliding_window=6),
-    "olmo2": _trunk("olmo2"),
-    "olmo3": _trunk("olmo3", sliding_window=6),
-    "olmoe": _trunk("olmoe", head_dim=12, num_experts=6, num_experts_per_tok=2),
-    "flex_olmo": _trunk("flex_olmo", num_experts=6, num_experts_per_tok=2),
-    "glm4": _trunk("glm4"),
     "exaone4": _trunk("exaone4", sliding_window=6),
-    "hunyuan_v1_dense": _trunk("hunyuan_v1_dense"),
-    "hunyuan_v1_moe": _trunk("hunyuan_v1_moe", num_experts=6, moe_topk=2),
-    "cohere": _trunk("cohere"),
-    "cohere2": _trunk("cohere2", sliding_window=6),
-    "phi": _trunk("phi", head_dim=12),
-    "persimmon": _trunk("persimmon", **NO_WIDTH),
-    "starcoder2": _trunk("starcoder2"),
-    "ministral3": _trunk("ministral3"),
-    "minimax_m2": _trunk("minimax_m2", num_local_experts=6, num_experts_per_tok=2),
-    "apertus": _trunk("apertus"),
-    "diffllama": _trunk("diffllama"),
-    "bitnet": _trunk("bitnet", head_dim=12),
-    "hyperclovax": _trunk("hyperclovax", **NO_WIDTH),
-    "phimoe": _trunk("phimoe", num_local_experts=6, num_experts_per_tok=2),
-    "axk1": _trunk("axk1", **DEEP, n_group=2, topk_group=1),
-    "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4, tie_word_embeddings=False),
-    "afmoe": _trunk("afmoe", **QWEN_EXPERTS, num_shared_experts=1, num_dense_layers=1, sliding_window=6),
-    "kimi_linear": _trunk("kimi_linear", **DEEP, num_local_experts=6, linear_head_dim=8, linear_num_heads=4),
     "deepseek_v32": _trunk("deepseek_v32", **INDEXED),
     "glm_moe_dsa": _trunk("glm_moe_dsa", **INDEXED),
     "mellum": _trunk("mellum", **QWEN_EXPERTS),
-    "laguna": _trunk("laguna", **QWEN_EXPERTS, shared_expert_intermediate_size=20, sliding_window=6),
-    "llama4_text": _trunk("llama4_text", num_local_experts=6, num_experts_per_tok=1, intermediate_size_mlp=56),
+    "nemotron_h_puzzle": Model(
+        "nemotron_h", NEMOTRON, (0, 1), nemotron_depths, keys={"model_type": "nemotron_h_puzzle"}
+    ),
 }
 """Models whose layers are carried."""
+OTHERS: dict[str, Model] = {
+    "gemma3_text": _trunk("gemma3_text", sliding_window=6),
+    "olmo2": _trunk("olmo2"),
+    "cohere": _trunk("cohere"),
+    "phi": _trunk("phi", head_dim=12),
+    "minimax_m2": _trunk("minimax_m2", num_local_experts=6, num_experts_per_tok=2),
+    "minicpm3": _trunk("minicpm3", **LATENT, num_attention_heads=4, tie_word_embeddings=False),
+    "afmoe": _trunk("afmoe", **QWEN_EXPERTS, num_shared_experts=1, num_dense_layers=1, sliding_window=6),
+    "kimi_linear": _trunk("kimi_linear", **DEEP, num_local_experts=6, linear_head_dim=8, linear_num_heads=4),
+    "llama4_text": _trunk("llama4_text", num_local_experts=6, num_experts_per_tok=1, intermediate_size_mlp=56),
+}
+"""Models that do not convert, which an audit compares with transformers' class."""
 EYE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -160,9 +146,7 @@ def _seeing(model_type: str, text: str, eye: str, keys: dict[str, Any] | None = 
 
 
 SEEING: dict[str, Model] = {
-    "aya_vision": _seeing("aya_vision", "cohere2", "siglip_vision_model"),
     "exaone4_5": _seeing("exaone4_5", "exaone4", "exaone4_5_vision", **DEEP_EYE),
-    "gemma3": _seeing("gemma3", "gemma3_text", "siglip_vision_model"),
     "glm_ocr": _seeing("glm_ocr", "glm_ocr_text", "glm_ocr_vision", SECTIONS, **DEEP_EYE),
     "got_ocr2": _seeing("got_ocr2", "qwen2", "got_ocr2_vision"),
     "idefics3": _seeing("idefics3", "llama", "idefics3_vision"),

@@ -38,7 +38,7 @@ STANDINGS = {
     "trainable": "Megatron runs trunk and depths",
     "attachable": "Megatron runs the trunk; the class has no depths, `attach-mtp` makes them",
     "carried": "Megatron cannot run the trunk's layers: they are stored unchanged",
-    "refused": "unknown here",
+    "refused": "no conversion; `audit` compares a folder with the class",
 }
 """What a class of models can be here, and what that means."""
 

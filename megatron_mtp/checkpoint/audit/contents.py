@@ -11,12 +11,14 @@ from dataclasses import replace
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, SHOWN, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
-from megatron_mtp.checkpoint.audit.side import DEPTH, STAGE, TRUNK, HFSide, Parts
-from megatron_mtp.checkpoint.convert.plan import lost_of_class, lost_of_other_layers, thin_depths, unnumbered
+from megatron_mtp.checkpoint.audit.side import DEPTH, HEAD, STAGE, TRUNK, HFSide, Parts
+from megatron_mtp.checkpoint.convert.plan import IN_LAYER, lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
 from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD
 from megatron_mtp.checkpoint.families.naming import renaming
+from megatron_mtp.checkpoint.families.rules import Shape
+from megatron_mtp.checkpoint.hf.config import text_key
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
@@ -42,8 +44,9 @@ def contents(side: Side) -> list[Finding]:
     else:
         plan = [tensor.name for rule in side.plan for tensor in rule.hf]
         found += [*_left_over(side, plan), *_shapes(side), *_types(side)]
-        if side.family is not None and side.family.untrainable:
-            plan = list(dict.fromkeys([*plan, *lost_of_class(class_tensors(side.path), side.tensors), *_thin(side)]))
+        if side.of_class:
+            ends = (name for name in side.of_class if _is_end(side, name) and side.family is None)
+            plan = list(dict.fromkeys([*plan, *ends, *lost_of_class(side.of_class, side.tensors), *_thin(side)]))
         if side.described is not None and side.inside is None:
             plan = [*side.described.lost(held, side.layers), *_thin(side)]
     layers = range(max(there, default=-1) + 1 if known is None else known)
@@ -173,7 +176,8 @@ def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:
 
 
 def _shapes(side: HFSide) -> Iterator[Finding]:
-    wanted = {tensor.name: tensor.shape for rule in side.plan for tensor in rule.hf if tensor.name in side.tensors}
+    wanted: dict[str, Shape | None] = {name: one for name, one in side.of_class.items() if name in side.tensors}
+    wanted |= {tensor.name: tensor.shape for rule in side.plan for tensor in rule.hf if tensor.name in side.tensors}
     groups: dict[str, list[str]] = defaultdict(list)
     for name, shape in wanted.items():
         stored = side.tensors[name].shape
@@ -183,6 +187,13 @@ def _shapes(side: HFSide) -> Iterator[Finding]:
         both = (list(one or ()) for one in (side.tensors[names[0]].shape, wanted[names[0]]))
         says = "{}: stored as {}, but the config makes it {}.".format(listed(names), *both)
         yield Finding("shape", says, "correct the config or the tensor, whichever is wrong", names=tuple(names))
+
+
+def _is_end(side: HFSide, name: str) -> bool:
+    """True of what a text model has around its layers: embedding, final norm, and a head that the config unties."""
+    if text_key(side.keys) is not None or IN_LAYER.match(name):
+        return False
+    return side.parts.of(name).kind != HEAD or side.unties
 
 
 def _types(side: HFSide) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ from megatron_mtp.checkpoint.hf.config import (
     are_words,
     contradictions,
     read_json,
+    text_key,
     wrong_kinds,
 )
 from megatron_mtp.checkpoint.hf.folder import DTYPES, INDEX, Faults, HFFolder, check_form, drafter_kind
@@ -172,8 +173,7 @@ def _check_files(side: HFSide) -> None:
 
 def _text_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys of a file, with those of its text model."""
-    text = keys.get("text_config")
-    return {**keys, **text} if isinstance(text, dict) else keys
+    return {**keys, **keys.get(text_key(keys) or "", {})}
 
 
 def _check_tokens(side: HFSide) -> None:

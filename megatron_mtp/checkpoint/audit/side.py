@@ -25,7 +25,7 @@ from megatron_mtp.checkpoint.audit.looks import Look
 from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.described import Described
-from megatron_mtp.checkpoint.families.family import Depths
+from megatron_mtp.checkpoint.families.family import Depths, class_tensors
 from megatron_mtp.checkpoint.families.inside import InnerDrafter, stage_of
 from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
@@ -52,7 +52,7 @@ ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
 """Config keys by which all depths are one layer."""
 OWN = ("dots3_note", "longcat", "step3")
 """Beginnings of the `model_type`s whose depths have an embedding or a head of their own; of classes, without one."""
-_BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|vit|mm_projector|multi_modal_projector|image_newline)")
+_BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|perception|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings|embeddings|wte|tok_embeddings)\.weight$")
@@ -295,6 +295,13 @@ class HFSide(Opened):
     def stored_as(self) -> Depths | Described | None:
         """How folders of the family store MTP layers; None if it is not known."""
         return self.described if self.family is None else self.family.depths
+
+    @cached_property
+    def of_class(self) -> dict[str, Shape]:
+        """Tensors of transformers' class, of a model whose layers no rule describes; empty without such a class."""
+        carried = self.family is not None and self.family.untrainable is not None
+        alone = self.family is None and self.described is None and self.inside is None
+        return class_tensors(self.path) if carried or alone else {}
 
     @property
     def depth_key(self) -> str | None:

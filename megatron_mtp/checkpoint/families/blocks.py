@@ -187,15 +187,8 @@ def norm_rules(place: Place, hidden: int, *, mla: bool, moe: bool) -> list[Rule]
     """Rules of the norms before attention and before the MLP."""
     key = "input_layernorm.weight" if mla else "self_attention.linear_qkv.layer_norm_weight"
     first = rename(f"{place.hf}input_layernorm.weight", f"{place.mcore}{key}", (hidden,))
-    return [first, mlp_norm(place, hidden, mla=mla, moe=moe)]
-
-
-def mlp_norm(
-    place: Place, hidden: int, *, mla: bool = False, moe: bool = False, name: str = "post_attention_layernorm"
-) -> Rule:
-    """Rule of the norm before the MLP; `name` is HF's."""
     key, *aliases = (f"{place.mcore}{norm}weight" for norm in mlp_norm_keys(mla=mla, moe=moe))
-    return rename(f"{place.hf}{name}.weight", key, (hidden,), *aliases)
+    return [first, rename(f"{place.hf}post_attention_layernorm.weight", key, (hidden,), *aliases)]
 
 
 def mlp_norm_keys(*, mla: bool, moe: bool) -> list[str]:

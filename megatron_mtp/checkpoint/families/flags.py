@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA
-from megatron_mtp.checkpoint.families.family import Layout
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
-from megatron_mtp.checkpoint.families.trunk import gqa, latent_attention
+from megatron_mtp.checkpoint.families.trunk import latent_attention
 from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
 
 
@@ -330,25 +329,3 @@ def _group_flags(config: HFConfig, experts: int, chosen: int) -> list[str]:
 def pairs(values: Mapping[str, object]) -> list[str]:
     """Flags and their values as command-line arguments."""
     return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]
-
-
-ALL_LAYERS = pairs({"moe-layer-freq": 1})
-NO_POSITIONS = pairs({"position-embedding-type": "none"})
-
-
-def gqa_depths(config: HFConfig, layout: Layout, attention: GQA) -> list[str]:
-    """Flags of depths with grouped-query attention, without positions."""
-    if attention.out_bias:
-        raise UntrainableError("biases of all projections, which Megatron has only together with all others")
-    return [*depth_flags(config, layout), *gqa_flags(attention), *NO_POSITIONS]
-
-
-def framed_depths(config: HFConfig, layout: Layout) -> list[str]:
-    """Flags of depths whose attention Megatron lacks: it computes the frame, and the MLP if it is dense."""
-    return gqa_depths(config, layout, gqa(config))
-
-
-def depth_flags(config: HFConfig, layout: Layout) -> list[str]:
-    """Flags of depths behind one layer, but for their attention; MLPs are gated."""
-    width = config.integer("ffn_hidden_size", "intermediate_size", "moe_intermediate_size")
-    return [*size_flags(config, layout.depths, 1, width), *swiglu_flags(config)]

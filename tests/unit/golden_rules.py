@@ -160,8 +160,6 @@ def _case(family: Family, config: HFConfig, layout: Layout) -> Record:
     rules = family.all_rules(config, Layout(layout.depths, layout.features, seen.carried))
     facts: Record = {"layout": "; ".join(words), "flags": _flags(family.flags, config, layout)}
     if family.depths is not None:
-        facts["depth flags"] = _flags(family.depths.flags, config, layout)
-        facts["scales"] = family.depths.scales(config)
         facts["carried depths"] = [family.depths.depth_of(config, name) for name in seen.carried]
     return {key: value for key, value in facts.items() if value} | {"rules": _lines(rules)}
 

@@ -1,6 +1,7 @@
 """What of a folder drafts: MTP layers of every published family, a DSpark drafter inside of a model, or nothing."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hf_models import Tensors, make, read, write
 from judged_models import QUIET
+from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
@@ -45,6 +47,155 @@ def drafts_line(folder: Path) -> str:
 
 def alarms(folder: Path) -> list[str]:
     return [f"{one['guess']}: {one['says']}" for one in audit(folder)["findings"] if one["severity"] != "note"]
+
+
+# --- every published family -------------------------------------------------------------------------------------------
+
+FRAME, OWN_NORM = ("enorm", "hnorm", "eh_proj", "shared_head.norm"), ("enorm", "hnorm", "eh_proj", "final_layernorm")
+FIRST = "embedding half first; fed after the final norm"
+NEXTN = f"MTP, by 'num_nextn_predict_layers'; {FIRST}"
+APART = "two projections, one of the embedding and one of the hidden state; fed after the final norm"
+NEXT_IN_TEXT = {"text_config": {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}}
+Made = tuple[str, int] | tuple[dict[str, Any], list[str]]
+
+
+def behind(*frame: str, prefix: str = "model.layers.2.") -> list[str]:
+    """One depth behind the two layers of the trunk."""
+    return layer(prefix, *frame)
+
+
+def typed(model_type: str, **keys: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "num_nextn_predict_layers": 1, **keys}
+
+
+ROWS: dict[str, tuple[Made, int, str]] = {
+    "deepseek_v3, kimi_k2": (("deepseek_v3", 1), 1, NEXTN),
+    "sarvam_moe": (("sarvam_moe", 1), 1, NEXTN),
+    "sarvam_mla": (("sarvam_mla", 1), 1, NEXTN),
+    "glm4_moe": (("glm4_moe", 2), 2, NEXTN),
+    "glm4v_moe": (("glm4v_moe", 1), 1, NEXTN),
+    "glm4_moe_lite": (("glm4_moe_lite", 1), 1, NEXTN),
+    "glm_ocr": (("glm_ocr", 1), 1, NEXTN),
+    "deepseek_v32, glm_moe_dsa": ((typed("deepseek_v32"), behind(*FRAME)), 1, NEXTN),
+    "glm5_next": (
+        ({"model_type": "glm5_next", **NEXT_IN_TEXT}, behind(*FRAME, prefix="model.language_model.layers.2.")),
+        1, NEXTN,
+    ),
+    "hy_v3": (("hy_v3", 1), 1, NEXTN),
+    "hy_v4, counted": ((typed("hy_v4", num_nextn_predict_layers=2), behind(*OWN_NORM)), 1, NEXTN),
+    "hy_v4, by its own name": ((typed("hy_v4_vl"), behind(*OWN_NORM, prefix="model.mtp_layers.0.")), 1, NEXTN),
+    "step3p7": (("step3p7", 3), 3, NEXTN.replace("after", "before")),
+    "bailing_moe_v2": (("bailing_moe", 1), 1, NEXTN),
+    "bailing_hybrid": ((typed("bailing_hybrid"), behind(*OWN_NORM)), 1, NEXTN),
+    "kimi_k3": (
+        ({"model_type": "kimi_k3", **NEXT_IN_TEXT}, behind(*FRAME, prefix="language_model.model.layers.2.")), 1, NEXTN,
+    ),
+    "dots3_note": ((typed("dots3_note"), [*behind(*FRAME), "model.mtp.embed_tokens.weight"]), 1, NEXTN),
+    "pangu_ultra_moe": ((typed("pangu_ultra_moe"), behind(*FRAME)), 1, NEXTN),
+    "qwen3_5": (("qwen3_5_text", 1), 1, f"MTP, by 'mtp_num_hidden_layers'; {FIRST}"),
+    "intern_s2_preview": (("intern_s2_preview", 1), 1, f"MTP, by 'mtp_num_hidden_layers'; {FIRST}"),
+    "interns2_mobius": (
+        ({"model_type": "interns2_mobius", "text_config": {"mtp_num_hidden_layers": 1, "num_hidden_layers": 2}},
+         [*layer("mtp.layers.0."), *(f"mtp.{one}.weight" for one in ("fc", "norm", "pre_fc_norm_embedding",
+                                                                     "pre_fc_norm_hidden"))]),
+        1, f"MTP, by 'mtp_num_hidden_layers'; {FIRST}",
+    ),
+    "exaone_moe": (("exaone_moe", 1), 1, NEXTN),
+    "mellum": (
+        (typed("mellum"), [*layer("mtp.layers.0."), *(f"mtp.{one}.weight" for one in ("fc", "norm",
+         "pre_fc_norm_embedding", "pre_fc_norm_hidden"))]), 1, NEXTN,
+    ),
+    "qwen4_exp": (
+        ({"model_type": "qwen4_exp", "mtp_num_hidden_layers": 1},
+         [*layer("mtp.layers.0."), *(f"mtp.{one}.weight" for one in ("fc_embedding", "fc_hidden", "norm",
+          "pre_fc_norm_embedding", "pre_fc_norm_hidden", "hyper_connection_mixer"))]),
+        1, f"MTP, by 'mtp_num_hidden_layers'; {APART}",
+    ),
+    "granite_docling": (({"model_type": "granite_docling"}, layer("mtp.layers.0.", "enorm")), 1, f"MTP; {FIRST}"),
+    "nemotron_h": (("nemotron_h", 3), 3, NEXTN),
+    "nemotron_h_omni": (("nemotron_h_omni", 1), 1, NEXTN),
+    "nemotron3_5_transcribe": (("nemo_speechlm", 1), 1, NEXTN),
+    "nemotron_h_puzzle": (("nemotron_h_puzzle", 1), 1, NEXTN),
+    "mimo": (("mimo", 1), 1, "MTP, by 'num_nextn_predict_layers'; hidden half first; fed after the final norm"),
+    "mimo_v2": (("mimo_v2_flash", 3), 3, f"MTP; {FIRST}"),
+    "ernie4_5_moe": (("ernie4_5_moe", 1), 1, NEXTN),
+    "longcat_flash": (("longcat_flash", 1), 1, f"MTP; {FIRST}"),
+    "minimax_m3_vl": (
+        ({"model_type": "minimax_m3_vl", "text_config": {"num_mtp_modules": 2, "num_hidden_layers": 2}},
+         [name for k in (0, 1) for name in layer(f"language_model.mtp.layers.{k}.transformer_layer.")
+          + [f"language_model.mtp.layers.{k}.{one}.weight" for one in OWN_NORM]]),
+        2, "MTP, by 'num_mtp_modules'; embedding half first; fed after the final norm, later depths before their norm",
+    ),
+    "inkling_mm_model": (
+        ({"model_type": "inkling_mm_model", "mtp_config": {"num_nextn_predict_layers": 2},
+          "text_config": {"num_hidden_layers": 2}},
+         [name for k in (0, 1) for name in layer(f"model.mtp.layers.{k}.transformer_block.")
+          + [f"model.mtp.layers.{k}.{one}.weight" for one in ("embed_norm", "hidden_norm", "input_proj")]]),
+        2, "MTP, by 'mtp_config'; hidden half first; fed after the final norm",
+    ),
+    "gemma4_assistant": (({"model_type": "gemma4_assistant"}, []), 0, "no MTP layers"),
+    "deepseek_v4": (
+        (typed("deepseek_v4"), layer("mtp.0.", "enorm", "hnorm", "e_proj", "h_proj", "norm")), 1,
+        f"MTP, by 'num_nextn_predict_layers'; {APART}",
+    ),
+    "a DSpark drafter": (
+        ({"model_type": "deepseek_v4", "dspark_block_size": 5}, layer("mtp.0.", "main_proj")), 0,
+        "DSpark, stages 1, block 5, by 'dspark_block_size'; no MTP layers",
+    ),
+}  # fmt: skip
+"""Rows of families: a model of the tables, or keys and names of a folder; depths; the line on what drafts."""
+
+
+def of_row(row: str, path: Path) -> Path:
+    (kind, rest), *_ = ROWS[row]
+    if isinstance(kind, dict) and isinstance(rest, list):
+        return folder_of(path, kind, rest)
+    assert isinstance(kind, str)
+    assert isinstance(rest, int)
+    return make(path, LEFT.get(kind, kind), rest)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_audit_says_what_of_a_family_drafts(row: str, tmp_path: Path) -> None:
+    folder = of_row(row, tmp_path / "hf")
+    depths, line = ROWS[row][1:]
+    assert audit(folder)["sides"][0]["depths"]["files"] == depths
+    assert drafts_line(folder) == line
+    assert [one for one in alarms(folder) if one.startswith(("depth", "MTP"))] == []
+
+
+NOT_DESCRIBED = ("granite_docling", "mellum", "deepseek_v32, glm_moe_dsa")
+DESCRIBED_ROWS = [row for row in ROWS if isinstance(ROWS[row][0][0], dict) and ROWS[row][1]]
+
+
+@pytest.mark.parametrize("row", [row for row in DESCRIBED_ROWS if row not in NOT_DESCRIBED])
+def test_a_lost_head_of_a_family_that_does_not_convert_is_found(
+    row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = of_row(row, tmp_path / "hf")
+    whole = read(folder)
+    frames = [name for name in whole if re.search(r"(proj|fc|fc_embedding|input_proj)\.weight$", name)]
+    frames = [name for name in frames if "mtp" in name or ".2." in name]
+    lost = next(name for name in frames if "o_proj" not in name and "up_proj" not in name)
+    write(folder, {name: one for name, one in whole.items() if name != lost})
+    assert any(one.startswith("depth incomplete") and lost in one for one in alarms(folder)), alarms(folder)
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "does not convert: " in said
+    assert "megatron-mtp audit says what the folder holds" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_an_unknown_type_is_refused_with_the_nearest_that_converts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path / "hf", {"model_type": "qwen3_6_moe"}, [])
+    assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(
+        "the model_type 'qwen3_6_moe' is unknown here; the nearest that converts is 'qwen3_5_moe'; megatron-mtp audit "
+        "says what the folder holds, and docs/extending.md how to add a family.\n"
+    )
 
 
 # --- a DSpark drafter inside of a model -------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ KINDS: dict[str, tuple[str, Keys]] = {
     "qwen3_next": ("qwen3_next", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
     "qwen3_5_text": ("qwen3_5_text", {**LINEAR, **MANY_HEADS}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**LINEAR, **QWEN_EXPERTS, **MANY_HEADS}),
-    **{name: (name, MODELS[name].config) for name in ("exaone_moe", "ernie4_5_moe", "mimo_v2_flash", "longcat_flash")},
     "nemotron_h": ("nemotron_h", {**MODELS["nemotron_h"].config, "mamba_num_heads": 8}),
 }
 """Families by `model_type`, the class in transformers that runs them, and a config."""
@@ -40,7 +39,6 @@ NOT_LEFT_OUT = {
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size"),
 }
 """Sizes, without which a folder is refused: the class would make a model as large as the published one."""
-EXPERT_DEPTHS = ("qwen3_next", "qwen3_5_moe_text", "exaone_moe")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,12 +74,10 @@ def read(kind: str, keys: Keys) -> tuple[object, list[tuple[str, object]]]:
     """Megatron's flags, or why there are none, and the tensors with their shapes."""
     family = FAMILIES[kind]
     config = family.complete(HFConfig.from_keys(keys))
-    forms = {"head"} | ({"depth of experts"} if kind in EXPERT_DEPTHS else set())
-    layout = Layout(int(family.depths is not None), frozenset(forms))
-    flags = family.flags or (family.depths and family.depths.flags)
-    assert flags is not None
+    layout = Layout(int(family.depths is not None), frozenset({"head"}))
+    assert family.flags is not None
     try:
-        found: object = flags(config, layout)
+        found: object = family.flags(config, layout)
     except UntrainableError as reason:
         found = str(reason)
     tensors = [(tensor.name, tensor.shape) for rule in family.rules(config, layout) for tensor in rule.hf]

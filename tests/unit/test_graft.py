@@ -239,8 +239,8 @@ def test_a_trunk_with_more_tokens_or_fewer_takes_the_same_mtp_layers(name: str, 
 @pytest.mark.parametrize(
     ("name", "by", "says"),
     [
-        ("longcat_flash", 8, "'mtp.layers.0.embedding.word_embeddings.weight' has rows for the donor's 96 tokens, and"),
-        ("step3p5", -8, "'mtp.layers.0.output_layer.weight' has rows for the donor's 96 tokens, and the trunk has 88"),
+        ("longcat_flash", 8, "'model.mtp.embed_tokens.weight' has rows for the donor's 96 tokens, and"),
+        ("step3p5", -8, "'model.layers.3.transformer.shared_head.output.weight' has rows for the donor's 96 tokens"),
     ],
 )
 def test_mtp_layers_with_rows_of_their_own_need_the_same_tokens(name: str, by: int, says: str, tmp_path: Path) -> None:

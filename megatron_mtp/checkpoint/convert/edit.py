@@ -31,7 +31,7 @@ from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, 
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.families.inside import DSPARK_KEYS, STAGES, InnerDrafter, check_no_drafter
 from megatron_mtp.checkpoint.families.rules import Shape
-from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json, text_key
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.config import BESIDE_MTP
@@ -124,8 +124,8 @@ def changed(
 def _drop_keys(file: Path, names: tuple[str, ...]) -> None:
     """Remove keys from a config and from its text model's."""
     keys = read_json(file)
-    for part in (keys, keys.get("text_config")):
-        for name in names if isinstance(part, dict) else ():
+    for part in (keys, keys.get(text_key(keys) or "", {})):
+        for name in names:
             part.pop(name, None)
     file.write_text(json.dumps(keys, indent=2) + "\n")
 

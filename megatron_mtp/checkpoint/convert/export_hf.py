@@ -42,7 +42,7 @@ from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
-from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json, text_key
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
@@ -316,9 +316,9 @@ def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -
     if depths and stored.layers_key is not None and pattern is not None:
         counts[stored.layers_key] = pattern.rpartition("/")[2]
     whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
-    if "text_config" not in keys:
+    if (text := text_key(keys)) is None:
         return whole | counts
-    return {**whole, "text_config": {**keys["text_config"], **counts}}
+    return {**whole, text: {**keys[text], **counts}}
 
 
 def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
@@ -328,7 +328,8 @@ def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
         counts[tensor.dtype] += prod(tensor.shape) * tensor.dtype.is_floating_point
     name = str(counts.most_common(1)[0][0]).removeprefix("torch.")
     types: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in keys}
-    inner = {"text_config": with_dtype(keys["text_config"], tensors)} if "text_config" in keys else {}
+    text = text_key(keys)
+    inner = {} if text is None else {text: with_dtype(keys[text], tensors)}
     return {**keys, **types, **inner}
 
 

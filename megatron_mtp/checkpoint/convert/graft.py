@@ -72,7 +72,7 @@ OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequen
 """Settings in which the trunks may differ: their layers, and the longest text."""
 OF_TOKENS = {"vocab_size", "max_position_embeddings"}
 """Keys in which the configs of models that Megatron cannot run may differ, beside those that count depths."""
-_OWN_ROWS = re.compile(r"mtp\..*\b(word_embeddings|output_layer)\.weight$")
+_OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
 """Embedding and head of a depth, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
 """What stands before a tensor's name in its layer."""
@@ -370,9 +370,9 @@ def _compare_rows(donor: GraftSide, target: GraftSide) -> list[str]:
             raise _refused(donor, target, f"they draft the token {largest}, and the trunk has {target.rows} tokens")
     if donor.rows == target.rows:
         return []
-    if own := sorted(filter(_OWN_ROWS.match, donor.entries)):
+    if own := sorted(key for key in donor.entries if donor.is_of_depth(key) and _OWN_ROWS.search(key)):
         rows = f"rows for the donor's {donor.rows} tokens, and the trunk has {target.rows}"
-        raise _refused(donor, target, f"'{own[0]}' has {rows}")
+        raise _refused(donor, target, f"'{own[0].removeprefix(CARRIED)}' has {rows}")
     more = f"{abs(target.rows - donor.rows)} {'more' if target.rows > donor.rows else 'fewer'} at the trunk"
     return [f"rows of the vocabulary: {more}; the MTP layers have none of their own"]
 

@@ -198,17 +198,6 @@ def flags_of(model: HFModel) -> tuple[list[str] | None, str | None]:
         return None, str(reason)
 
 
-def depth_flags_of(model: HFModel) -> list[str] | None:
-    """Megatron's flags for the depths of a trunk that it cannot run; None if it cannot run them, [] without any."""
-    depths = model.family.depths
-    if model.family.untrainable is not None and not model.layout.depths:
-        return []
-    try:
-        return None if depths is None or depths.flags is None else depths.flags(model.config, model.layout)
-    except UntrainableError:
-        return None
-
-
 def megatron_arguments(model: HFModel) -> Namespace:
     """The arguments that a checkpoint stores; `mtp_num_layers` and the reason where Megatron cannot run the model."""
     flags, reason = flags_of(model)

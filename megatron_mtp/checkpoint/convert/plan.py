@@ -101,7 +101,7 @@ def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[
         )
 
 
-IN_LAYER = re.compile(r"(.*?\blayers\.(\d+)\.)(.+)")
+IN_LAYER = re.compile(r"(.*?\b(?:layers|mtp_block)\.(\d+)\.)(.+)")
 """A tensor's layer, its number, and the name in it."""
 
 

@@ -33,7 +33,7 @@ from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.mla import LATENT
 from megatron_mtp.checkpoint.families.moe import MOE
 from megatron_mtp.checkpoint.families.trained import TrainedForm
-from megatron_mtp.checkpoint.families.wrapped import WRAPPERS, wrapped
+from megatron_mtp.checkpoint.families.wrapped import TEXTS, WRAPPERS, wrapped
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.registry import Registry
 
@@ -53,8 +53,9 @@ def family_of(config: HFConfig) -> Family:
         ValueError: no family has its `model_type`.
     """
     family = FAMILIES.get(config.model_type)
-    inner = FAMILIES.get(config.text_type) if config.text_type is not None else None
-    if inner is not None and config.model_type in WRAPPERS:
+    text = config.text_type or TEXTS.get(config.model_type)
+    inner = None if text is None else FAMILIES.get(text)
+    if inner is not None and config.model_type in (*WRAPPERS, *TEXTS):
         return wrapped(inner, config.model_type)
     if family is None:
         raise ValueError(f"{config.source}: {_unknown(config)}.")

@@ -104,6 +104,11 @@ DESCRIBED: tuple[Described, ...] = (
         keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
         halves="two projections, one of the embedding and one of the hidden state",
     ),
+    Described(
+        "Intern-S2 Mobius", ("interns2_mobius",), "banks of experts that layers share",
+        at=_ONE, frame=(".mtp.pre_fc_norm_embedding", ".mtp.pre_fc_norm_hidden", ".mtp.fc", ".mtp.norm"),
+        keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    ),
     Described("Granite-Docling", ("granite_docling",), _UNKNOWN, at=_ONE, frame=()),
     Described("OLMo, hybrid", ("olmo_hybrid",), _UNKNOWN, at=_ONE, frame=()),
     Described(

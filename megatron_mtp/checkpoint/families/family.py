@@ -76,8 +76,6 @@ class Depths:
             if it is empty, counted on from the trunk's layers where the prefix has {n}. None if no depth is carried.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
-        flags: Megatron's flags for a model of such depths, for families whose trunk Megatron cannot run.
-        scales: factors that the model applies to weights of a depth's layer, by the weights' names in Megatron.
         served: beginnings of module names under the prefix, and of vLLM's names where they are other ones, by which it
             reads lists of unquantized modules; the first that fits counts.
     """
@@ -93,8 +91,6 @@ class Depths:
     carried: str | None = None
     embedding_first: bool = True
     before_norm: bool = False
-    flags: Callable[[HFConfig, Layout], list[str]] | None = None
-    scales: Callable[[HFConfig], dict[str, float]] = lambda config: {}
     served: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -139,6 +135,8 @@ class Depths:
         return len({match.group(1) for name in names if (match := pattern.search(name))})
 
 
+EITHER_COUNT = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Config keys of the number of depths where transformers' class has an alias for DeepSeek's."""
 ONE_DEPTH = Depths(
     r"^mtp\.(fc)\.weight$",
     "mtp.layers.0.",

@@ -190,7 +190,7 @@ def _qwen_depth(config: HFConfig) -> str:
 
 
 def _qwen_channels(config: HFConfig, index: int) -> str:
-    if config.model_type in DENSE_TYPES or not config.integer("num_experts", least=0):
+    if not {config.model_type, config.text_type}.isdisjoint(DENSE_TYPES) or not config.integer("num_experts", least=0):
         return "-"
     return "E" if stepped_layers(config)[index] else "-"
 
@@ -222,15 +222,34 @@ USUAL = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4
 """What Megatron has in these layers, whatever the flags; `layer_norm_epsilon` that of the norm inside Mamba-2."""
 
 
+NEMOTRON_DEPTHS = Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", layers_key="mtp_hybrid_override_pattern")
+
+
+def puzzle_rules(config: HFConfig, layout: Layout) -> list[Rule]:
+    """Rules around the layers, of trunk and depths."""
+    around = (_around(config, depth) for depth in range(layout.depths))
+    return [*_nemotron_frame(config, layout), *(rule for rules in around for rule in rules)]
+
+
+def _nemotron_frame(config: HFConfig, layout: Layout) -> list[Rule]:
+    return frame(config, layout, "backbone.", embedding="embeddings", norm="norm_f", final="final_norm")
+
+
+def _around(config: HFConfig, depth: int) -> list[Rule]:
+    """Rules of a depth's parts around its row of layers, which are on the first and on the last."""
+    row = len(_nemotron_row(config))
+    first, last = f"mtp.layers.{depth * row}.", f"mtp.layers.{(depth + 1) * row - 1}."
+    names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
+    return depth_frame(depth, config.integer("hidden_size"), names)
+
+
 def _nemotron_rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    rules = frame(config, layout, "backbone.", embedding="embeddings", norm="norm_f", final="final_norm")
+    rules = _nemotron_frame(config, layout)
     for index, kind in enumerate(_nemotron_trunk(config)):
         rules += _nemotron_layer(config, layout, kind, Place(f"backbone.layers.{index}.", f"decoder.layers.{index}."))
     row = _nemotron_row(config)
     for depth in range(layout.depths):
-        first, last = f"mtp.layers.{depth * len(row)}.", f"mtp.layers.{(depth + 1) * len(row) - 1}."
-        names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
-        rules += depth_frame(depth, config.integer("hidden_size"), names)
+        rules += _around(config, depth)
         for index, kind in enumerate(row):
             stack = f"mtp.layers.{depth}.mtp_model_layer.layers.{index}."
             rules += _nemotron_layer(config, layout, kind, Place(f"mtp.layers.{depth * len(row) + index}.", stack))
@@ -324,7 +343,7 @@ def _unlimited(limit: object) -> bool:
 
 _QWEN3_NEXT = Family(
     "Qwen3-Next",
-    "Qwen3-Next, Qwen3.5 and 3.6 with experts",
+    "Qwen3-Next, Qwen3.5, 3.6 and 3.8 with experts",
     ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
     _qwen_rules,
     depths=QWEN_DEPTHS,
@@ -344,16 +363,24 @@ HYBRID: tuple[Family, ...] = (
     replace(
         _QWEN3_NEXT,
         title="Qwen3.5",
-        published="Qwen3.5 and 3.6, dense",
+        published="Qwen3.5, 3.6 and 3.8, dense",
         model_types=DENSE_TYPES,
         config_class="qwen3_5_text",
+    ),
+    replace(
+        _QWEN3_NEXT,
+        title="Intern-S2",
+        published="Intern-S2 Preview",
+        model_types=("intern_s2_preview",),
+        config_class="qwen3_5_moe_text",
+        carried=(r"(model\.)?(visual|time_series)\.",),
     ),
     Family(
         "Nemotron-H",
         "Nemotron-H, Nemotron 3",
         ("nemotron_h",),
         _nemotron_rules,
-        depths=Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", layers_key="mtp_hybrid_override_pattern"),
+        depths=NEMOTRON_DEPTHS,
         flags=_nemotron_flags,
         defaults={"moe_intermediate_size": 7688},
     ),

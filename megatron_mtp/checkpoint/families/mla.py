@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder
-from megatron_mtp.checkpoint.families.family import COPIES, NESTED, PACKED, Depths, Family
+from megatron_mtp.checkpoint.families.family import COPIES, EITHER_COUNT, NESTED, PACKED, Depths, Family
 from megatron_mtp.checkpoint.families.flags import UntrainableError, pairs, shared_flags, softmax_router_flags
 from megatron_mtp.checkpoint.families.trained import TrainedForm, expert_keys
 from megatron_mtp.checkpoint.families.trunk import latent_attention, moe
@@ -95,6 +95,27 @@ LATENT: tuple[Family, ...] = (
         _V2,
         features=PACKED,
         defaults={"rope_interleave": True, "n_routed_experts": 64},
+    ),
+    family_of_decoder(
+        "Sarvam, latent attention",
+        "Sarvam 105B",
+        ("sarvam_mla",),
+        replace(_V3, depths=Depths(keys=EITHER_COUNT)),
+        features={**COPIES, **PACKED},
+        defaults={
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "rope_interleave": True,
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 1,
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+        },
     ),
     family_of_decoder("Youtu-LLM", "Youtu-LLM", ("youtu",), _DENSE),
 )

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_mtp.checkpoint.families.blocks import GQA, MoE, Place
 from megatron_mtp.checkpoint.families.decoder import Decoder, family_of_decoder, mlp_bias_refused
 from megatron_mtp.checkpoint.families.dense import FACTORED, GRANITE
-from megatron_mtp.checkpoint.families.family import COPIES, PACKED, Depths, Family, Layout
+from megatron_mtp.checkpoint.families.family import COPIES, EITHER_COUNT, PACKED, Depths, Family, Layout
 from megatron_mtp.checkpoint.families.flags import (
     UntrainableError,
     expert_flags,
@@ -152,13 +152,14 @@ def _granite_flags(config: HFConfig) -> list[str]:
 
 _OWN_NORM = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _GLM = Decoder(_glm_attention, partial=True, mlp_bias=None, experts=moe, depths=Depths())
+_BAILING_DEPTHS = Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", names=_OWN_NORM)
 _BAILING = Decoder(
     _bailing_attention,
     partial=True,
     embedding="word_embeddings",
     mlp_bias=None,
     experts=partial(moe, bias="gate.expert_bias"),
-    depths=Depths(r"^model\.layers\.(\d+)\.eh_proj\.weight$", names=_OWN_NORM),
+    depths=_BAILING_DEPTHS,
 )
 _HUNYUAN = Decoder(
     qwen3_attention,
@@ -233,6 +234,34 @@ MOE: tuple[Family, ...] = (
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
         },
+    ),
+    family_of_decoder(
+        "Sarvam, experts",
+        "Sarvam 30B",
+        ("sarvam_moe",),
+        replace(_BAILING, depths=replace(_BAILING_DEPTHS, keys=EITHER_COUNT)),
+        defaults={
+            "head_dim": 64,
+            "use_qk_norm": True,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 8e6,
+            "first_k_dense_replace": 1,
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 6,
+        },
+    ),
+    family_of_decoder(
+        "GLM-4 MoE, text of a model that sees",
+        "GLM-4.5V, GLM-4.6V",
+        ("glm4v_moe_text",),
+        _GLM,
+        features={**COPIES, **PACKED},
+        defaults={"partial_rotary_factor": 0.5},
     ),
     family_of_decoder(
         "Hunyuan 3",

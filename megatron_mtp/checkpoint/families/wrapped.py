@@ -5,6 +5,7 @@ Out: that family, with the text model's names under the prefix that the folder u
      the text model's family has no names for depths, attached ones have those of `ATTACHED`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,11 +14,28 @@ from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import HFConfig
 
 WRAPPERS = (
-    "aya_vision exaone4_5 gemma3 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
+    "exaone4_5 glm_ocr got_ocr2 idefics3 internvl lighton_ocr llava llava_onevision mistral3 smolvlm "
     "video_llava vipllava"
 ).split()
 """Types whose class runs a text alone as the text model's own class does, seen with small random models."""
+TEXTS = {
+    "glm4v_moe": "glm4v_moe_text",
+    **dict.fromkeys(("nemotron_h_omni", "nemo_speechlm", "nemotron3_5_transcribe"), "nemotron_h"),
+}
+"""Types around one text model, whose type their configs may leave out."""
 PREFIXES = {
+    "hybrid text under language_model": {
+        "backbone.": "language_model.backbone.",
+        "lm_head.": "language_model.lm_head.",
+        "mtp.": "language_model.mtp.",
+    },
+    "hybrid text under llm": {
+        "backbone.embeddings.": "llm.model.embed_tokens.",
+        "backbone.norm_f.": "llm.model.norm.",
+        "backbone.": "llm.model.",
+        "lm_head.": "llm.lm_head.",
+        "mtp.": "llm.mtp.",
+    },
     "text under model.language_model": {"model.": "model.language_model."},
     "text under model.text_model": {"model.": "model.text_model."},
     "text under language_model": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
@@ -28,6 +46,7 @@ PREFIXES = {
 def wrapped(family: Family, model_type: str) -> Family:
     """The family of models of this type around a text model of `family`."""
     depths = family.depths or (ATTACHED if family.attached else None)
+    anywhere = "" if depths is None else re.sub(r"^\^mtp", r"(?:^|\\.)mtp", depths.pattern)
 
     def rules(config: HFConfig, layout: Layout) -> list[Rule]:
         form = next((prefixes for name, prefixes in PREFIXES.items() if layout.has(name)), {})
@@ -43,7 +62,7 @@ def wrapped(family: Family, model_type: str) -> Family:
         rules=rules,
         features={**family.features, **forms},
         carried=(r".",),
-        depths=depths and replace(depths, flags=_of_whole(depths.flags)),
+        depths=depths and replace(depths, pattern=anywhere),
         flags=_of_whole(family.flags),
         trained=None,
     )

@@ -13,6 +13,8 @@ CONFIG = "config.json"
 DRAFTED = "draft_vocabulary.pt"
 """Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
 TIED = "tie_word_embeddings"
+TEXT_KEYS = ("text_config", "llm_config")
+"""Config keys of a text model inside of a larger one; NVIDIA's folders have the second."""
 LARGEST = 2**31
 """No size of a model is larger; a file with a larger one is corrupted."""
 LFS = b"version https://git-lfs.github.com/spec"
@@ -54,9 +56,10 @@ class HFConfig:
         """
         if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):
             raise ValueError(f"{source} has no 'model_type'; give a folder that transformers can load.")
-        text = whole.get("text_config", whole)
+        name = text_key(whole) or "text_config"
+        text = whole.get(name, whole)
         if not isinstance(text, dict):
-            raise ConfigError(f"{source}: 'text_config' is {text!r:.40}; it must be an object.")
+            raise ConfigError(f"{source}: '{name}' is {text!r:.40}; it must be an object.")
         tied = any(part.get(TIED) is True for part in (whole, text))
         return cls({**whole, **text, **({TIED: True} if tied else {})}, whole["model_type"], source)
 
@@ -72,7 +75,7 @@ class HFConfig:
     @property
     def text_type(self) -> str | None:
         """Type of the text model inside of a larger one; None if the model is the text model."""
-        found = self.keys.get("model_type") if isinstance(self.keys.get("text_config"), dict) else None
+        found = self.keys.get("model_type") if text_key(self.keys) is not None else None
         return found if isinstance(found, str) and found != self.model_type else None
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
@@ -132,6 +135,8 @@ class HFConfig:
         chosen: dict[str, Any] = next(filter(None, nested.values()), {})
         found = {name: self.keys[name] for name in _BESIDE_ROPE if self.has(name)} | chosen
         found.setdefault("rope_type", found.get("type", "default"))
+        if found["rope_type"] == "deepseek_yarn":  # as Sarvam calls it
+            found["rope_type"] = "yarn"
         if found["rope_type"] in ("llama3", "yarn", "longrope"):
             longest = self.keys.get(_ORIGINAL, found.get(_ORIGINAL, self.keys.get("max_position_embeddings")))
             found[_ORIGINAL] = longest
@@ -150,12 +155,17 @@ class HFConfig:
         return names[0], default
 
 
+def text_key(keys: Mapping[str, Any]) -> str | None:
+    """The key under which a config has that of its text model; None without one."""
+    return next((name for name in TEXT_KEYS if isinstance(keys.get(name), dict)), None)
+
+
 def wrong_kinds(whole: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys of a config, or of its text model, whose values are of a kind that no loader takes, with half a sentence.
 
     Null is a value of every key.
     """
-    text = whole.get("text_config")
+    text = whole.get(text_key(whole) or "")
     for part in (whole, text if isinstance(text, dict) else {}):
         for kind, (names, fits) in _KINDS.items():
             for name in names.split():

@@ -92,6 +92,7 @@ SMOKE = {
     "train_step": ["--depths", "1"],
     "mtp_memory": ["--tokens", "16", "128"],
     "depth_cost": ["--depths", "1"],
+    "planning": [],
     "decoding": ["--dtype", "float32", "--model", "small"],
     "serving": [],
     "convert": ["--folder", "FOLDER"],

@@ -11,6 +11,7 @@ planning.py    placements of D = 0..4 beside each other, and the recommended one
 decoding.py    speed-up of drafting with K = 1..7
 report.py      the plan as text and as JSON
 picture.py     the plan as one HTML page, drawn with plotly
+here.py        rates of this machine, measured
 command.py     megatron-mtp plan
 """
 

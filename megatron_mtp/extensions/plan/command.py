@@ -2,9 +2,15 @@
 
 import json
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from megatron_mtp.errors import Parser, check_counts, named, status_of
 from megatron_mtp.files import written_beside
+
+if TYPE_CHECKING:
+    from megatron_mtp.extensions.plan.hardware import Card
+    from megatron_mtp.extensions.plan.planning import Plan
+    from megatron_mtp.extensions.plan.report import Drafting
 
 EXAMPLES = """examples:
   # the launch line of a job, $FLAGS, behind --; what is recommended is printed as one
@@ -38,7 +44,7 @@ def parser(program: str) -> Parser:
     )
     add = made.add_argument
     add("--gpu", required=True, metavar="NAME", help="H100, H200, B200, MI300X, with changes such as H100,network=25, "
-        "or figures of your own (TFLOP/s, GB, GB/s)")  # fmt: skip
+        "figures of your own (TFLOP/s, GB, GB/s), or 'here', which measures a CPU")  # fmt: skip
     add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
     add("--model", type=named, metavar="FOLDER", help="Hugging Face folder whose config.json gives the model's sizes")
     add("--depths", type=int, metavar="D", help="depths to plan for; default: those of the line, or 1")
@@ -87,7 +93,7 @@ def _print(args: Namespace) -> int:
     if not args.line and args.model is None:
         raise ValueError("there is no launch line; give its flags behind --, or a folder with --model.")
     words = [*(of_folder(args.model) if args.model is not None else []), *args.line]
-    card = card_of(args.gpu)
+    card = _card_here(words) if args.gpu == "here" else card_of(args.gpu)
     made = plan(words, card, args.gpus, args.depths, args.step_seconds)
     drafting = None
     if args.accepted is not None:
@@ -100,14 +106,22 @@ def _print(args: Namespace) -> int:
     return 0
 
 
-def _write_page(args: Namespace, made: object, drafting: object) -> None:
+def _card_here(words: list[str]) -> "Card":
+    from megatron_mtp.extensions.plan.here import card_here
+    from megatron_mtp.extensions.plan.launch import read
+    from megatron_mtp.extensions.plan.sizes import model_of
+
+    return card_here(model_of(read(words)))
+
+
+def _write_page(args: Namespace, made: "Plan", drafting: "Drafting | None") -> None:
     try:
         from megatron_mtp.extensions.plan.picture import page
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("plotly"):
             raise
         raise ValueError("the page is drawn with plotly, which is not here; run: pip install plotly.") from error
-    text = page(made, drafting)  # type: ignore[arg-type]
+    text = page(made, drafting)
     try:
         with written_beside(args.output, shared=True) as beside:
             beside.write_text(text, encoding="utf-8")

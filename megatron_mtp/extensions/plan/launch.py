@@ -106,7 +106,6 @@ class Line:
     overlap_param_gather: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
-    cross_entropy_loss_fusion: bool = False
 
     mtp_num_layers: int | None = None
     mtp_use_repeated_layer: bool = False
@@ -294,6 +293,12 @@ def stages_of(layout: str) -> list[str]:
 def trunk_of(pattern: str) -> str:
     """The trunk's part of a hybrid pattern: what is before the first slash."""
     return pattern.split("/")[0]
+
+
+def inner_of(pattern: str) -> str:
+    """The layers of a depth: what is behind the first slash, or the trunk's last ones from the last mixing layer on."""
+    trunk, *depths = pattern.split("/")
+    return depths[0] if depths else re.sub(r".*(?=[*MG])", "", trunk.replace("|", ""))
 
 
 def experts_by_layer(text: str, layers: int) -> list[bool]:

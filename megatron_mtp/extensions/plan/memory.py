@@ -6,7 +6,7 @@ are cut over expert-parallel ranks, and their optimizer over the replicas that a
 
 Activations: what a chunk keeps of a microbatch, times those in flight (`schedule.in_flight`).
 
-Losses: the trunk's is Megatron's, whose logits are there at once (in BF16, and twice in float32), unless
+Losses: the trunk's is Megatron's, whose logits are there at once, in BF16 and in float32, unless
 --mtp-linear-ce-main. The depths' logits are never: a chunk of them, the gradients of the states [N, H], and the
 smaller one of the head's gradient [V, H] in float32 and those of all logits [N, V]
 (`megatron_mtp/losses/linear_cross_entropy.py`, whose budget of a chunk `CHUNK` repeats).
@@ -22,6 +22,8 @@ from megatron_mtp.extensions.plan.sizes import Model, kept_bytes, local_size
 
 CHUNK, LEAST_POSITIONS = 2**30, 256
 """Bytes of float32 logits of a chunk on a GPU, and the positions that it has at least."""
+CHUNK_ON_CPU, LEAST_ON_CPU = 64 * 2**20, 8 * 2**20
+"""The same on a CPU, and what a chunk's logits may need whatever the head's gradient does."""
 CONTEXT = 3e9
 """Bytes that CUDA, NCCL and the libraries' workspaces take: an assumption."""
 FILLED = 0.94
@@ -133,19 +135,12 @@ def kept_bytes_of_chunk(model: Model, chunk: Chunk) -> float:
 
 
 def scores_bytes(model: Model, chunk: Chunk) -> float:
-    """Bytes of the probabilities that attention without a fused kernel keeps."""
+    """Bytes of the masks that attention without Transformer Engine keeps: of every pair of tokens a number."""
     line = model.line
-    is_fused = line.transformer_impl != "local"
-    if is_fused or line.recompute_granularity == "full" or "core_attn" in _recomputed(line):
+    if line.transformer_impl != "local" or line.recompute_granularity == "full":
         return 0.0
     layers = [*model.layers[chunk.first : chunk.end], *[model.depth] * (chunk.depths and line.depths)]
-    heads = sum(layer.scores for layer in layers) / line.tensor_model_parallel_size
-    masks = 1 if line.attention_dropout else 0
-    return heads * tokens_of(line) * line.whole("seq_length") * (line.element + masks * (line.element + 1))
-
-
-def _recomputed(line: Line) -> tuple[str, ...]:
-    return line.recompute_modules if line.recompute_granularity == "selective" else ()
+    return sum(bool(layer.scores) for layer in layers) * tokens_of(line) * line.whole("seq_length") * line.element
 
 
 def _working(model: Model, chunks: tuple[Chunk, ...]) -> float:
@@ -169,20 +164,20 @@ def sequence_ranks(line: Line) -> int:
 
 
 def loss_bytes(model: Model, depths: int) -> float:
-    """The largest of what the losses need at once: Megatron's of the trunk, or the chunked one of the depths."""
+    """What the losses keep for the backward pass, and the largest of what they need beside it."""
     line = model.line
     entries = line.vocabulary / line.tensor_model_parallel_size
     whole = 0.0 if line.mtp_linear_ce_main else tokens_of(line) * entries * whole_logit(line)
     rows = tokens_of(line) * depths * line.mtp_token_fraction
     chunked = chunked_bytes(rows, model.drafted / line.tensor_model_parallel_size, line)
     if line.mtp_linear_ce_main:
-        chunked = max(chunked, chunked_bytes(tokens_of(line), entries, line))
-    return max(whole, chunked)
+        chunked += chunked_bytes(tokens_of(line), entries, line)
+    return whole + chunked
 
 
 def whole_logit(line: Line) -> int:
-    """Bytes of a logit of Megatron's loss: the product, its copy in float32, and the probabilities."""
-    return 4 + 4 if line.element == 4 else 2 + 4 + (0 if line.cross_entropy_loss_fusion else 4)
+    """Bytes of a logit of Megatron's loss: the product, and its copy in float32, in which probabilities are made."""
+    return 4 if line.element == 4 else 2 + 4
 
 
 def chunked_bytes(rows: float, entries: float, line: Line, budget: int = CHUNK) -> float:
@@ -192,6 +187,10 @@ def chunked_bytes(rows: float, entries: float, line: Line, budget: int = CHUNK) 
     hidden, element = line.whole("hidden_size"), line.element
     keeps_logits = rows * element <= 4 * hidden
     beside = max(hidden, rows // 4) / 2  # positions of a chunk beside the head's gradient
+    if line.transformer_impl == "local":  # as on a CPU
+        budget, least = CHUNK_ON_CPU, LEAST_ON_CPU / (4 * entries)
+        fourth = (rows + hidden) / 4 - hidden - rows * hidden / entries
+        beside = max(hidden if rows < 4 * hidden else fourth, least)
     most = max(budget / (4 * entries), LEAST_POSITIONS)
     positions = min(rows, most if keeps_logits else min(most, beside))
     chunk = 0.0 if keeps_logits else positions * entries * element

@@ -7,12 +7,11 @@ the first (`PipelineParallelLayerLayout.validate_layer_layout`).
     Et|tt|tmL      E embedding, t a layer of the trunk, m a depth, L head and losses
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise, product
 
-from megatron_mtp.extensions.plan.launch import Line, stages_of, trunk_of, without
+from megatron_mtp.extensions.plan.launch import Line, inner_of, stages_of, trunk_of, without
 
 
 @dataclass(frozen=True)
@@ -205,8 +204,7 @@ def flags_of(placement: Placement, line: Line, words: Sequence[str]) -> list[str
     if line.hybrid_layer_pattern is not None:
         letters = trunk_of(line.hybrid_layer_pattern).replace("|", "")
         trunk = "|".join(letters[chunk.first : chunk.end] for chunk in placement.chunks)
-        inner = line.hybrid_layer_pattern.split("/")[1:2] or [re.sub(r".*(?=[*MG])", "", letters)]
-        pattern = "/".join([trunk, *inner * depths])
+        pattern = "/".join([trunk, *[inner_of(line.hybrid_layer_pattern)] * depths])
         return [*without(words, "hybrid_layer_pattern"), "--hybrid-layer-pattern", pattern]
     kept = without(words, "mtp_num_layers", *(OF_STAGES if placement.ranks > 1 else ()))
     of_depths = ["--mtp-num-layers", str(depths)] if depths else []

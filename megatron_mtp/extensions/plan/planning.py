@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_mtp.extensions.plan.hardware import Card
-from megatron_mtp.extensions.plan.launch import Line, read
+from megatron_mtp.extensions.plan.launch import Line, inner_of, read, trunk_of
 from megatron_mtp.extensions.plan.memory import FILLED, Held, memory_of
 from megatron_mtp.extensions.plan.placement import Placement, balanced, even, flags_of, of_line
 from megatron_mtp.extensions.plan.schedule import Pipeline
@@ -104,8 +104,8 @@ def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None,
 def with_depths(line: Line, depths: int) -> Line:
     """The line with so many depths, its own placement taken out where it has another number of them."""
     if line.hybrid_layer_pattern is not None:
-        trunk, *inner = line.hybrid_layer_pattern.split("/")
-        changed = replace(line, hybrid_layer_pattern="/".join([trunk, *(inner[:1] or [""]) * depths]))
+        pattern = line.hybrid_layer_pattern
+        changed = replace(line, hybrid_layer_pattern="/".join([trunk_of(pattern), *[inner_of(pattern)] * depths]))
         return replace(changed, mtp_num_layers=depths or None)
     changed = replace(
         line, mtp_num_layers=depths or None, mtp_unroll=None if depths != line.mtp_num_layers else line.mtp_unroll

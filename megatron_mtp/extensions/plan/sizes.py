@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_mtp.extensions.plan.launch import Line, experts_by_layer, trunk_of
+from megatron_mtp.extensions.plan.launch import Line, experts_by_layer, inner_of, trunk_of
 
 TENSOR, WHOLE, EXPERTS = "tensor", "whole", "experts"
 """How a weight is held: cut over tensor ranks, by every one of them, or cut over expert ranks."""
@@ -158,12 +158,13 @@ def model_of(line: Line) -> Model:
         layers = tuple(made[kind] for kind in experts) if experts else (made[False],) * line.whole("num_layers")
         inner = layers[-1]
     else:
-        trunk, *depths = line.hybrid_layer_pattern.split("/")
-        layers = tuple(_by_letter(line, letter) for letter in trunk if letter != "|")
-        inner = _sum(_by_letter(line, letter) for letter in (depths[0] if depths else trunk_of(trunk)[-1]))
+        trunk = trunk_of(line.hybrid_layer_pattern).replace("|", "")
+        layers = tuple(_by_letter(line, letter) for letter in trunk)
+        inner = _sum(_by_letter(line, letter) for letter in inner_of(line.hybrid_layer_pattern))
+    more = (Kept(2 * hidden, WHOLE),) if line.transformer_impl == "local" else ()
     joined = Layer(
         (Product(2 * hidden, hidden),),
-        (Kept(2 * hidden, WHOLE), Kept(2 * hidden, WHOLE, "", True), Kept(hidden, WHOLE)),
+        (Kept(2 * hidden, WHOLE), Kept(2 * hidden, WHOLE, "", True), Kept(hidden, WHOLE), *more),
         3 * _norm(line, hidden),
     )
     return Model(line, layers, joined + inner)
@@ -187,10 +188,14 @@ def _norm(line: Line, width: int) -> int:
 
 
 def _around(line: Line) -> tuple[Kept, ...]:
-    """The input of a layer's norm, the norm's output, and the mask of a dropout behind the layer, 1 byte an element."""
+    """The input of a layer's norm, the norm's output, and the mask of a dropout behind the layer, 1 byte an element.
+
+    Without Transformer Engine three more states of an attention and an MLP together: counted in a step on a CPU.
+    """
     hidden = line.whole("hidden_size")
     mask = (Kept(hidden / line.element, WHOLE),) if line.hidden_dropout else ()
-    return Kept(hidden, WHOLE), Kept(hidden, WHOLE, "layernorm", True), *mask
+    more = (Kept(1.5 * hidden, WHOLE),) if line.transformer_impl == "local" else ()
+    return Kept(hidden, WHOLE), Kept(hidden, WHOLE, "layernorm", True), *mask, *more
 
 
 def _biases(line: Line, *widths: int) -> int:
@@ -266,7 +271,7 @@ def latent(line: Line) -> Layer:
 def mlp(line: Line) -> Layer:
     """A dense MLP."""
     hidden = line.whole("hidden_size")
-    wide = line.ffn_hidden_size or 4 * hidden
+    wide = line.ffn_hidden_size or default_width(line)
     gated = 2 if line.swiglu or line.quick_geglu else 1
     kept = (*_around(line), Kept(gated * wide, module="mlp"), Kept(wide, module="mlp", enters_product=True))
     biases = _biases(line, gated * wide, hidden)
@@ -274,10 +279,19 @@ def mlp(line: Line) -> Layer:
     return Layer(products, kept, _norm(line, hidden) + biases, regions=1)
 
 
+def default_width(line: Line) -> int:
+    """Megatron's --ffn-hidden-size: 4 H, or with --swiglu two thirds of it, cut to a multiple of 64."""
+    hidden = line.whole("hidden_size")
+    return int(4 * hidden * 2 / 3 / 64) * 64 if line.swiglu else 4 * hidden
+
+
 def experts(line: Line) -> Layer:
     """Routed experts, a shared one if there is one, and their router."""
     hidden, count, used = line.whole("hidden_size"), line.whole("num_experts"), line.moe_router_topk
-    wide, shared = line.moe_ffn_hidden_size or line.whole("ffn_hidden_size"), line.moe_shared_expert_intermediate_size
+    wide, shared = (
+        line.moe_ffn_hidden_size or line.ffn_hidden_size or default_width(line),
+        line.moe_shared_expert_intermediate_size,
+    )
     gated = 2 if line.swiglu or line.quick_geglu else 1
     products = [
         Product(hidden, count, WHOLE),

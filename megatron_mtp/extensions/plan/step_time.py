@@ -27,7 +27,10 @@ Seconds = dict[str, float]
 """By part."""
 
 LOGIT_BYTES = {"ce": 6, "kd": 10}
-"""Read and written of a logit by the chunked losses; 14 by the others (docs/design.md)."""
+"""Read and written of a logit by the chunked losses in 16 bits; 14 by the others (docs/design.md)."""
+ONE_BY_ONE = 4
+"""How many times as much an optimizer moves that is no fused kernel: torch's AdamW has eight operations, each of which
+reads and writes one to three numbers of a parameter."""
 WHOLE_LOGIT_BYTES = 34
 """By Megatron's cross-entropy of all logits: 16,384 x 131,072 of them take an H200 8 ms more than their products."""
 
@@ -174,17 +177,17 @@ class Clock:
         """The trunk's head and loss, and those of so many depths."""
         line, cost = self.model.line, Cost()
         tensor, hidden, tokens = line.tensor_model_parallel_size, line.whole("hidden_size"), tokens_of(line)
-        rate = self.card.bf16 * self.card.reached.products
+        rate = self.card.bf16 * self.card.reached.head
         memory = self.card.bandwidth * self.card.reached.copies
-        logits = tokens * line.vocabulary / tensor
+        logits, wide = tokens * line.vocabulary / tensor, line.element / 2
         product = 2 * logits * hidden / rate
         if line.mtp_linear_ce_main:
-            cost.add("head and losses", 3 * product + LOGIT_BYTES["ce"] * logits / memory, 0)
+            cost.add("head and losses", 3 * product + LOGIT_BYTES["ce"] * wide * logits / memory, 0)
         else:
-            moved = WHOLE_LOGIT_BYTES * line.element / 2 * logits / memory
+            moved = WHOLE_LOGIT_BYTES * wide * logits / memory
             cost.add("head and losses", product + moved / 2, 2 * product + moved / 2)
         rows = depths * line.mtp_token_fraction * tokens * self.model.drafted / tensor
-        each = 3 * 2 * hidden / rate + LOGIT_BYTES.get(line.mtp_loss, 14) / memory
+        each = 3 * 2 * hidden / rate + LOGIT_BYTES.get(line.mtp_loss, 14) * wide / memory
         taught = 2 * logits * hidden / rate if depths and line.mtp_loss != "ce" else 0
         cost.add("head and losses", rows * each + taught, 0)
         return cost
@@ -243,6 +246,7 @@ class Clock:
         hidden_gather = cost.ahead if line.overlap_param_gather else 0.0
         shown = max(0.0, reduced - hidden) + max(0.0, gathered - hidden_gather)
         moved = 2 * state.optimizer(dense, experts) + (state.gradient + state.weight) * (dense + experts)
+        moved *= ONE_BY_ONE if line.transformer_impl == "local" else 1
         return shown, self.slower * moved / (self.card.bandwidth * self.card.reached.copies)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.extensions.plan.launch import experts_by_layer, of_folder, read, stages_of, without
+from megatron_mtp.extensions.plan.launch import experts_by_layer, inner_of, of_folder, read, stages_of, without
 
 WORDS = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --tensor-model-parallel-size=2 --bf16 "
@@ -30,6 +30,11 @@ def test_experts_by_layer() -> None:
     assert experts_by_layer("([0]*3+[1]*2)", 5) == [False] * 3 + [True] * 2
     assert experts_by_layer("[0,1]*2", 4) == [False, True, False, True]
     assert experts_by_layer("2", 4) == [True, False, True, False]
+
+
+def test_a_hybrid_counts_its_depths_in_the_pattern() -> None:
+    assert read(["--hybrid-layer-pattern", "M-M*-|M-/*-/*-"]).depths == 2
+    assert (inner_of("M-M*-|M-/*-/*-"), inner_of("GEGE|GE*E"), inner_of("M-M-")) == ("*-", "*E", "M-")
 
 
 def test_stages_of_a_layout() -> None:

@@ -88,6 +88,15 @@ def test_json_has_every_stage_and_part(capsys: pytest.CaptureFixture[str]) -> No
     assert made["drafting"]["acceptance"][:2] == [0.8, 0.6]
 
 
+def test_this_machine_is_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --swiglu"
+    here = ["--gpu", "here", "--gpus", "1", "--json", "--", *words.split(), "--transformer-impl", "local"]
+    assert main(here, PROGRAM) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["gpu"] == "here"
+    assert made["recommended"]["seconds"] > 0
+
+
 def test_a_record_gives_the_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mtp_acceptance.json").write_text(json.dumps({"acceptance": [0.75, 0.5]}))
     text = printed(capsys, "--accepted", str(tmp_path), "--", *SMALL)

@@ -4,7 +4,7 @@ import pytest
 from lines import QWEN3_NEXT_IN_STAGES, line_of
 
 from megatron_mtp.extensions.plan.launch import read
-from megatron_mtp.extensions.plan.sizes import kept_bytes, local_size, model_of
+from megatron_mtp.extensions.plan.sizes import default_width, kept_bytes, local_size, model_of
 
 COUNTED = {
     "deepseek-v3-h100": ("", 682_636_472_320),
@@ -50,6 +50,13 @@ def test_inputs_of_products_are_a_byte_in_fp8() -> None:
     """Both norms' outputs, attention's output and the MLP's inner input: 1 + 1 + 1 + 4 channels."""
     in_fp8 = read([*GPT3, "--fp8-format", "hybrid"])
     assert kept_bytes(model_of(in_fp8).layers[0], in_fp8) == (34 - 7) * 512
+
+
+def test_the_width_of_a_gated_mlp_is_two_thirds() -> None:
+    """As Megatron derives --ffn-hidden-size: 640 for a hidden size of 256, whose two thirds of 1,024 are 682."""
+    line = read([*GPT3, "--hidden-size", "256", "--swiglu"])
+    assert default_width(line) == 640
+    assert default_width(read(GPT3)) == 2048
 
 
 def test_an_unknown_letter_of_a_pattern_is_named() -> None:

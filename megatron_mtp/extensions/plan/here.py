@@ -1,0 +1,94 @@
+"""This machine as a card: rates of the products, the attention and the copies of one model, measured within seconds.
+
+For a CPU, a run in float32 and `--transformer-impl local`; `benchmarks/planning.py` compares with steps.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_mtp.extensions.plan.hardware import Card, Reached
+from megatron_mtp.extensions.plan.memory import tokens_of
+from megatron_mtp.extensions.plan.sizes import Layer, Model
+
+TURNS = 5
+PASSES = 6.0
+"""Over activations by Megatron's modules without fused kernels, in a forward pass. With so many, train_step.py's step
+without depths takes as long as planned; `benchmarks/planning.py` shows the others."""
+
+Clock = Callable[[], float]
+
+
+def card_here(model: Model, clock: Clock = time.perf_counter) -> Card:
+    """The rates of this machine for the shapes of a model, in FLOP/s and bytes/s; there are no links.
+
+    Args:
+        model: whose products are measured.
+        clock: seconds; `time.process_time` and one thread on a machine that others use.
+    """
+    line = model.line
+    tokens, hidden = int(tokens_of(line)), line.whole("hidden_size")
+    shapes = [(one.rows, one.columns) for one in model.layers[0].products]
+    seconds = sum(_product(tokens, *shape, clock) for shape in shapes)
+    rate = sum(6 * tokens * rows * columns for rows, columns in shapes) / seconds
+    head = 6 * tokens * hidden * line.vocabulary / _product(tokens, hidden, line.vocabulary, clock)
+    attention = _attention(model.layers[0], model, clock)
+    bandwidth = _copies(tokens, [columns for _, columns in shapes], clock)
+    reached = Reached(1.0, head / rate, 1.0, attention / rate, 1.0, 1.0, PASSES)
+    memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return Card("here", rate, rate, memory, bandwidth, 1.0, 1.0, 1, reached)
+
+
+def _timed(work: Callable[[], object], clock: Clock) -> float:
+    """Median seconds, the first turn left out."""
+    spent = []
+    for _ in range(1 + TURNS):
+        began = clock()
+        work()
+        spent.append(clock() - began)
+    return median(spent[1:])
+
+
+def _product(tokens: int, rows: int, columns: int, clock: Clock) -> float:
+    """Seconds of a product with a weight, forward and backward."""
+    states, weight, gradient = (torch.randn(shape) for shape in ((tokens, rows), (columns, rows), (tokens, columns)))
+    total = torch.zeros(columns, rows)
+
+    def work() -> None:
+        torch.mm(states, weight.t())
+        torch.mm(gradient, weight)
+        total.addmm_(gradient.t(), states)
+
+    return _timed(work, clock)
+
+
+def _attention(layer: Layer, model: Model, clock: Clock) -> float:
+    """FLOP/s of attention, counted as half of all pairs, forward and 2.5 times as much backward."""
+    line = model.line
+    length, batch, heads = line.whole("seq_length"), line.micro_batch_size, layer.scores
+    width = layer.pairs // (2 * heads)
+    mask = torch.full((batch, 1, length, length), float("-inf")).triu(1)
+    shape = batch, heads, length, width
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape)
+
+    def work() -> None:
+        made: Tensor = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        made.backward(gradient)
+
+    return 3.5 * 2 * batch * length * layer.pairs * length / 2 / _timed(work, clock)
+
+
+def _copies(tokens: int, widths: Iterable[int], clock: Clock) -> float:
+    """Bytes/s that operations on activations of these widths read and write."""
+    moved = seconds = 0.0
+    for width in widths:
+        one, other = torch.randn(tokens, width), torch.randn(tokens, width)
+        moved += 12 * tokens * width
+        seconds += _timed(lambda one=one, other=other: one * other, clock)  # type: ignore[misc]
+    return moved / seconds

@@ -190,7 +190,11 @@ class Alarm:
         """Count further steps; returns the sentence when it is to be said, once."""
         if self.said is not None:
             return None
-        self._stats += AcceptanceStats(accepted_at=stats.accepted_at, offered_at=stats.offered_at)
+        own = self._stats
+        own.accepted_at, own.offered_at = (
+            _sums(own.accepted_at, stats.accepted_at),
+            _sums(own.offered_at, stats.offered_at),
+        )
         if (found := self._found()) is not None:
             self.said = (
                 f"{found}, so drafting costs time and saves little; see that the MTP layers are trained and belong to "
@@ -200,9 +204,9 @@ class Alarm:
 
     def _found(self) -> str | None:
         drafts, first = (next(iter(sums), 0) for sums in (self._stats.offered_at, self._stats.accepted_at))
-        drafted, accepted = self._stats.drafted, self._stats.accepted
         if drafts < LEAST_DRAFTS:
             return None
+        drafted, accepted = self._stats.drafted, self._stats.accepted
         if not first:
             return f"none of {drafts} drafts was accepted"
         if self.expected:

@@ -6,9 +6,10 @@ less in between. Packages add others by an entry point:
     [project.entry-points."megatron_mtp.backends"]
     mine = "my_package.mine:Mine"        # a subclass of Modules
 
-The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the three
-methods `run`, `draft` and `product`, call the core's for what it leaves to them, and read all attributes of `Modules`,
-`Stack` and `MTPRows`. kv_cache.py and recurrent_layers.py say what rows, caches and recurrent layers hold.
+The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the
+methods `run`, `draft`, `accept` and `product`, call the core's for what it leaves to them, and read all attributes of
+`Modules`, `Stack`, `Pass` and `Sequences`. kv_cache.py and recurrent_layers.py say what rows, caches and recurrent
+layers hold.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
 """
@@ -23,6 +24,8 @@ from torch.nn.functional import embedding, linear
 
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope, write_rows
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.model.mtp import AttentionInputs, whole_states
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.registry import Registry
@@ -57,11 +60,30 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class MTPRows:
-    """Rows that MTP layer `depth` is to run.
+class Pass:
+    """Rows of every sequence that MTP layer `depth` is to run.
+
+    With t_m a sequence's newest token, row i stands at m + first + i and merges the token `ahead` places after it.
+    Tokens after t_m are those that earlier passes of the draft have given.
 
     Attributes:
-        given_SBH: the states that it continues; None for the last ones of the rows before.
+        count: number of rows.
+        from_trunk: whether it continues the trunk's states of these rows, or the last states of the pass before.
+    """
+
+    depth: int
+    first: int
+    count: int
+    ahead: int
+    from_trunk: bool
+
+
+@dataclass(frozen=True)
+class MTPRows:
+    """A pass in tensors.
+
+    Attributes:
+        given_SBH: the trunk's states that it continues; None where it continues the last states of the pass before.
         tokens_BR: whose embeddings it merges with these; may be a part of what is being drafted.
     """
 
@@ -70,6 +92,24 @@ class MTPRows:
     tokens_BR: Tensor
     rows: Rows
     cache: KVCache
+
+
+def in_tensors(sequences: Sequences, passes: Sequence[Pass]) -> tuple[list[MTPRows], Tensor]:
+    """Passes in tensors, and where their drafts [B, N] go, which later ones read."""
+    known, places = -passes[0].first - passes[0].ahead + 1, dict[tuple[int, int], Rows]()
+    tokens_BT = sequences.tokens_at(sequences.newest_B + (1 - known), known + len(passes))
+    made = []
+    for one in passes:
+        rows = places.get((one.first, one.count))
+        if rows is None:
+            beyond = 0 if one.first < 0 else len(passes)
+            rows = sequences.chain(sequences.newest_B + one.first, one.count, beyond)
+            places[one.first, one.count] = rows
+        given_SBH = rows.states_in(sequences.memory.states_N1SH) if one.from_trunk else None
+        start = one.first + one.ahead + known - 1
+        tokens_BR, cache = tokens_BT[:, start : start + one.count], sequences.memory.depths[one.depth - 1]
+        made.append(MTPRows(one.depth, given_SBH, tokens_BR, rows, cache))
+    return made, tokens_BT[:, known:]
 
 
 class Modules:
@@ -116,7 +156,8 @@ class Modules:
     def run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         """States [S, B, H] of rows through a stack and the norm after it; their keys, values and states are kept.
 
-        Those of a trunk with a drafter are [S, B, 2 H], with the feature behind the state.
+        Those of a trunk with a drafter are [S, B, 2 H], with the feature behind the state. The trunk's go into
+        `cache.states_N1SH` too, where there is one.
 
         Args:
             number: of the stack.
@@ -124,8 +165,12 @@ class Modules:
         """
         if (own := rows.without_padding()) is not None:
             given_SBH = None if given_SBH is None else own.packed(given_SBH, 1, 0)
-            return own.unpacked(self._run(number, own.packed(tokens_BR), given_SBH, own, cache), 1, 0)
-        return self._run(number, tokens_BR, given_SBH, rows, cache)
+            made_SBH = own.unpacked(self._run(number, own.packed(tokens_BR), given_SBH, own, cache), 1, 0)
+        else:
+            made_SBH = self._run(number, tokens_BR, given_SBH, rows, cache)
+        if number == 0 and cache.states_N1SH is not None:
+            write_rows(cache.states_N1SH, made_SBH.transpose(0, 1).unsqueeze(1), rows.memory_places)
+        return made_SBH
 
     def keep_context(self, feature_SBH: Tensor, rows: Rows, cache: KVCache) -> None:
         """Keep the keys and values that a block drafter's layers make of the features [S, B, H] of these rows."""
@@ -142,13 +187,21 @@ class Modules:
             for memory_NGSC, new_SBGC in zip(memories, (key_SBGC, value_SBGC), strict=True):
                 write_rows(memory_NGSC, new_SBGC.permute(1, 2, 0, 3), rows.memory_places)
 
-    def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:
-        """Run MTP layers in turn and write the most probable token after the last row of each to `drafted_BN`, at once.
+    def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor | None:
+        """Run MTP layers in turn, at once; the most probable token after the last row of each pass, [B, N].
 
         Returns:
-            Whether this was done; else nothing was, and the caller does it step by step.
+            None if nothing was done, and the caller does it step by step.
         """
-        return False
+        return None
+
+    def accept(self, sequences: Sequences, draft: Draft) -> StepOutput | None:
+        """Score a draft by the trunk, and append what the verifier `greedy` accepts, at once.
+
+        Returns:
+            None if nothing was done, and the caller does it step by step.
+        """
+        return None
 
     def _run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         self.scope.enter(cache, rows)

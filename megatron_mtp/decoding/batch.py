@@ -39,6 +39,7 @@ from megatron_mtp.decoding.types import (
     StepOutput,
     Update,
     Verdict,
+    Verifier,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +178,6 @@ class PrefillBatch:
             window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
             rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
             hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.memory.cache)
-            sequences.put_states(hidden_SBH, rows)
             for row, (seq, count) in enumerate(each):
                 top, after = seq.request.prompt_logprobs, seq.request.prompt[seq.run + 1 :][:count]
                 if top is not None and after and not seq.has_begun:
@@ -363,12 +363,16 @@ def _few_sizes(seqs: int) -> int:
 
 def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
     """All of a step that the device does; nothing is read back to the host."""
-    proposer = method.proposer
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     draft = propose(sequences, method, round, count)
+    proposer, verifier = method.proposer, method.verifier
+    if isinstance(verifier, Verifier) and verifier.is_greedy and not proposer.observes:
+        output = proposer.runner.backend.accept(sequences, draft)
+        if output is not None:
+            return output
     logits_BRV = proposer.runner.verify(sequences, draft)
     proposer.observe(sequences, draft, logits_BRV)
-    return sequences.accept(draft, method.verifier(logits_BRV, draft, round))
+    return sequences.accept(draft, verifier(logits_BRV, draft, round))
 
 
 def propose(sequences: Sequences, method: Method, round: Round, count: int) -> Draft:

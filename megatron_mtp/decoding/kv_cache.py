@@ -152,6 +152,7 @@ class Rows:
         padded: the rows with their padding, where it is left out of these.
         place_X: where those that count stand among the B * R rows.
         first_blocks: the table's of this name, by the number of heads.
+        states: what `states_in` has read.
     """
 
     first_B: Tensor
@@ -167,6 +168,7 @@ class Rows:
     padded: "Rows | None" = None
     place_X: Tensor | None = None
     first_blocks: dict[int, Tensor] = field(default_factory=dict)
+    states: Tensor | None = None
 
     @property
     def is_chain(self) -> bool:
@@ -218,6 +220,12 @@ class Rows:
         if heads not in self.first_blocks:
             self.first_blocks[heads] = self.tables.first_blocks(self.window, heads)
         return memory_NGSC.flatten(0, 1)[self.first_blocks[heads]].flatten(2, 3)[:, :, : self.window]
+
+    def states_in(self, memory_N1SH: Tensor) -> Tensor:
+        """The trunk's states of the rows, [S, B, H], from their only memory; read once."""
+        if self.states is None:
+            self.states = read_rows(memory_N1SH, self.memory_places)[:, 0].transpose(0, 1)
+        return self.states
 
     @cached_property
     def mask_B1RW(self) -> Tensor:
@@ -310,6 +318,7 @@ class KVCache:
 
     Attributes:
         recurrence: what recurrent layers remember (`recurrent_layers.Recurrence`); None before one has run.
+        states_N1SH: of a trunk's cache, memory where its forwards keep their rows' states; None where none is kept.
     """
 
     def __init__(self, layers: int, tables: BlockTables) -> None:
@@ -317,6 +326,7 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.recurrence: Any = None
+        self.states_N1SH: Tensor | None = None
 
     def append(self, layer: int, key_BGRC: Tensor, value_BGRC: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
         """Write the rows' keys, and values where they differ; returns those of all slots in the window [B, G, W, C]."""
@@ -365,6 +375,7 @@ class Memory:
     ) -> None:
         self.cache, self.depths, self.drafter = cache, depths, drafter
         self.states_N1SH, self.count_T = states_N1SH, count_T
+        cache.states_N1SH = states_N1SH
         self.free_entries = list(range(cache.kept_entries))
 
     def take_entry(self) -> int:

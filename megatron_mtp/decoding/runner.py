@@ -165,9 +165,7 @@ class Runner:
         rows = sequences.rows_of(draft)
         newest_B1 = sequences.tokens_BT.gather(1, rows.first_B.unsqueeze(1))
         tokens_BR = torch.cat([newest_B1, draft.tokens_BN], dim=1) if draft.nodes else newest_B1
-        hidden_SBH = self.trunk(tokens_BR, rows, sequences.memory.cache)
-        sequences.put_states(hidden_SBH, rows)
-        return self.logits(hidden_SBH)
+        return self.logits(self.trunk(tokens_BR, rows, sequences.memory.cache))
 
     def logits(self, hidden_SBH: Tensor) -> Tensor:
         """[B, R, V], the same on every tensor-parallel rank."""

@@ -147,7 +147,7 @@ class Sequences:
         Args:
             inside: whether none of them stands before slot 0.
         """
-        live_BR = None if self._all_live else self.live_B.unsqueeze(1).expand(-1, rows)
+        live_BR = None if self.all_live else self.live_B.unsqueeze(1).expand(-1, rows)
         return Rows(first_B, rows, self.window(beyond), self.tables, live_BR, self.packs, inside=inside)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
@@ -162,13 +162,9 @@ class Sequences:
     def put_tokens(self, first_B: Tensor, tokens_BN: Tensor) -> None:
         """Write tokens from position `first_B` on; a sequence that has ended keeps its own."""
         place_BN = self._places(first_B, tokens_BN.size(1)).clamp(max=self.capacity)
-        if not self._all_live:
+        if not self.all_live:
             place_BN = torch.where(self.live_B.unsqueeze(1), place_BN, self.capacity)
         self.tokens_BT.scatter_(1, place_BN, tokens_BN)
-
-    def put_states(self, hidden_SBH: Tensor, rows: Rows) -> None:
-        """Keep the trunk's hidden states [S, B, H] of the rows, from which depths draft."""
-        write_rows(self.memory.states_N1SH, hidden_SBH.transpose(0, 1).unsqueeze(1), rows.memory_places)
 
     def rows_of(self, draft: Draft) -> Rows:
         """The newest token's row and those of the draft's nodes."""
@@ -219,7 +215,7 @@ class Sequences:
         self.length_B[row] = len(self.token_ids[row])
 
     @property
-    def _all_live(self) -> bool:
+    def all_live(self) -> bool:
         """True if the host knows that no sequence has ended; a fixed step must hold for any."""
         return not self.fixed and all(self.live)
 
@@ -229,7 +225,7 @@ class Sequences:
         return first_B1 if count == 1 else first_B1 + self.memory.count_T[:count]
 
     def _grow(self, gained_B: Tensor) -> None:
-        self.length_B += gained_B if self._all_live else gained_B * self.live_B
+        self.length_B += gained_B if self.all_live else gained_B * self.live_B
 
 
 class KeptTensors:

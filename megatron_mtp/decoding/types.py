@@ -155,6 +155,7 @@ class Proposer:
             back by few (`kv_cache.ROLLED_BACK`).
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         at_once: whether a draft of any K takes one pass.
+        observes: whether it reads the target's logits of every step.
         limit, remedy: where `most` comes from, and what to do about it, for the message to one who asks for more.
     """
 
@@ -165,6 +166,7 @@ class Proposer:
     keeps_states: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
     limit: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
     drafter: Any = None
@@ -221,7 +223,7 @@ class Proposer:
         self.propose(sequences, round, count)
 
     def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
-        """The target's logits of the rows, before the verdict."""
+        """The target's logits of the rows, before the verdict, for a proposer that `observes`."""
 
 
 class Plain(Proposer):
@@ -256,6 +258,7 @@ class Verifier:
         judges_trees: whether it can judge more than chains.
         needs_samples: whether the candidates of a row must be independent samples of one q.
         greedy_only: whether it is for temperature 0.
+        is_greedy: whether it accepts the target's most probable tokens, and these alone.
         takes_path_probs: whether it reads q as the score of a path, and not as what the path was sampled from.
         settings_kind: the class of its own settings.
     """
@@ -266,6 +269,7 @@ class Verifier:
     judges_trees: bool = True
     needs_samples: bool = False
     greedy_only: bool = False
+    is_greedy: bool = False
     takes_path_probs: bool = False
     settings_kind: type[Settings] = Settings
 

@@ -22,7 +22,7 @@ HALVINGS = 40
 """Bisection steps: rho to 1e-11."""
 
 
-@partial(Verifier, line="accept the trunk's argmax", greedy_only=True)
+@partial(Verifier, line="accept the trunk's argmax", greedy_only=True, is_greedy=True)
 def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
     """Token-identical to plain greedy decoding; the token after the path is the target's argmax."""
     best_BR = logits_BRV.argmax(dim=-1)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -196,9 +197,9 @@ def run_every_step_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MTP layers run and draft in turn, also where a backend has them all at once."""
-    for kind in BACKENDS.values():
-        monkeypatch.setattr(kind, "draft", lambda *_: False)
+    """MTP layers draft in turn, and drafts are scored, judged and kept, also where a backend has it all at once."""
+    for kind, name in product(BACKENDS.values(), ("draft", "accept")):
+        monkeypatch.setattr(kind, name, lambda *_: None)
 
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +328,7 @@ class Agreeing(Proposer):
     def __init__(self, inner: Proposer, answers: list[list[int]], rate: float = 0.7) -> None:
         super().__init__(inner.runner, inner.config)
         self.inner, self.answers, self.rate = inner, answers, rate
+        self.observes = inner.observes  # type: ignore[misc]
         self.generator = torch.Generator().manual_seed(9)
 
     def nodes(self, count: int) -> int:

@@ -8,9 +8,10 @@ from drafting_single import model_of, prompts_of
 from torch import Tensor
 
 from megatron_mtp.decoding import backend
-from megatron_mtp.decoding.backend import BACKENDS, Modules, MTPRows, Unfit
+from megatron_mtp.decoding.backend import BACKENDS, Modules, Unfit, in_tensors
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sequences import Sequences
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -35,11 +36,11 @@ class Half(Modules):
         self.calls.append(number)
         return super().run(number, *given)
 
-    def draft(self, passes: Any, drafted_BN: Tensor) -> bool:
+    def draft(self, sequences: Sequences, passes: Any) -> Tensor:
         states_SBH = None
         assert self.head_VH is not None
-        for place, one in enumerate(passes):
-            assert isinstance(one, MTPRows)
+        in_order, drafted_BN = in_tensors(sequences, passes)
+        for place, one in enumerate(in_order):
             given_SBH = one.given_SBH
             if given_SBH is None:
                 assert states_SBH is not None
@@ -47,7 +48,7 @@ class Half(Modules):
             number = 1 + (one.depth - 1) % (len(self.stacks) - 1)
             states_SBH = super().run(number, one.tokens_BR, given_SBH, one.rows, one.cache)
             drafted_BN[:, place] = (states_SBH[-1] @ self.head_VH.T).argmax(dim=-1)
-        return True
+        return drafted_BN
 
 
 def with_half(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, kind: str = "gqa") -> Runner:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import KINDS, method_of, model_of, prompts_of, trained_forward
+from drafting_single import KINDS, draft_one_by_one, method_of, model_of, prompts_of, trained_forward
 from hybrid_single import drafting_hybrid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -388,6 +388,7 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
         return trunk(self, *given)
 
     monkeypatch.setattr(Runner, "trunk", started)
+    draft_one_by_one(monkeypatch)
     for _ in range(3):
         engine.step()
     noted.clear()

@@ -69,7 +69,8 @@ class DFlash(OneCache):
         """Keep the context of tokens whose features are new."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
-        for first_B, count, _ in windows(sequences, width):
+        for first, count, _ in windows(sequences, width):
+            first_B = sequences.newest_B + first
             rows = sequences.chain(first_B, count, 0)
             self.runner.keep_context(sequences.states_at(first_B, count), rows, sequences.memory.depths[0])
 

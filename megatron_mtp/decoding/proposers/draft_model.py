@@ -81,7 +81,8 @@ class DraftModel(OneCache):
         assert cache is not None
         width = sequences.growth_since(self.own) + 1
         sequences.mark_seen(self.own)
-        for first_B, rows, _ in windows(sequences, width, end=1):
+        for first, rows, _ in windows(sequences, width, end=1):
+            first_B = sequences.newest_B + first
             tokens_BR = sequences.tokens_at(first_B, rows)
             hidden_SBH = self.drafter.trunk(tokens_BR, sequences.chain(first_B, rows, 0), cache)
         logits_BV = self.drafter.logits(hidden_SBH[-1:])[:, 0]

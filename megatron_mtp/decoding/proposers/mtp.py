@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.backend import MTPRows
+from megatron_mtp.decoding.backend import MTPRows, Pass, in_tensors
 from megatron_mtp.decoding.kv_cache import CHUNK
 from megatron_mtp.decoding.sampling import DRAFT, draw
 from megatron_mtp.decoding.types import Draft, Kind, Proposer, Round
@@ -65,23 +65,12 @@ class Vanilla(Proposer):
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
         # Depths with states all run: one that falls behind would need rows that the others cannot run anew.
         draft, run = None, self.runner.depths if self.runner.recurrent_depths else count
-        caches = sequences.memory.depths
         rows_to_run = max(sequences.growth_since(depth) + depth for depth in range(run))
-        for first_B, width, is_last in windows(sequences, rows_to_run):
-            rows = sequences.chain(first_B, width, 0)
-            trunk_SBH = sequences.states_at(first_B, width)
-            tokens_BT = sequences.tokens_at(first_B, width + run + 1)[:, 1:]
+        for first, rows, is_last in windows(sequences, rows_to_run):
             passes = [
-                MTPRows(
-                    depth,
-                    trunk_SBH if depth == 1 or not self.runner.sequential else None,
-                    tokens_BT[:, depth - 1 : depth - 1 + width],
-                    rows,
-                    caches[depth - 1],
-                )
-                for depth in range(1, run + 1)
+                Pass(depth, first, rows, depth, depth == 1 or not self.runner.sequential) for depth in range(1, run + 1)
             ]
-            draft = in_turn(self.runner, passes, tokens_BT[:, width:], round, count if is_last else 0)
+            draft = in_turn(self.runner, sequences, passes, round, count if is_last else 0)
         assert draft is not None
         self.mark_seen(sequences, run)
         return draft
@@ -108,39 +97,30 @@ class Eagle(OneCache):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        newest = self.new_rows(sequences)
-        drafted_BN = newest.tokens_BR.new_empty(len(sequences.token_ids), count)
-        passes = [newest]
-        for place in range(1, count):
-            rows = sequences.chain(sequences.newest_B - 1 + place, 1, count)
-            passes.append(MTPRows(1, None, drafted_BN[:, place - 1 : place], rows, newest.cache))
-        draft = in_turn(self.runner, passes, drafted_BN, round, count)
+        passes = [self.new_rows(sequences), *(Pass(1, place, 1, 1, False) for place in range(count - 1))]
+        draft = in_turn(self.runner, sequences, passes, round, count)
         assert draft is not None
         return draft
 
-    def new_rows(self, sequences: "Sequences") -> MTPRows:
+    def new_rows(self, sequences: "Sequences") -> Pass:
         """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
         width = sequences.growth_since(self.own)
         sequences.mark_seen(self.own)
-        cache = sequences.memory.depths[0]
-        for first_B, rows, is_last in windows(sequences, width):
-            given_SBH, tokens_BR = sequences.states_at(first_B, rows), sequences.tokens_at(first_B + 1, rows)
-            chunk = MTPRows(1, given_SBH, tokens_BR, sequences.chain(first_B, rows, 0), cache)
+        for first, rows, is_last in windows(sequences, width):
+            chunk = Pass(1, first, rows, 1, True)
             if not is_last:
-                run(self.runner, chunk)
+                (before,), _ = in_tensors(sequences, [chunk])
+                run(self.runner, before)
         return chunk
 
 
-def in_turn(runner: "Runner", passes: list[MTPRows], drafted_BN: Tensor, round: Round, count: int) -> Draft | None:
-    """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does.
-
-    Args:
-        drafted_BN: gets the drafts, and may be what later passes read.
-    """
-    if count and round.sampling.greedy and runner.backend.draft(passes, drafted_BN):
-        return Draft(drafted_BN[:, :count])
+def in_turn(runner: "Runner", sequences: "Sequences", passes: list[Pass], round: Round, count: int) -> Draft | None:
+    """Run MTP layers in turn; the first `count` of them draft after their last row. None where none does."""
+    if count and round.sampling.greedy and (at_once_BN := runner.backend.draft(sequences, passes)) is not None:
+        return Draft(at_once_BN if count == len(passes) else at_once_BN[:, :count])
     picked, states_SBH = [], None
-    for place, one in enumerate(passes):
+    in_order, drafted_BN = in_tensors(sequences, passes)
+    for place, one in enumerate(in_order):
         states_SBH = run(runner, one, states_SBH)
         if place < count:
             picked.append(pick(runner.draft_logits(states_SBH[-1:])[:, 0], round, place))
@@ -157,8 +137,8 @@ def run(runner: "Runner", one: MTPRows, before_SBH: Tensor | None = None) -> Ten
     return runner.depth(one.depth, given_SBH, one.tokens_BR, one.rows, one.cache)
 
 
-def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[Tensor, int, bool]]:
-    """The `width` rows before row m + `end` in chunks: first row [B], number of rows, and whether they are the last.
+def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[int, int, bool]]:
+    """The `width` rows before row m + `end` in chunks: first row less m, number of rows, and whether they are the last.
 
     Rows before row 0 are padding. In several chunks they are left out where no sequence has a row: the first chunk
     could be padding alone, of a new prompt of 513 tokens for example, and a module cannot run 0 rows.
@@ -166,7 +146,7 @@ def windows(sequences: "Sequences", width: int, end: int = 0) -> Iterator[tuple[
     before = width if width <= CHUNK else min(width, sequences.longest - 1 + end)
     while before > 0:
         rows = min(CHUNK, before) if before <= CHUNK or before >= 2 * CHUNK else before - CHUNK
-        yield sequences.length_B + (end - 1 - before), rows, rows == before
+        yield end - before, rows, rows == before
         before -= rows
 
 

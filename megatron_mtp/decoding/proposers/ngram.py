@@ -124,6 +124,7 @@ class Lookahead(Proposer):
     settings_kind = LookaheadSettings
     settings: LookaheadSettings
     drafts_trees = True
+    observes = True
     limit = "the n-grams less their first token"
     remedy = "give a larger ngram_size"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
+from megatron_mtp.decoding.backend import in_tensors
 from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
 from megatron_mtp.decoding.proposers.mtp import Eagle, run
 from megatron_mtp.decoding.sampling import DRAFT, draw
@@ -101,7 +102,7 @@ class Grower(Eagle):
             most: candidates of a level that are continued, the best; None continues all.
             drawn: candidates are samples of q rather than its most likely tokens.
         """
-        newest = self.new_rows(sequences)
+        (newest,), _ = in_tensors(sequences, [self.new_rows(sequences)])
         states_SBH = run(self.runner, newest)[-1:]
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
         shape, started = (len(sequences.token_ids), 1, self._rows_run(widths, most)), 0

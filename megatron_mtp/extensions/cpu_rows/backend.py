@@ -5,9 +5,11 @@ from typing import override
 
 from torch import Tensor
 
-from megatron_mtp.decoding.backend import Modules, MTPRows, Stack, Unfit
+from megatron_mtp.decoding.backend import Modules, Pass, Stack, Unfit
 from megatron_mtp.decoding.dense_layer import Multiply
 from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product
@@ -30,6 +32,7 @@ class CpuRows(Modules):
         super().__init__(model, scope, positions, head_VH)
         self.few_rows = [self._few_rows_of(stack) for stack in self.stacks]
         self._drafts = None if head_VH is None else greedy_drafts(self.few_rows[1:], head_VH)
+        self._head_VH = head_VH if head_VH is not None and is_compiled(head_VH) else None
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
         if self.embedding_VH is None or not stack.is_short or self.model.drafter is not None:
@@ -48,8 +51,16 @@ class CpuRows(Modules):
         return compiled(tokens_BR, given_SBH, rows, cache)
 
     @override
-    def draft(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> bool:
-        if self._drafts is None or max(one.tokens_BR.numel() for one in passes) > MOST_ROWS:
-            return False
-        self._drafts(passes, drafted_BN)
-        return True
+    def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor | None:
+        most = max(one.count for one in passes) * len(sequences.token_ids)
+        if self._drafts is None or most > MOST_ROWS or not sequences.all_live:
+            return None
+        return self._drafts(sequences, passes)
+
+    @override
+    def accept(self, sequences: Sequences, draft: Draft) -> StepOutput | None:
+        compiled, most = self.few_rows[0], (draft.nodes + 1) * len(sequences.token_ids)
+        is_chain = draft.is_chain and draft.valid_BN is None
+        if compiled is None or self._head_VH is None or most > MOST_ROWS or not (is_chain and sequences.all_live):
+            return None
+        return compiled.accept(sequences, draft, self._head_VH)

@@ -13,16 +13,17 @@ Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidd
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_mtp.decoding.backend import MTPRows
+from megatron_mtp.decoding.backend import Pass
 from megatron_mtp.decoding.dense_layer import attention_of, mixer_of, mlp_of, norm_before
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
+from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.portable import PortableNorm
 
@@ -77,16 +78,19 @@ class _Rows(ctypes.Structure):
         *((name, _N) for name in ("rows", "batch", "window")),
         ("tokens", _P),
         ("token_stride", _N),
-        *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states", "keys", "values")),
-        ("table", _P),
+        *((name, _P) for name in ("first", "positions", "places", "mask", "given", "states")),
+        *((name, _P) for name in ("continued", "kept_states", "keys", "values", "table")),
         *((name, _N) for name in ("pages", "size")),
         *((name, _P) for name in ("remembered", "entry", "start", "end")),
         ("kept", _N),
+        *((name, _N) for name in ("by_place", "offset", "ahead")),
+        ("drafted", _P),
+        ("draft_stride", _N),
     )
 
 
 class _Pass(ctypes.Structure):
-    _fields_ = (("stack", ctypes.POINTER(_Stack)), ("rows", ctypes.POINTER(_Rows)), ("token", _P))
+    _fields_ = (("stack", _P), ("rows", _P), ("token", _P))
 
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -140,6 +144,7 @@ class FewRows:
             raise NotImplementedError("no compiled code")
         self.dtype, self._held = embedding.dtype, list[Tensor]()
         self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
+        self._accept = _function(compiled, "accept", self.dtype, [_P, _P, _P, _N, _P, _P, _N])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._mixers = [mixer_of(layer) for layer in layers]
         self._caches = [None if (one := attention_of(layer)) is None else one.core_attention.layer for layer in layers]
@@ -158,62 +163,79 @@ class FewRows:
             *((self._norm(depth.enorm), self._norm(depth.hnorm)) if merges else (_Norm(), _Norm())),
             self._norm(last),
         )
-        self._cache: tuple[list[Tensor | None], Any, Any] | None = None
+        self.place = ctypes.addressof(self._stack)
+        self.is_recurrent = any(self._mixers)
+        self._known: tuple[list[Tensor | None], Tensor, _Rows, Any] | None = None
         self._remembered: tuple[Recurrence, Any] | None = None
 
     def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
-        """States [S, B, H] of the rows, whose keys and values are added to the cache.
+        """States [S, B, H] of the rows, whose keys and values are added to the cache, and a trunk's states too.
 
         Args:
             tokens_BR: the trunk's, or those that a sequential depth merges with the states it continues.
             given_SBH: the states that a depth continues; None for the trunk.
         """
-        made = self.prepared(tokens_BR, given_SBH, rows, cache)
-        self._run(ctypes.byref(self._stack), ctypes.byref(made.call), torch.get_num_threads())
-        return made.states_SBH
-
-    def prepared(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> "Prepared":
-        """Prepare a call's arguments; see `__call__`."""
         batch, count = tokens_BR.shape
-        like = self._held[0]
-        states_SBH = torch.empty(count, batch, self._stack.hidden, dtype=like.dtype)
-        keys, values = self._pointers(cache, like)
+        states_SBH = self._held[0].new_empty(count, batch, self._stack.hidden)
         tokens_BR = tokens_BR if tokens_BR.stride(1) == 1 else tokens_BR.contiguous()
         given_SBH = None if given_SBH is None else given_SBH.contiguous()
         where = _where(rows)
-        call = _Rows(
-            *(count, batch, rows.window),
-            *(tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)),
-            *(None if one is None else one.data_ptr() for one in (*where, given_SBH)),
-            *(states_SBH.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
-            *(rows.tables.table_BL.data_ptr(), rows.tables.table_BL.size(1), rows.tables.size),
-            *self._memories(cache, rows, count, like),
-        )
-        held = tokens_BR, given_SBH, *where, keys, values, rows.tables, cache.recurrence, self._remembered
-        return Prepared(self._stack, call, states_SBH, held)
+        call = self._call(cache, rows.tables)
+        call.rows, call.batch, call.window = count, batch, rows.window
+        call.tokens, call.token_stride = tokens_BR.data_ptr() if self._reads_tokens else None, tokens_BR.stride(0)
+        call.first, call.positions, call.places, call.mask = map(_pointer, where)
+        call.given, call.states = _pointer(given_SBH), states_SBH.data_ptr()
+        if self.is_recurrent:
+            self.room_for(cache, rows, count)
+            self.remember(call, cache, rows.tables)
+        self._run(self.place, ctypes.addressof(call), torch.get_num_threads())
+        return states_SBH
+
+    def accept(self, sequences: Sequences, draft: Draft, head_VH: Tensor) -> StepOutput:
+        """Run t_m and a chain of drafts, and append to every sequence what `verifiers.greedy` accepts."""
+        drafted_BN, cache = draft.tokens_BN, sequences.memory.cache
+        batch, drafts = drafted_BN.shape
+        best_BR, count_B = drafted_BN.new_empty(batch, drafts + 1), drafted_BN.new_empty(batch)
+        call = self.in_place(sequences, Pass(0, 0, drafts + 1, 0, False), cache, drafted_BN, sequences.window(drafts))
+        if self.is_recurrent:
+            self.room_for(cache, sequences.chain(sequences.newest_B, drafts + 1, drafts), drafts + 1)
+            self.remember(call, cache, sequences.tables)
+        head, made = (head_VH.data_ptr(), head_VH.size(0)), (best_BR.data_ptr(), count_B.data_ptr())
+        self._accept(self.place, ctypes.addressof(call), *head, *made, torch.get_num_threads())
+        return StepOutput(draft, best_BR, count_B)
+
+    def in_place(self, sequences: Sequences, one: Pass, cache: KVCache, drafted_BN: Tensor, window: int) -> _Rows:
+        """Rows whose tokens are those of the sequences, and behind t_m these drafts; the states stay in the call."""
+        call, tokens_BT = self._call(cache, sequences.tables), sequences.tokens_BT
+        call.rows, call.batch, call.window = one.count, len(sequences.token_ids), window
+        call.tokens, call.token_stride = tokens_BT.data_ptr() if self._reads_tokens else None, tokens_BT.stride(0)
+        call.first, call.offset, call.ahead = sequences.length_B.data_ptr(), one.first - 1, one.ahead
+        call.by_place, call.drafted, call.draft_stride = 1, drafted_BN.data_ptr(), drafted_BN.stride(0)
+        if one.from_trunk:
+            call.continued = sequences.memory.states_N1SH.data_ptr()
+        return call
 
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
-        if any(self._mixers):
+        if self.is_recurrent:
             from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
-    def _memories(self, cache: KVCache, rows: Rows, count: int, like: Tensor) -> tuple[int | None, ...]:
-        """Memory of recurrent layers: pointers, the sequences' entries, start and end of the slots, and the slots."""
-        if not any(self._mixers):
-            return None, None, None, None, 0
+    def remember(self, call: _Rows, cache: KVCache, tables: BlockTables) -> None:
+        """Give a call the memory of recurrent layers: pointers, entries, start and end of the slots, and the slots."""
         from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
-        self.room_for(cache, rows, count)
+        like = self._held[0]
         recurrence = recurrence_of(cache, like.device)
-        recurrence.hold(count, rows.tables)
+        recurrence.hold(call.rows, tables)
         if self._remembered is None or self._remembered[0] is not recurrence:
             made = [self._memory(recurrence, mixer, like) for mixer in self._mixers]
             self._remembered = recurrence, (_Remembered * len(made))(*made)
         memory = next(iter(recurrence.layers.values()))
-        start, end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
-        return ctypes.addressof(self._remembered[1]), rows.tables.entry_B.data_ptr(), start, end, memory.kept
+        call.remembered, call.entry = ctypes.addressof(self._remembered[1]), tables.entry_B.data_ptr()
+        call.start, call.end = recurrence.start_E.data_ptr(), recurrence.end_E.data_ptr()
+        call.kept = memory.kept
 
     def _memory(self, recurrence: "Recurrence", mixer: "CachedRecurrence | None", like: Tensor) -> _Remembered:
         if mixer is None:
@@ -221,15 +243,26 @@ class FewRows:
         memory = recurrence.memory(mixer.layer, mixer.sizes, like)
         return _Remembered(*(one.data_ptr() for one in memory.parts))
 
-    def _pointers(self, cache: KVCache, like: Tensor) -> tuple[Any, Any]:
-        """Pointers to the keys and the values of every layer; found once for a cache's memory."""
-        if self._cache is None or self._cache[0] is not cache.keys:
-            sizes = self._groups, self._channels, like
+    def _call(self, cache: KVCache, tables: BlockTables) -> _Rows:
+        """A call over these tables, with what all have in common, such as pointers to every layer's keys and values."""
+        known, table_BL = self._known, tables.table_BL
+        if known is None or known[0] is not cache.keys or known[1] is not table_BL:
+            sizes = self._groups, self._channels, self._held[0]
             held = [None if layer is None else cache.take(layer, *sizes) for layer in self._caches]
             array = _P * len(held)
             keys, values = (array(*(pair and pair[side].data_ptr() for pair in held)) for side in (0, 1))
-            self._cache = cache.keys, keys, values
-        return self._cache[1], self._cache[2]
+            call = _Rows(
+                kept_states=_pointer(cache.states_N1SH),
+                keys=ctypes.addressof(keys),
+                values=ctypes.addressof(values),
+                table=table_BL.data_ptr(),
+                pages=table_BL.size(1),
+                size=tables.size,
+            )
+            known = self._known = cache.keys, table_BL, call, (keys, values, cache.states_N1SH)
+        call = _Rows.from_buffer_copy(known[2])
+        call.held = known  # until the call is over
+        return call
 
     def _layer(self, layer: Any) -> _Layer:
         made = _Layer()
@@ -300,21 +333,6 @@ class FewRows:
         return tensor.data_ptr()
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A call of `FewRows` that has not run.
-
-    Attributes:
-        states_SBH: where the states of its rows will be.
-        held: what the call points to, which must stay until it is over.
-    """
-
-    stack: _Stack
-    call: _Rows
-    states_SBH: Tensor
-    held: tuple[Any, ...]
-
-
 class GreedyDrafts:
     """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
 
@@ -326,29 +344,36 @@ class GreedyDrafts:
 
     def __init__(self, compiled: ctypes.CDLL, depths: Sequence[FewRows], head_VH: Tensor) -> None:
         self._depths, self._head_VH = depths, head_VH
+        self._are_recurrent = any(one.is_recurrent for one in depths)
         self._run = _function(compiled, "draft", head_VH.dtype, [_P, _N, _P, _N, _N, _N])
 
-    def __call__(self, passes: Sequence[MTPRows], drafted_BN: Tensor) -> None:
-        """Write the token after the last row of every pass to `drafted_BN`."""
-        array, prepared = (_Pass * len(passes))(), list[Prepared]()
-        self._make_room(passes)
+    def __call__(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor:
+        """The token after the last row of every pass, [B, N]."""
+        caches, batch = sequences.memory.depths, len(sequences.token_ids)
+        drafted_BN = sequences.tokens_BT.new_empty(batch, len(passes))
+        array, calls, window = (_Pass * len(passes))(), list[_Rows](), sequences.window(len(passes))
+        if self._are_recurrent:
+            self._make_room(sequences, passes)
         for number, one in enumerate(passes):
-            given_SBH = prepared[-1].states_SBH[-one.tokens_BR.size(1) :] if one.given_SBH is None else one.given_SBH
             depth = self._depth(one)
-            made = depth.prepared(one.tokens_BR, given_SBH, one.rows, one.cache)
+            call = depth.in_place(sequences, one, caches[one.depth - 1], drafted_BN, window)
+            if depth.is_recurrent:
+                depth.remember(call, caches[one.depth - 1], sequences.tables)
             place = drafted_BN.data_ptr() + number * drafted_BN.element_size()
-            array[number] = _Pass(ctypes.pointer(made.stack), ctypes.pointer(made.call), place)
-            prepared.append(made)
+            array[number] = _Pass(depth.place, ctypes.addressof(call), place)
+            calls.append(call)
         head_VH, threads = self._head_VH, torch.get_num_threads()
         self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
+        return drafted_BN
 
-    def _make_room(self, passes: Sequence[MTPRows]) -> None:
+    def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
         """For all passes over a cache before the first of them runs: states take in rows only between calls."""
-        for first in {id(one.cache): one for one in reversed(passes)}.values():
-            count = sum(one.tokens_BR.size(1) for one in passes if one.cache is first.cache)
-            self._depth(first).room_for(first.cache, first.rows, count)
+        for first in {one.depth: one for one in reversed(passes)}.values():
+            count = sum(one.count for one in passes if one.depth == first.depth)
+            rows = sequences.chain(sequences.newest_B + first.first, first.count, len(passes))
+            self._depth(first).room_for(sequences.memory.depths[first.depth - 1], rows, count)
 
-    def _depth(self, one: MTPRows) -> FewRows:
+    def _depth(self, one: Pass) -> FewRows:
         return self._depths[(one.depth - 1) % len(self._depths)]
 
 
@@ -375,6 +400,10 @@ def _where(rows: Rows) -> tuple[Tensor | None, ...]:
     if rows.is_chain and rows.live_BR is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def few_rows(*given: Any) -> FewRows | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_single import draft_one_by_one, model_of, prompts_of, runs, tree_of
+from drafting_single import draft_one_by_one, model_of, prefilled, prompts_of, runs, tree_of
 from megatron_single import VOCABULARY
 from tiers import tiered
 from torch import Tensor
@@ -144,6 +144,28 @@ def test_drafts_of_one_call_are_those_of_depth_by_depth(
     assert all(len(drafts) > 5 for drafts in at_once)
     draft_one_by_one(monkeypatch)
     assert at_once == [drafts_of(pair[0], batch, settings) for settings in all_settings]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("texts", [1, 3])
+def test_a_round_of_two_calls_leaves_what_its_parts_leave(pair: tuple[Runner, Runner], texts: int) -> None:
+    method = "mtp_eagle" if pair[0].sequential else "parallel_heads"
+    settings = {"method": method, "num_speculative_tokens": 2}
+    for speculative in (None, settings):
+        of_calls, of_parts = (prefilled(pair[0], prompts_of(texts), speculative) for _ in range(2))
+        for _ in range(5):
+            assert of_calls.sequences.all_live
+            of_calls.step()
+            with pytest.MonkeyPatch.context() as patch:
+                draft_one_by_one(patch)
+                of_parts.step()
+            ours, right = of_calls.sequences, of_parts.sequences
+            lengths = [len(tokens) for tokens in right.token_ids]
+            assert ours.length_B.tolist() == right.length_B.tolist() == lengths
+            for row, length in enumerate(lengths):
+                assert ours.tokens_BT[row, :length].tolist() == ours.token_ids[row] == right.token_ids[row]
+            kept = [one.states_at(0 * one.length_B, min(lengths) - 1) for one in (ours, right)]
+            torch.testing.assert_close(*kept)
 
 
 def drafts_of(runner: Runner, texts: int, settings: dict[str, Any]) -> list[list[Any]]:

@@ -33,6 +33,7 @@ typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t Signed __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 struct bfloat16 {
     uint16_t bits;
@@ -83,7 +84,7 @@ inline void totals(const Vector* value, float* sum) {
                   __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     abcd += __builtin_shufflevector(abcd, abcd, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     abcd += __builtin_shufflevector(abcd, abcd, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    for (int i = 0; i < 4; i++) sum[i] = abcd[4 * i];
+    *reinterpret_cast<Four*>(sum) = __builtin_shufflevector(abcd, abcd, 0, 4, 8, 12);
 #else
     Vector ab = __builtin_shufflevector(value[0], value[1], 0, 1, 2, 3, 8, 9, 10, 11) +
                 __builtin_shufflevector(value[0], value[1], 4, 5, 6, 7, 12, 13, 14, 15);
@@ -92,7 +93,7 @@ inline void totals(const Vector* value, float* sum) {
     Vector abcd = __builtin_shufflevector(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) +
                   __builtin_shufflevector(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
     abcd += __builtin_shufflevector(abcd, abcd, 1, 0, 3, 2, 5, 4, 7, 6);
-    for (int i = 0; i < 4; i++) sum[i] = abcd[2 * i];
+    *reinterpret_cast<Four*>(sum) = __builtin_shufflevector(abcd, abcd, 0, 2, 4, 6);
 #endif
 }
 
@@ -118,6 +119,14 @@ inline Vector fused(Vector sum, Vector a, Vector b) {
 }
 
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+inline float largest(Vector value) {
+    float lane[LANES];
+    store(lane, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+    return lane[0];
+}
 
 // e^x within 2 units of the last place: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series.
 inline Vector exponential(Vector x) {
@@ -311,6 +320,8 @@ struct Rows {
     const float* mask;                  // [batch, 1, rows, window]; both null for a chain
     const void* given;                  // [rows, batch, hidden] that a depth continues; null for the trunk
     void* states;                       // [rows, batch, hidden], the result
+    const void* continued;              // [blocks, size, hidden]: a depth continues those in its rows' slots; or null
+    void* kept_states;                  // [blocks, size, hidden]: the result in the rows' slots too; or null
     void *const *keys, *const *values;  // of every layer, [blocks, groups, size, channels]
     const int64_t* table;               // [batch, pages]: the block of a text's first `size` slots, of the next ones, ...
     int64_t pages, size;                // the last page ends with the scratch slot
@@ -319,9 +330,13 @@ struct Rows {
     const int64_t* start;               // [entries], the position of the first slot that recurrent layers keep
     int64_t* end;                       // [entries], the position after the last row that has run
     int64_t kept;                       // these slots
+    // Of rows that follow the tokens of every text: `tokens` are all of these, and `first` says how many they are.
+    int64_t by_place, offset, ahead;  // row i stands at first + offset + i, and reads the token `ahead` places behind it
+    const int64_t* drafted;           // [batch, ..], the tokens behind those, `draft_stride` apart
+    int64_t draft_stride;
 };
 
-struct Pass {  // of a depth
+struct Pass {  // of a depth; its rows' `given` are the last states of the pass before, unless they continue a memory's
     const Stack* stack;
     const Rows* rows;
     int64_t* token;  // that it drafts for the first text
@@ -345,13 +360,13 @@ void normalize(const In* x, Norm norm, long channels, Out* to) {
 
 // Softmax of the first `count` scores, in place, and 0 for those up to `seen`.
 inline void softmax(float* score, const float* mask, float scale, long count, long seen) {
-    float most = -INFINITY;
     for (long w = 0; w < count; w++) score[w] *= scale;
     if (mask)
         for (long w = 0; w < count; w++) score[w] += mask[w];
     for (long w = count; w < seen + LANES; w++) score[w] = -INFINITY;  // scores have room for whole vectors
-    for (long w = 0; w < count; w++) most = score[w] > most ? score[w] : most;
-    Vector sums = {};
+    Vector mosts = all(-INFINITY), sums = {};
+    for (long w = 0; w < count; w += LANES) mosts = larger(load(score + w), mosts);
+    const float most = largest(mosts);
     for (long w = 0; w < seen; w += LANES) {
         Vector e = exponential(load(score + w) - most);
         e = load(score + w) > VISIBLE ? e : Vector{};
@@ -362,52 +377,65 @@ inline void softmax(float* score, const float* mask, float scale, long count, lo
     for (long w = 0; w < seen; w++) score[w] *= factor;
 }
 
-// weights [count] times PARTS vectors of values, [size, channels] from `block(slot)` on for every `size` slots. An
-// addition waits for the one before, so TURNS sums take turns; `size` is a multiple of these where there are several
-// blocks, so a sum does not depend on how slots are divided.
-template <int PARTS, int TURNS, class Block, class Load>
-inline void mix_some(const float* weight, Block block, long size, long count, long channels, Vector* sum, Load load_one) {
-    Vector turns[TURNS][PARTS] = {};
+// weights [count] of ROWS rows, `stride` apart, times PARTS vectors of values, [size, channels] from `block(slot)` on for
+// every `size` slots. An addition waits for the one before, so TURNS sums take turns; `size` is a multiple of these where
+// there are several blocks, so a sum does not depend on how slots are divided.
+template <int ROWS, int PARTS, int TURNS, class Block, class Load>
+inline void mix_some(const float* weight, long stride, Block block, long size, long count, long channels,
+                     Vector (*sum)[PARTS], Load load_one) {
+    Vector turns[ROWS][TURNS][PARTS] = {};
     for (long from = 0; from < count; from += size) {
         auto value = block(from);
         long w = 0, some = std::min(size, count - from);
         auto add = [&](int turn, long w) {
-            for (int part = 0; part < PARTS; part++)
-                turns[turn][part] = fused(turns[turn][part], all(weight[from + w]),
-                                          load_one(value + w * channels + part * LANES));
+            for (int part = 0; part < PARTS; part++) {
+                Vector one = load_one(value + w * channels + part * LANES);
+                for (int row = 0; row < ROWS; row++)
+                    turns[row][turn][part] = fused(turns[row][turn][part], all(weight[row * stride + from + w]), one);
+            }
         };
         for (; w + TURNS <= some; w += TURNS)
             for (int turn = 0; turn < TURNS; turn++) add(turn, w + turn);
         for (int turn = 0; w + turn < some; turn++) add(turn, w + turn);
     }
-    for (int part = 0; part < PARTS; part++) {
-        sum[part] = turns[0][part];
-        for (int turn = 1; turn < TURNS; turn++) sum[part] += turns[turn][part];
-    }
+    for (int row = 0; row < ROWS; row++)
+        for (int part = 0; part < PARTS; part++) {
+            sum[row][part] = turns[row][0][part];
+            for (int turn = 1; turn < TURNS; turn++) sum[row][part] += turns[row][turn][part];
+        }
 }
 
-template <class Float, class Block>
-void mix(const float* weight, Block block, long size, long count, long channels, Float* out) {
+// The outputs of ROWS rows, `out_stride` apart.
+template <int ROWS, class Float, class Block>
+void mix_rows(const float* weight, long stride, Block block, long size, long count, long channels, Float* out,
+              long out_stride) {
     auto whole = [](const Float* from) { return load(from); };
     long c = 0;
     auto from_channel = [&](long slot) { return block(slot) + c; };
     auto some = [&](auto parts) {
         constexpr int PARTS = decltype(parts)::value;
-        Vector sum[PARTS];
+        Vector sum[ROWS][PARTS];
         for (; c + PARTS * LANES <= channels; c += PARTS * LANES) {
-            mix_some<PARTS, 4 / PARTS>(weight, from_channel, size, count, channels, sum, whole);
-            for (int part = 0; part < PARTS; part++) store(out + c + part * LANES, sum[part]);
+            mix_some<ROWS, PARTS, 4 / PARTS>(weight, stride, from_channel, size, count, channels, sum, whole);
+            for (int row = 0; row < ROWS; row++)
+                for (int part = 0; part < PARTS; part++) store(out + row * out_stride + c + part * LANES, sum[row][part]);
         }
     };
     some(std::integral_constant<int, 4>());
     some(std::integral_constant<int, 2>());
     some(std::integral_constant<int, 1>());
     if (long rest = channels - c) {
-        Vector sum;
+        Vector sum[ROWS][1];
         auto part = [&](const Float* from) { return load_part(from, rest); };
-        mix_some<1, 4>(weight, from_channel, size, count, channels, &sum, part);
-        for (long lane = 0; lane < rest; lane++) put(out + c + lane, sum[lane]);
+        mix_some<ROWS, 1, 4>(weight, stride, from_channel, size, count, channels, sum, part);
+        for (int row = 0; row < ROWS; row++)
+            for (long lane = 0; lane < rest; lane++) put(out + row * out_stride + c + lane, sum[row][0][lane]);
     }
+}
+
+template <class Float, class Block>
+void mix(const float* weight, Block block, long size, long count, long channels, Float* out) {
+    mix_rows<1>(weight, 0, block, size, count, channels, out, 0);
 }
 
 struct Memory {  // that a forward works in; grows, and stays for the next one
@@ -468,6 +496,7 @@ class Forward {
             Float* to = (Float*)r.states + row * s.hidden;
             if (s.last.weight) normalize(residual + row * s.hidden, s.last, s.hidden, to);
             else for (long h = 0; h < s.hidden; h++) put(to + h, residual[row * s.hidden + h]);
+            if (r.kept_states) memcpy((Float*)r.kept_states + in_states(row), to, s.hidden * sizeof(Float));
         }
     }
 
@@ -494,7 +523,13 @@ class Forward {
 
     long text_of(long row) const { return row % r.batch; }
     long place_of(long row) const { return text_of(row) * r.rows + row / r.batch; }
-    long in_chain(long row) const { return r.first[text_of(row)] + row / r.batch; }
+    long in_chain(long row) const { return r.first[text_of(row)] + r.offset + row / r.batch; }
+    int64_t token_of(long row) const {
+        const int64_t* tokens = r.tokens + text_of(row) * r.token_stride;
+        if (!r.by_place) return tokens[row / r.batch];
+        long place = in_chain(row) + r.ahead, behind = place - r.first[text_of(row)];
+        return behind < 0 ? tokens[std::max(place, 0L)] : r.drafted[text_of(row) * r.draft_stride + behind];
+    }
     long position_of(long row) const {
         return r.first ? std::max(in_chain(row), 0L) : r.positions[place_of(row)];
     }
@@ -503,23 +538,32 @@ class Forward {
         return in_chain(row) < 0 ? scratch_slot() : in_chain(row);
     }
     long scratch_slot() const { return r.pages * r.size - 1; }
+    long block_of(long text, long slot) const { return r.table[text * r.pages + slot / r.size]; }
     // Where a slot of a text is in a layer's keys or values.
     long in_cache(long text, long group, long slot) const {
-        long block = r.table[text * r.pages + slot / r.size];
-        return ((block * s.groups + group) * r.size + slot % r.size) * s.channels;
+        return ((block_of(text, slot) * s.groups + group) * r.size + slot % r.size) * s.channels;
+    }
+    // Where a row is in the memory of the trunk's states.
+    long in_states(long row) const {
+        long slot = slot_of(row);
+        return (block_of(text_of(row), slot) * r.size + slot % r.size) * s.hidden;
+    }
+    // The state that a row of a depth continues; null for the trunk.
+    const Float* given(long row) const {
+        if (r.continued) return (const Float*)r.continued + in_states(row);
+        return r.given ? (const Float*)r.given + row * s.hidden : nullptr;
     }
     long entry_of(long text) const { return r.entry[text]; }
     const Float* embedded(long row) const {
-        return (const Float*)s.embedding + r.tokens[text_of(row) * r.token_stride + row / r.batch] * s.hidden;
+        return (const Float*)s.embedding + token_of(row) * s.hidden;
     }
 
     // The residual stream before the first layer.
     void start(Float* x, long thread, long threads) {
-        const Float* given = (const Float*)r.given;
         if (s.merge) {
             for (long row = 0; row < all; row++) {
                 normalize(embedded(row), s.embedded, s.hidden, x + 2 * row * s.hidden);
-                normalize(given + row * s.hidden, s.given, s.hidden, x + (2 * row + 1) * s.hidden);
+                normalize(given(row), s.given, s.hidden, x + (2 * row + 1) * s.hidden);
             }
             Share mine(s.hidden, thread, threads, WIDE);
             product((const Float*)s.merge, x, all, 2 * s.hidden, mine.first, mine.last,
@@ -527,7 +571,8 @@ class Forward {
         } else {
             Share mine(all, thread, threads);
             for (long row = mine.first; row < mine.last; row++) {
-                const Float* from = given ? given + row * s.hidden : embedded(row);
+                const Float* from = given(row);
+                if (!from) from = embedded(row);
                 for (long h = 0; h < s.hidden; h++) residual[row * s.hidden + h] = to_float(from[h]);
             }
         }
@@ -616,8 +661,19 @@ class Forward {
             const float* own = mask ? mask + row * r.window : nullptr;
             long visible = mask ? seen : std::min(position_of(row * r.batch + text) + 1, seen);
             softmax(score + row * scores, own, s.layer[number].scale, visible, seen);
-            Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
-            mix(score + row * scores, values, r.size, seen, s.channels, to);
+        }
+        for (long row = 0; row < r.rows;) {
+            auto some = [&](auto rows) {
+                Float* to = shared + (row * r.batch + text) * attended + head * s.channels;
+                mix_rows<decltype(rows)::value>(score + row * scores, scores, values, r.size, seen, s.channels, to,
+                                                r.batch * attended);
+                row += rows;
+            };
+            switch (r.rows - row) {
+                case 1: some(std::integral_constant<int, 1>()); break;
+                case 2: some(std::integral_constant<int, 2>()); break;
+                default: some(std::integral_constant<int, 3>());
+            }
         }
     }
 
@@ -845,9 +901,8 @@ void multiply(const void* weight, const void* x, void* to, long rows, long input
 }
 
 // The output of the largest product of each row of x [rows, inputs] with the weight, the first of equals.
-template <class Float>
-void most_probable(const Float* weight, const Float* x, long rows, long inputs, long outputs, long threads, int64_t* found,
-                   long stride) {
+template <class Float, class Found>
+void most_probable(const Float* weight, const Float* x, long rows, long inputs, long outputs, long threads, Found found) {
     struct Best {
         float value = -INFINITY;
         int64_t out = 0;
@@ -868,18 +923,48 @@ void most_probable(const Float* weight, const Float* x, long rows, long inputs, 
             const Best& other = best[thread * rows + row];
             if (other.value > first.value) first = other;
         }
-        found[row * stride] = first.out;
+        found(row, first.out);
     }
 }
 
 // One depth after another: the most probable token after the last row of each goes where the next one reads it.
 template <class Float>
 void draft(const Pass* passes, long count, const void* head, long vocabulary, long stride, long threads) {
+    static thread_local std::vector<Float> states[2];
+    const Float* end = nullptr;  // of the states of the pass before
     for (const Pass* pass = passes; pass < passes + count; pass++) {
-        const Rows& rows = *pass->rows;
+        Rows rows = *pass->rows;
+        const long size = rows.rows * rows.batch * pass->stack->hidden;
+        auto& own = states[(pass - passes) % 2];
+        if ((long)own.size() < size) own.resize(size);
+        rows.states = own.data();
+        if (!rows.continued) rows.given = end - size;
         forward<Float>(*pass->stack, rows, threads);
-        const Float* last = (const Float*)rows.states + (rows.rows - 1) * rows.batch * pass->stack->hidden;
-        most_probable((const Float*)head, last, rows.batch, pass->stack->hidden, vocabulary, threads, pass->token, stride);
+        end = own.data() + size;
+        const Float* last = end - rows.batch * pass->stack->hidden;
+        most_probable((const Float*)head, last, rows.batch, pass->stack->hidden, vocabulary, threads,
+                      [&](long text, int64_t token) { pass->token[text * stride] = token; });
+    }
+}
+
+// The most probable token `best` [batch, rows] after every row of a trunk. Those that are the drafts behind their rows and
+// the one after these, `count` [batch], become tokens of their text, whose length grows.
+template <class Float>
+void accept(const Stack& stack, Rows rows, const void* head, long vocabulary, int64_t* best, int64_t* count, long threads) {
+    static thread_local std::vector<Float> states;
+    states.resize(std::max<size_t>(states.size(), rows.rows * rows.batch * stack.hidden));
+    rows.states = states.data();
+    forward<Float>(stack, rows, threads);
+    most_probable((const Float*)head, states.data(), rows.rows * rows.batch, stack.hidden, vocabulary, threads,
+                  [&](long row, int64_t token) { best[row % rows.batch * rows.rows + row / rows.batch] = token; });
+    for (long text = 0; text < rows.batch; text++, best += rows.rows) {
+        const int64_t* drafted = rows.drafted + text * rows.draft_stride;
+        int64_t *tokens = const_cast<int64_t*>(rows.tokens) + text * rows.token_stride, gained = 1;
+        int64_t& length = const_cast<int64_t&>(rows.first[text]);
+        while (gained < rows.rows && drafted[gained - 1] == best[gained - 1]) gained++;
+        for (long place = 0; place < gained && length + place < rows.token_stride; place++)
+            tokens[length + place] = best[place];
+        length += count[text] = gained;
     }
 }
 
@@ -889,6 +974,17 @@ void forward_float32(const Stack* stack, const Rows* rows, int64_t threads) { fo
 
 void forward_bfloat16(const Stack* stack, const Rows* rows, int64_t threads) {
     forward<bfloat16>(*stack, *rows, threads);
+}
+
+// head [vocabulary, H]
+void accept_float32(const Stack* stack, const Rows* rows, const void* head, int64_t vocabulary, int64_t* best,
+                    int64_t* count, int64_t threads) {
+    accept<float>(*stack, *rows, head, vocabulary, best, count, threads);
+}
+
+void accept_bfloat16(const Stack* stack, const Rows* rows, const void* head, int64_t vocabulary, int64_t* best,
+                     int64_t* count, int64_t threads) {
+    accept<bfloat16>(*stack, *rows, head, vocabulary, best, count, threads);
 }
 
 // head [vocabulary, H]; the tokens of two texts are `stride` apart

@@ -329,6 +329,7 @@ def answers(server: Served) -> list[Any]:
     return [(choice["token_ids"], choice["finish_reason"]) for one in done for choice in one["choices"]]
 
 
+@pytest.mark.matrix
 def test_two_ranks_serve_what_one_does(served: Served, folder: Path, tmp_path: Path) -> None:
     """They warm up, idle, take requests, let one go whose client has gone, and end with the first rank's drain."""
     server = start(folder, tmp_path / "log", "--warm-up", "--max-running", "3", ranks=2)

@@ -3,7 +3,7 @@
 Import it only after `megatron_mtp.runtime.prepare()` (conftest.py does that).
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,14 +61,17 @@ class Judged:
     logits: Logits
 
 
-def judge_all(root: Path, names: Iterable[str] = ()) -> dict[tuple[str, bool], Judged]:
-    """These families or all, by name and whether it is the bigram model."""
+def judge_all(
+    root: Path, names: Iterable[str] = (), bigrams: Container[str] | None = None
+) -> dict[tuple[str, bool], Judged]:
+    """These families or all, by name and whether it is the bigram model, which `bigrams` or all have as well."""
     folders: dict[tuple[str, bool], Path] = {}
     every = PLAIN | TRAINED
     for name, depths in ({name: every[name] for name in names} or every).items():
         folders[name, False] = make(root / name, name, depths)
-        folders[name, True] = make(root / f"{name}-bigram", name, depths)
-        write(folders[name, True], as_bigram(name, read(folders[name, True])))
+        if bigrams is None or name in bigrams:
+            folders[name, True] = make(root / f"{name}-bigram", name, depths)
+            write(folders[name, True], as_bigram(name, read(folders[name, True])))
     judged = zip(folders.values(), all_reference_logits([*folders.values()], PROMPT), strict=True)
     return {key: Judged(*one) for key, one in zip(folders, judged, strict=True)}
 

@@ -156,7 +156,9 @@ def test_loss_and_gradients_are_those_of_the_definition(recompute: dict[str, Any
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7 * gradient.abs().max().item())
 
 
-@pytest.mark.parametrize(("recompute", "most"), [({}, 26), (RECOMPUTE, 10)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("recompute", "most"), [({}, 26), pytest.param(RECOMPUTE, 10, marks=pytest.mark.matrix)], ids=["kept", "recomputed"]
+)
 def test_what_a_further_step_holds(recompute: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In units of a state of all positions: recomputed, a step keeps its input, embedding, keys, values and state."""
     monkeypatch.setattr(megatron_single, "LENGTH", 256)

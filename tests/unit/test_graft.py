@@ -424,6 +424,7 @@ def test_a_checkpoint_that_megatron_saved_is_donor_and_target(tmp_path: Path) ->
     assert audit(out)["findings"] == []
 
 
+@pytest.mark.matrix
 def test_acceptance_on_a_text_is_that_of_evaluate_for_both(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

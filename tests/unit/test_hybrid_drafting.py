@@ -156,6 +156,7 @@ def test_lookahead_and_trees_where_nothing_is_recurrent() -> None:
         assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pattern", tiered(["M-*-/M-/M-", "G-/*G/*G"], ("M-*-/M-/M-",)))
 @pytest.mark.parametrize(
     "settings",
@@ -265,6 +266,7 @@ def test_caches_along_a_text_are_those_of_a_fresh_prefill(pattern: str, settings
             assert_same_memory((one, used.tables), (other, fresh.tables), [length - 7 - depth for length in lengths])
 
 
+@pytest.mark.matrix
 @all_kinds
 @pytest.mark.parametrize("method", tiered(["mtp", "parallel_heads"], ("mtp",)))
 def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,14 @@ CARRIED = {"exaone_moe": 1, "ernie4_5_moe": 3, "mimo_v2_flash": 3, "longcat_flas
 AllJudged = dict[tuple[str, bool], Judged]
 
 
+BIGRAMS = [*TRAINED][::3]
+"""Of the first tier."""
+
+
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> AllJudged:
-    return judge_all(tmp_path_factory.mktemp("folders"))
+def judged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AllJudged:
+    bigrams = None if pytestconfig.getoption("--all") else {"llama", *BIGRAMS}
+    return judge_all(tmp_path_factory.mktemp("folders"), bigrams=bigrams)
 
 
 @pytest.mark.usefixtures("megatron")
@@ -57,7 +62,7 @@ def test_logits_of_trunk_and_depths_are_those_of_transformers(name: str, judged:
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", tiered(TRAINED, list(TRAINED)[::3]))
+@pytest.mark.parametrize("name", tiered(TRAINED, BIGRAMS))
 def test_every_draft_of_the_bigram_model_is_accepted(name: str, judged: AllJudged, tmp_path: Path) -> None:
     logits, theirs = our_logits(judged[name, True], tmp_path / "mcore"), judged[name, True].logits
     numbers = range(1, TRAINED[name] + 1)

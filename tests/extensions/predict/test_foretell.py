@@ -280,6 +280,7 @@ def test_the_command_answers_for_people_and_for_programs(folder: Path, capsys: p
     assert len(figures["acceptance_as_trained"]) == 2
 
 
+@pytest.mark.matrix
 def test_a_table_has_a_line_for_every_checkpoint_and_engine_that_can_be_computed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

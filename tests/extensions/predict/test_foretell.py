@@ -18,7 +18,7 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.mtp import AttentionInputs, TrunkOutput
 from megatron_mtp.model.trunk import MTPGPTModel
 
 COUNT = 3
@@ -144,8 +144,9 @@ def compare_with_block(model: MTPGPTModel, feeding: Feeding) -> None:
     latent = model.config.multi_latent_attention
     attention = AttentionInputs(rotary_pos_emb=None if latent else model.rotary_pos_emb(starts))
     positions_BS = torch.arange(starts)[None]
-    angles = model._later_angles(model.mtp, attention)
-    states = model.mtp(text.after_SBH[:starts], tokens_DBS, positions_BS, model.embedding, attention, angles=angles)
+    trunk = TrunkOutput(text.after_SBH[:starts], positions_BS, model.embedding, attention, model._angles)
+    given = tokens_DBS, positions_BS, model.embedding, attention
+    states = model.mtp(trunk.hidden_SBH, *given, angles=model.mtp.later_angles(trunk))
     for draft, state_SBH in zip(made, states, strict=True):
         assert draft == model.head(None).project(state_SBH)[:, 0].argmax(-1).tolist()
 

@@ -9,10 +9,9 @@ one step each gives the peak of its memory. Optimizer and weights are there befo
 activations and losses.
 """
 
-import argparse
-import statistics
 import sys
 import time
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,8 @@ from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training.global_vars import destroy_global_vars
 
 from benchmarks import depth_cost, train_step
-from benchmarks.harness import (
-    Goal,
-    Table,
-    add_common_flags,
-    allocated_peak,
-    hardware,
-    interleave,
-    limit_threads,
-    report,
-)
-from benchmarks.sides import ON_CPU, Sizes, place, set_up_megatron
+from benchmarks.harness import MIB, Found, Goal, Table, allocated_peak, interleave, main
+from benchmarks.sides import ON_CPU, Sizes, set_up_megatron
 from megatron_mtp.extensions.plan.here import card_here
 from megatron_mtp.extensions.plan.launch import read
 from megatron_mtp.extensions.plan.planning import NAIVE, Option, plan
@@ -45,7 +35,6 @@ from megatron_mtp.extensions.plan.sizes import model_of
 GOAL = 0.1
 """Planned over measured is off by at most so much, of time and of memory."""
 DEPTHS = (0, 1, 2, 4)
-MIB = 2**20
 REPEATS = {"cpu": 7, "cuda": 7, "quick": 1}
 FORGET = (
     *(destroy_global_vars, destroy_num_microbatches_calculator, destroy_rerun_state_machine),
@@ -55,19 +44,17 @@ FORGET = (
 OF = {"train_step": train_step.DEFAULTS, "depth_cost": depth_cost.DEFAULTS}
 
 
-def main() -> None:
-    """Plan, measure and report."""
-    wanted = parse(sys.argv[1:])
-    where = place(wanted.quick)
+FLAGS = {"--cpu-time": {"action": "store_true", "help": "one thread and its CPU time"}}
+
+
+def planning(wanted: Namespace) -> Found:
+    """Plan and measure the steps of both benchmarks."""
     if wanted.cpu_time:
         torch.set_num_threads(1)
-    limit_threads(wanted)
-    command, rows, results, goals = list(sys.argv), list[tuple[Any, ...]](), dict[str, Any](), list[Goal]()
+    rows, results, goals = list[tuple[Any, ...]](), dict[str, Any](), list[Goal]()
     for name, defaults in OF.items():
-        sizes, repeats = defaults[where], wanted.repeats or REPEATS[where]
-        options = planned(sizes, wanted.cpu_time)
-        seconds, peaks = measured(sizes, repeats, wanted.cpu_time)
-        sys.argv = list(command)
+        options = planned(defaults[wanted.place], wanted.cpu_time)
+        seconds, peaks = measured(defaults[wanted.place], wanted.repeats, wanted.cpu_time)
         for depths in DEPTHS:
             option, peak = options[depths], peaks[depths] or 0.0
             held = option.memory[0].parts
@@ -77,20 +64,8 @@ def main() -> None:
             results[f"{name}, D={depths}"] = {"seconds by part": option.time.parts}
             goals.append(Goal(f"{name}, D={depths}: time off", abs(time_off), GOAL))
             goals.append(Goal(f"{name}, D={depths}: memory off", abs(memory_off), GOAL))
-    torch.distributed.destroy_process_group()
     header = ("benchmark", "D", "s", "s planned", "off", "MiB", "MiB planned", "off")
-    report("planning", hardware(ON_CPU), results, goals, [Table(header, rows)])
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Ends the process with one sentence and status 2 where a number makes no sense."""
-    parser = argparse.ArgumentParser(
-        description="Time and memory of a training step, planned and measured.",
-        epilog="example: python benchmarks/planning.py --cpu-time --repeats 5",
-    )
-    parser.add_argument("--cpu-time", action="store_true", help="one thread and its CPU time")
-    add_common_flags(parser, REPEATS)
-    return parser.parse_args(argv)
+    return Found(results, goals, [Table("A step, planned and measured", header, rows)])
 
 
 def words_of(sizes: Sizes) -> list[str]:
@@ -119,12 +94,10 @@ def measured(sizes: Sizes, repeats: int, cpu_time: bool) -> tuple[dict[int, floa
     steps = {
         str(depths): lambda depths=depths, side=side: depth_cost.step(depths, side) for depths, side in sides.items()
     }
-    spent = interleave(steps, repeats, synchronize=torch.cuda.synchronize)
-    seconds = {
-        depths: statistics.median(one.cpu if cpu_time else one.wall for one in spent[str(depths)]) for depths in DEPTHS
-    }
+    medians = interleave(steps, repeats, synchronize=torch.cuda.synchronize).medians("cpu" if cpu_time else "wall")
+    seconds = {depths: medians[str(depths)] for depths in DEPTHS}
     return seconds, {depths: allocated_peak(steps[str(depths)], ON_CPU).mib for depths in DEPTHS}
 
 
 if __name__ == "__main__":
-    main()
+    main(planning, __doc__, ON_CPU, REPEATS, FLAGS)

@@ -107,7 +107,7 @@ class Side:
 def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
     """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
-    atexit.register(torch.distributed.destroy_process_group)
+    atexit.register(leave_groups)
     flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
     flags |= {
         "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document
@@ -124,6 +124,11 @@ def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
     parse_checked_args()
     initialize_megatron()
     set_jit_fusion_options(tp_size=get_args().tensor_model_parallel_size)
+
+
+def leave_groups() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def build_sides(self_check: bool) -> dict[str, Side]:

@@ -417,12 +417,17 @@ def plain_depths(name: str, t: Tensors, state_SH: Tensor, tokens_S: Tensor, dept
 @pytest.mark.parametrize("name", FAMILIES)
 def test_depths_are_those_that_engines_compute(name: str, judged: AllJudged, tmp_path: Path) -> None:
     """As vLLM's modules of these families compute them, from transformers' states of the trunk; in float64."""
+    from transformers import AutoModelForCausalLM
+
     folder = judged[name, False].folder
     prompt = Prompt.of(random_tokens(HFConfig.read(folder), 24, 4))
     hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     ours = megatron_logits(tmp_path / "mcore", prompt)
     with torch.no_grad():
-        state_SH = all_logits(folder, prompt.tokens_BS)["given state"].double()
+        config, plain = reference_forms.config_of(folder)[1], {"dtype": torch.float32, "attn_implementation": "eager"}
+        trunk = AutoModelForCausalLM.from_pretrained(folder, config=config, **plain).get_decoder()
+        length = prompt.tokens_BS.size(1) - FAMILIES[name]
+        state_SH = trunk(prompt.tokens_BS, use_cache=False).last_hidden_state[0, :length].double()
     tensors = {key: value.double() for key, value in read(folder).items()}
     assert state_SH.size(1) == HIDDEN
     for number, plain_SV in enumerate(

@@ -19,17 +19,8 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
-CARRIED = [
-    *LEFT,
-    *OTHERS,
-    "mimo_v2_flash",
-    "longcat_flash",
-    "step3p7",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "exaone4_5",
-    "glm_ocr",
-]
+WITH_DEPTHS = ("mimo_v2_flash", "longcat_flash", "step3p7", "ernie4_5_moe", "exaone_moe", "exaone4_5", "glm_ocr")
+CARRIED = [name for name in (*LEFT, *OTHERS, *WITH_DEPTHS) if name != "nemotron_h_puzzle"]  # no two layers alike
 QUICK = ("glm_moe_dsa", "gemma3_text", "llama4_text", "mimo_v2_flash")
 
 

@@ -47,6 +47,8 @@ def contents(side: Side) -> list[Finding]:
         if side.of_class:
             ends = (name for name in side.of_class if _is_end(side, name) and side.family is None)
             plan = list(dict.fromkeys([*plan, *ends, *lost_of_class(side.of_class, side.tensors), *_thin(side)]))
+        elif side.family is not None and side.family.untrainable:
+            plan = list(dict.fromkeys([*plan, *lost_of_other_layers(there), *_thin(side)]))
         if side.described is not None and side.inside is None:
             plan = [*side.described.lost(held, side.layers), *_thin(side)]
     layers = range(max(there, default=-1) + 1 if known is None else known)

@@ -438,6 +438,15 @@ class DrafterSide(HFSide):
     form = "Hugging Face drafter"
     has_drafter = True
 
+    @cached_property
+    def inside(self) -> None:
+        """It is a drafter and has none inside."""
+
+    @cached_property
+    def of_class(self) -> dict[str, Shape]:
+        """Its form says what it holds, and not transformers' class of its `model_type`."""
+        return {}
+
     @property
     def layers(self) -> None:
         """A drafter's layers are not a trunk's."""

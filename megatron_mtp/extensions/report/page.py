@@ -54,7 +54,8 @@ function draw() {
     layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a touch scrolls the page
     if (log.checked && "logarithmic" in place.dataset) {
       layout.yaxis.type = "log";
-      if (layout.yaxis.range) layout.yaxis.range = layout.yaxis.range.map(Math.log10);
+      const ends = layout.yaxis.range;
+      layout.yaxis.range = ends && ends[0] > 0 ? ends.map(Math.log10) : null; // of zeros, plotly chooses
     }
     Plotly.react(place, data, layout, { responsive: true, displayModeBar: false });
   }

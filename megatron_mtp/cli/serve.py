@@ -19,7 +19,7 @@ LARGEST_GIB = 2**20
 EXAMPLES = """examples:
   # OpenAI's API at http://127.0.0.1:8000/v1, drafting two tokens a step
   megatron-mtp serve --load runs/quickstart/checkpoint \\
-      --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'
+      --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 2}'
 
   # for other machines, with a key, up to 64 texts at once in 8 GiB of cache
   megatron-mtp serve --load runs/mine/checkpoint --host 0.0.0.0 --port 8080 --api-key "$KEY" \\

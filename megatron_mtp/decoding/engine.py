@@ -1,7 +1,7 @@
 """The engine: requests join and leave between steps, and share one memory in blocks; `generate` runs one.
 
 runner = load_runner("runs/quickstart/checkpoint")
-generated = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp", "num_speculative_tokens": 2})
+generated = generate(runner, [[1, 2, 3]], 64, speculative={"method": "mtp_eagle", "num_speculative_tokens": 2})
 
 Where a forward raises, its sequences are put back, and each goes on in forwards of its own. One that fails there as
 well ends with `Finish.ERROR`; the others do not notice. On several tensor-parallel ranks the error is raised: the other

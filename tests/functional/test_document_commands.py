@@ -38,7 +38,7 @@ python tools/data/preprocess.py --input my_texts --tokenizer tokenizer --output-
 python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2 \\
     --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu \\
     --disable-bias-linear --untie-embeddings-and-output-weights --micro-batch-size 4 --global-batch-size 4 \\
-    --lr 1e-3 --mtp-num-layers 2 \\
+    --lr 1e-3 --mtp-num-layers 1 \\
     --data-path runs/quickstart/data/corpus --split 90,10,0 --tokenizer-type HuggingFaceTokenizer \\
     --tokenizer-model tokenizer --log-interval 1 --eval-interval 2 --eval-iters 1 \\
     --save runs/quickstart/checkpoint --save-interval 2 --mtp-metrics-dir runs/quickstart

@@ -33,7 +33,7 @@ class Reached:
 
     products: float = 0.52
     head: float = 0.52
-    experts: float = 0.4
+    experts: float = 0.2
     attention: float = 0.45
     copies: float = 0.8
     links: float = 0.75

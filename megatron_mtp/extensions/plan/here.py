@@ -17,7 +17,7 @@ from megatron_mtp.extensions.plan.memory import tokens_of
 from megatron_mtp.extensions.plan.sizes import Layer, Model
 
 TURNS = 5
-PASSES = 6.0
+PASSES = 8.0
 """Over activations by Megatron's modules without fused kernels, in a forward pass. With so many, train_step.py's step
 without depths takes as long as planned; `benchmarks/planning.py` shows the others."""
 

@@ -7,7 +7,9 @@ train.py       pretraining on Megatron's loop
 generate.py    texts of a checkpoint
 terminal.py    prompts of the command line, text on a terminal, flags of verbs that run a model
 cost.py        prompts under one clock, compared with plain decoding; acceptance, speed, energy
-sample.py      a corpus of a checkpoint's own texts
+sample.py      a corpus of a model's own texts
+checkpoint_texts.py   these by a checkpoint
+served_texts.py       these by an OpenAI-compatible server
 serve.py       OpenAI's HTTP API
 evaluate.py    loss and acceptance of a checkpoint on a text
 audit.py       what is in a checkpoint, and what differs between two

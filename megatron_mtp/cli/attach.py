@@ -171,6 +171,8 @@ def parser(program: str) -> Parser:
     own = made.add_argument_group("the model's own texts")
     add = own.add_argument
     add("--self-generated", type=int, metavar="N", help="train on N continuations of the corpus by the model itself")
+    server = "let an OpenAI-compatible server that runs MODEL write them (sample --server): vLLM, SGLang, serve"
+    add("--texts-by", metavar="URL", help=server)
     add("--temperature", default="0.7", metavar="T", help="of these texts; 0 is greedy; default: 0.7")
     add("--max-new-tokens", default="256", metavar="N", help="of each, at most; default: 256")
     add("--prompt-tokens", default="32", metavar="N", help="tokens of a document that are continued; default: 32")
@@ -252,6 +254,8 @@ def _check_texts(args: Namespace) -> None:
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
         raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
+    if args.texts_by is not None and count is None:
+        raise ValueError("--texts-by was given without --self-generated; give the number of texts with it.")
     if args.mtp_init == "fitted" and _is_chat(args.corpus):
         raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
 
@@ -415,9 +419,12 @@ def _has_lost_depths(model: Path) -> bool:
 
 def _sample(args: Namespace) -> list[str]:
     """The verb that makes the model's own texts, from prompts of the corpus."""
-    model = args.run / ("start" if args.donor else "trunk")
-    flags = ["--load", str(model), "--tokenizer", str(args.model)]
-    flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
+    flags = ["--tokenizer", str(args.model)]
+    if args.texts_by:
+        flags += ["--server", args.texts_by]
+    else:
+        flags += ["--load", f"{args.run}/{'start' if args.donor else 'trunk'}"]
+        flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
     flags += ["--chat", args.corpus] if _is_chat(args.corpus) else ["--data-path", f"{args.run}/data/corpus"]
     flags += ["--anywhere"] if args.anywhere else []
     flags += ["--texts", str(args.self_generated), "--temperature", args.temperature]

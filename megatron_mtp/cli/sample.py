@@ -1,41 +1,35 @@
 """`megatron-mtp sample`: a checkpoint and a corpus in; prompts with continuations out, as a corpus of train.
 
-A sample depends on its number and the settings alone. Finished ones are in a file, in the order in which they end, one
-line each after a line of what they depend on:
-
-    {"settings": {"load": 3735928559, "seed": 1234, "temperature": 0.7, ...}}
-    {"number": 4, "prompt": [5, 12], "tokens": [7, 9, 0], "finish": "stop", "logprobs": [-0.2, -1.5, -0.7]}
-
-The file is only ever appended to. A kill cuts its last line at most; that line is removed, and its sample made again.
+A sample depends on its number and the settings alone; finished ones are in a file that kills do not harm
+(data/samples.py). The model is a checkpoint, or is behind a server.
 """
 
-import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags, say_if_lossy
+from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
 from megatron_mtp.data.checks import PARTS, read_sidecar
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.data.samples import Sample, appended, read_samples
 from megatron_mtp.errors import Parser, check_counts, status_of
-from megatron_mtp.files import check_outside, one_writer, remove, synced
+from megatron_mtp.files import one_writer, remove
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
+    from megatron_mtp.cli.checkpoint_texts import Checkpoint
+    from megatron_mtp.cli.served_texts import Server
     from megatron_mtp.data.prompts import Prompts
     from megatron_mtp.data.tokenizer import Encoder
-    from megatron_mtp.decoding.config import SpeculativeConfig
-    from megatron_mtp.decoding.runner import Runner
 
-OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed dtype".split()
+OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split()
 """Flags on which texts depend; the number of texts, and how many run together, are not among them."""
 OF_DOCUMENTS = "prompt_tokens anywhere".split()
+OF_CHECKPOINTS = "dtype speculative_config".split()
+"""Flags that say how a checkpoint is run; a server was started with its own."""
 ENDINGS = ("idx", "json", "bin", "answers.npy", "texts.jsonl")
 MOST_SEED = 2**31 - 1
 
@@ -47,26 +41,12 @@ EXAMPLES = """examples:
   megatron-mtp sample --load checkpoints/trunk --chat chats.jsonl --texts 5000 --temperature 0.6 \\
       --max-new-tokens 512 --output-prefix data/answers
 
+  # the same by a server of vLLM, SGLang or megatron-mtp serve, 64 texts at a time; its key is in OPENAI_API_KEY
+  megatron-mtp sample --server http://localhost:8000 --tokenizer models/my-model --chat chats.jsonl --texts 5000 \\
+      --temperature 0.6 --max-new-tokens 512 --concurrency 64 --output-prefix data/answers
+
 The same command continues after an interruption, with the same texts. More --texts keep those that are there.
 """
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A finished continuation.
-
-    Attributes:
-        number: its place among all.
-        tokens: that the model added.
-        finish: why it ended, as `requests.Finish`.
-        logprobs: of these tokens, before temperature and truncation; None if they were not asked for.
-    """
-
-    number: int
-    prompt: list[int]
-    tokens: list[int]
-    finish: str
-    logprobs: list[float] | None = None
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -84,8 +64,12 @@ def parser(program: str) -> Parser:
         "train: MTP layers that learn from it see the sequences that they will draft for.",
         epilog=EXAMPLES,
     )
-    add_checkpoint_flags(made)
+    source = made.add_mutually_exclusive_group(required=True)
+    add_checkpoint_flags(made, source)
+    server = "an OpenAI-compatible server that runs the model, in the place of --load; needs --tokenizer"
+    source.add_argument("--server", metavar="URL", help=server)
     add = made.add_argument
+    add("--model", metavar="NAME", help="of the model of --server; default: the first that it lists")
     written = "writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl"
     add("--output-prefix", required=True, metavar="PREFIX", help=written)
     add("--texts", type=int, required=True, metavar="N", help="number of texts")
@@ -103,7 +87,7 @@ def parser(program: str) -> Parser:
     add("--speculative-config", metavar="JSON", help=drafts)
     logprobs = "keep the model's log-probabilities of the new tokens in PREFIX.texts.jsonl, before the temperature"
     add("--logprobs", action="store_true", help=logprobs)
-    add("--batch-size", type=int, default=16, metavar="N", help="texts that run together; default: 16")
+    add("--batch-size", "--concurrency", type=int, default=16, metavar="N", help="texts that run together; default: 16")
     add("--overwrite", action="store_true", help="make everything anew")
     add("--dry-run", action="store_true", help="print what would be done and what is there, and write nothing")
     return made
@@ -111,33 +95,16 @@ def parser(program: str) -> Parser:
 
 def run(args: Namespace) -> int:
     """Write the texts that are not finished, and the corpus of all; ValueError for bad input, or other texts there."""
-    from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.data.tokenizer import Encoder, end_tokens, read_tokenizer
-    from megatron_mtp.decoding.method import parse_config
-    from megatron_mtp.decoding.sampling import Sampling
 
     _check(args)
-    sampling = Sampling.of(args)
-    speculative = None if args.speculative_config is None else parse_config(args.speculative_config)
-    if speculative is not None and speculative.num_speculative_tokens == "auto" and not sampling.greedy:
-        raise ValueError(
-            "--speculative-config has num_speculative_tokens 'auto', with which sampled texts depend on the clock; "
-            "give a number."
-        )
-    file = Path(f"{args.output_prefix}.texts.jsonl")
-    check_outside(file, Path(args.load))
-    reader = DistReader(Path(args.load))
-    folder = args.tokenizer or run_tokenizer(reader.common()["args"], reader.folder.parent)
-    if folder is None:
-        raise ValueError(f"--load is {args.load}, which names no tokenizer that is there; give --tokenizer.")
+    writer = _writer(args)
+    folder = writer.tokenizer
     encoder = Encoder.from_folder(folder, trust_remote_code=args.trust_remote_code)
-    ends = end_tokens(read_tokenizer(folder, args.trust_remote_code))
-    settings = _settings(args) | {
-        "load": reader.fingerprint()["catalogue"],  # checksums by which a model is known
-        "ends": sorted(ends),
-        "speculative-config": None if speculative is None else speculative.flat(),
-    }
+    tokenizer = read_tokenizer(folder, args.trust_remote_code)
+    ends = end_tokens(tokenizer)
+    file, settings = Path(f"{args.output_prefix}.texts.jsonl"), _settings(args) | writer.settings
+    settings |= {"ends": sorted(ends)}
     if args.dry_run:
         prompts = _prompts(args, folder)
         there = sum(number < args.texts for number in read_samples(file, settings))
@@ -156,8 +123,9 @@ def run(args: Namespace) -> int:
         if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
-        say_if_lossy(speculative)
-        _write(args, texts, appended(file, settings), speculative, ends, _prompts(args, folder), encoder.vocab_size)
+        if any(number not in texts for number in range(args.texts)):
+            positions, prompts = writer.start(tokenizer, ends), _prompts(args, folder)
+            _write(args, texts, appended(file, settings), prompts, positions, writer)
         _publish(args, texts, encoder, corpus)
     return 0
 
@@ -169,8 +137,24 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--seed is {args.seed}; give a number from 0 to {MOST_SEED}.")
     if args.anywhere and args.chat:
         raise ValueError("--anywhere was given with --chat, whose prompts are turns of the user; leave it out.")
+    if args.server is None and args.model is not None:
+        raise ValueError("--model was given with --load, which is one model; leave it out.")
+    for name in OF_CHECKPOINTS if args.server else ():
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} was given with --server, which runs the model as it was started; leave it out.")
+    if args.server and args.tokenizer is None:
+        raise ValueError("--server was given without --tokenizer; give the folder of the model's tokenizer.")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("there are several ranks, and sample runs in one process; start it without torchrun.")
+
+
+def _writer(args: Namespace) -> "Checkpoint | Server":
+    """What continues the prompts. Raises ValueError for a checkpoint or a server that cannot."""
+    from megatron_mtp.cli.checkpoint_texts import Checkpoint
+    from megatron_mtp.cli.served_texts import Server
+
+    return Server(args) if args.server else Checkpoint(args)
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
@@ -206,31 +190,21 @@ def _write(
     args: Namespace,
     texts: "dict[int, Sample]",
     appending: "AbstractContextManager[Callable[[Sample], None]]",
-    speculative: "SpeculativeConfig | None",
-    ends: frozenset[int],
     prompts: "Prompts",
-    vocabulary: int,
+    positions: int | None,
+    writer: "Checkpoint | Server",
 ) -> None:
     """Make the texts that are not finished, and add each to `texts` and to the file."""
-    import torch
     from tqdm import tqdm
 
-    from megatron_mtp.decoding.load import load_checkpoint
-
     left = [number for number in range(args.texts) if number not in texts]
-    if not left:
-        return
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    runner = load_checkpoint(
-        args.load, vocabulary, dtype, trust_remote_code=args.trust_remote_code, config=speculative
-    ).runner
-    if not args.chat and args.prompt_tokens >= runner.positions:
+    if not args.chat and positions is not None and args.prompt_tokens >= positions:
         raise ValueError(
-            f"--prompt-tokens is {args.prompt_tokens}, and the model has {runner.positions} positions; give fewer."
+            f"--prompt-tokens is {args.prompt_tokens}, and the model has {positions} positions; give fewer."
         )
     numbered = ((number, prompts.prompt(number)) for number in left)
     # A conversation that leaves no room for a token is left out.
-    fitting = ((number, prompt) for number, prompt in numbered if len(prompt) < runner.positions)
+    fitting = ((number, prompt) for number, prompt in numbered if positions is None or len(prompt) < positions)
     pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
     done = args.texts - len(left)
     with (
@@ -243,9 +217,7 @@ def _write(
             texts[text.number] = text
             bar.update(1)
 
-        stats = _continue(args, runner, fitting, speculative or _default_method(runner), ends, finished)
-    if stats.drafted:
-        print(f"drafting: {stats.accepted_length:.2f} tokens per forward")
+        writer.continue_all(fitting, finished)
 
 
 def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:
@@ -268,97 +240,3 @@ def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder",
         f"{args.output_prefix}.bin and .idx: {len(texts)} texts{left_out}, {record['tokens']} tokens, {new} of them "
         f"new ({new / len(texts):.0f} a text; {ended} texts ended by themselves)"
     )
-
-
-def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
-    """Drafts of the depths or of a drafter as they were trained, where there are any; None for plain decoding."""
-    from megatron_mtp.decoding.config import SpeculativeConfig
-
-    if runner.kind in DRAFTERS:
-        return SpeculativeConfig(runner.kind)
-    if not (runner.depths and runner.sequential):
-        return None
-    return SpeculativeConfig("mtp_eagle" if runner.shares_kv else "mtp")
-
-
-def _continue(
-    args: Namespace,
-    runner: "Runner",
-    prompts: Iterable[tuple[int, list[int]]],
-    speculative: "SpeculativeConfig | None",
-    ends: frozenset[int],
-    keep: Callable[[Sample], object],
-) -> AcceptanceStats:
-    """Continue every numbered prompt, taken as places become free, and `keep` it; returns what it cost."""
-    from megatron_mtp.decoding.engine import Engine, blocks_for
-    from megatron_mtp.decoding.sampling import Sampling
-    from megatron_mtp.decoding.scheduler import EngineSettings
-    from megatron_mtp.decoding.types import Finish, Request
-
-    together, sampling, logprobs = args.batch_size, Sampling.of(args), 0 if args.logprobs else None
-    engine = Engine(runner, EngineSettings(together, 2 * together, blocks_for(together, runner)), speculative)
-    live: dict[int, Sample] = {}
-    left = iter(prompts)
-    while True:
-        while len(live) < 2 * together and (following := next(left, None)) is not None:
-            number, prompt = following
-            seed = (args.seed << 32) + number  # which no other sample of any seed has
-            asked = Request(prompt, args.max_new_tokens, sampling, seed, stop_ids=ends, logprobs=logprobs)
-            live[engine.add(asked)] = Sample(number, prompt, [], "", [] if args.logprobs else None)
-        if not live:
-            return engine.stats
-        for update in engine.step():
-            sample = live[update.request]
-            sample.tokens.extend(update.tokens)
-            if sample.logprobs is not None:
-                sample.logprobs.extend(one.logprob for one in update.logprobs)
-            if update.finish is Finish.ERROR:
-                raise RuntimeError(f"the continuation of prompt {sample.number} has failed; the log has the reason.")
-            if update.finish is not None:
-                del live[update.request]
-                keep(replace(sample, finish=update.finish))
-
-
-def read_samples(file: Path, settings: dict[str, Any]) -> dict[int, Sample]:
-    """The samples in a file by number; none where the file is not there yet.
-
-    Raises:
-        ValueError: they were made with other settings, or a line is damaged.
-    """
-    samples: dict[int, Sample] = {}
-    kept: dict[str, Any] = {}
-    whole_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    for place, line in enumerate(whole_lines, start=1):
-        try:
-            if place == 1:
-                kept = dict(json.loads(line)["settings"])
-            else:
-                sample = Sample(**json.loads(line))
-                samples[sample.number] = sample
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{file} is damaged in line {place}; remove the line, or make it anew with --overwrite."
-            ) from None
-    others = sorted(name for name in {*kept, *settings} if kept.get(name) != settings.get(name))
-    if samples and others:
-        raise ValueError(
-            f"{file} holds samples made with another {', '.join(f'--{name}' for name in others)}; add --overwrite to "
-            "make them anew, or name another --output-prefix."
-        )
-    return samples
-
-
-@contextmanager
-def appended(file: Path, settings: dict[str, Any]) -> Iterator[Callable[[Sample], None]]:
-    """A function that appends a sample: when it returns, the sample is on the disk."""
-    with open(file, "ab") as stream:
-
-        def append(line: dict[str, Any]) -> None:
-            stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            synced(stream)
-
-        has_samples = bool(read_samples(file, settings))
-        stream.truncate(file.read_bytes().rfind(b"\n") + 1 if has_samples else 0)
-        if not has_samples:
-            append({"settings": settings})
-        yield lambda sample: append({name: value for name, value in asdict(sample).items() if value is not None})

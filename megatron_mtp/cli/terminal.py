@@ -12,6 +12,8 @@ from tokenizers.decoders import DecodeStream
 from megatron_mtp.errors import Parser, named
 
 if TYPE_CHECKING:
+    from argparse import _MutuallyExclusiveGroup
+
     from transformers import PreTrainedTokenizerBase
 
     from megatron_mtp.decoding.config import SpeculativeConfig
@@ -125,10 +127,10 @@ def say_if_lossy(config: "SpeculativeConfig | None") -> None:
         print(f"> the verifier '{config.verifier}' does not keep the model's distribution", flush=True)
 
 
-def add_checkpoint_flags(parser: Parser) -> None:
-    """The flags that say what is loaded, of every verb that runs a trained model."""
-    add = parser.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder that Megatron saved to; the newest iteration is taken")
+def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | None" = None) -> None:
+    """The flags that say what is loaded, of every verb that runs a trained model; `--load` as one of some sources."""
+    add, load = parser.add_argument, "folder that Megatron saved to; the newest iteration is taken"
+    (sources or parser).add_argument("--load", required=sources is None, metavar="CKPT", help=load)
     add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
     add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
     add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")

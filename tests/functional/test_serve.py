@@ -145,6 +145,40 @@ def assert_same_as_generated(
     assert counted[0] > 0
 
 
+def test_samples_by_the_server_are_those_of_the_checkpoint_also_after_a_kill(
+    served: Served, folder: Path, tmp_path: Path
+) -> None:
+    """Chats of two turns of the user, with a tool; the first command is killed while it waits for a text."""
+    turns = [{"role": role, "content": "ab"} for role in ("user", "assistant", "user")]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chats = [{"messages": [{"role": "system", "content": f"{number}"}, *turns], "tools": tools} for number in range(9)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    flags = f"--tokenizer {folder}/tokenizer --chat {tmp_path}/chats.jsonl --split 1 --texts 16 --temperature 0"
+    command = [*VERB, "sample", *flags.split(), "--max-new-tokens", "80", "--logprobs"]
+    launch.output([*command, "--load", f"{folder}/checkpoint", "--output-prefix", f"{tmp_path}/alone"], tmp_path / "a")
+    command += ["--server", served.url, "--output-prefix", f"{tmp_path}/served"]
+    file = tmp_path / "served.texts.jsonl"
+    killed = launch.start([*command, "--concurrency", "1"], tmp_path / "killed")
+    until(lambda: file.exists() and file.read_bytes().count(b"\n") > 3, launch.TIMEOUT)
+    killed.kill()
+    killed.wait()
+    lines = file.read_bytes().split(b"\n")[:-1]
+    assert len(lines) < 17
+    assert "16 texts" in launch.output([*command, "--concurrency", "4"], tmp_path / "resumed")
+    after = file.read_bytes().split(b"\n")[:-1]
+    assert after[: len(lines)] == lines
+    there, alone = ({one["number"]: one for one in map(json.loads, path.read_bytes().splitlines()[1:])}
+                    for path in (file, tmp_path / "alone.texts.jsonl"))  # fmt: skip
+    assert len(after) == 17
+    assert there.keys() == alone.keys() == set(range(16))
+    for number, text in alone.items():
+        logprobs = there[number].pop("logprobs")
+        assert logprobs == pytest.approx(text.pop("logprobs"), abs=1e-3)
+        assert there[number] == text
+    for ending in ("bin", "idx", "answers.npy"):
+        assert (tmp_path / f"served.{ending}").read_bytes() == (tmp_path / f"alone.{ending}").read_bytes()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_drafter_serves_what_it_generates_on_two_ranks(kind: str, counting: Path, tmp_path: Path) -> None:

@@ -125,6 +125,18 @@ def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_pa
         assert training[training.index("--data-path") + 1] == given["--output-prefix"] == str(run / "data/own")
 
 
+def test_own_texts_can_be_written_by_a_server(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = settings(model, tmp_path / "run", "--self-generated", "200", "--texts-by", "http://localhost:8000")
+    words = attach.command_of("sample", args)
+    assert words is not None
+    asked = of_sample("sample").parse_args(words[1:])
+    assert (asked.server, asked.load, asked.dtype) == ("http://localhost:8000", None, None)
+    assert asked.tokenizer == model
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--texts-by", "http://localhost:8000"])
+    assert "--texts-by was given without --self-generated; give the number" in capsys.readouterr().err
+
+
 def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation, whichever command cuts them

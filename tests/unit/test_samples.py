@@ -15,9 +15,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli import main as cli
-from megatron_mtp.cli.sample import Sample, appended, read_samples
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.prompts import Beginnings, UserTurns
+from megatron_mtp.data.samples import Sample, appended, read_samples
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.sampling import Sampling

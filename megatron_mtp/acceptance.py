@@ -14,6 +14,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 RECORD = "mtp_acceptance.json"
 
 LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
@@ -115,6 +117,22 @@ class AcceptanceStats:
     def overlap(self) -> list[float]:
         """The probability that a sampled draft at position k is accepted at temperature 1."""
         return _rates(self.overlap_at, self.offered_at)
+
+
+def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 1234) -> np.ndarray:
+    """Acceptance by position of so many bootstrap samples of the groups, [draws, D]; groups are documents, or texts.
+
+    Each sample has as many groups, drawn with replacement, and the sums of their counts.
+    """
+    depths = max((len(stats.offered_at) for stats in groups), default=0)
+    counts_2GD = np.zeros((2, len(groups), depths))
+    for group, stats in enumerate(groups):
+        counts_2GD[0, group, : len(stats.accepted_at)] = stats.accepted_at
+        counts_2GD[1, group, : len(stats.reached_at)] = stats.reached_at
+    drawn_RG = np.random.default_rng(seed).multinomial(len(groups), [1 / len(groups)] * len(groups), draws)
+    accepted_RD, reached_RD = drawn_RG @ counts_2GD
+    rates: np.ndarray = np.cumprod(accepted_RD / np.maximum(reached_RD, 1), axis=1)
+    return rates
 
 
 def _sums[Number: (int, float)](one: Sequence[Number], other: Sequence[Number]) -> list[Number]:

@@ -12,6 +12,7 @@ checkpoint_texts.py   these by a checkpoint
 served_texts.py       these by an OpenAI-compatible server
 serve.py       OpenAI's HTTP API
 evaluate.py    loss and acceptance of a checkpoint on a text
+check.py       drafts of a folder, here or behind a server, beside its record of acceptance
 audit.py       what is in a checkpoint, and what differs between two
 attach.py      MTP layers for a Hugging Face model, step by step
 preprocess.py  text to .bin and .idx

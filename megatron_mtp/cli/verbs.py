@@ -52,6 +52,10 @@ VERBS: Registry[Verb] = Registry(
             "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
         ),
         "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
+        "check": Verb(
+            "compare what a model's drafts reach, here or behind a server, with what was recorded",
+            "megatron_mtp.cli.check",
+        ),
         "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
         "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
     },

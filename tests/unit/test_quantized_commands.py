@@ -12,6 +12,7 @@ import torch
 from hf_models import read, write
 from quantized_models import RUN, readable_pair, with_keys
 
+from megatron_mtp.acceptance import RECORD
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 
@@ -38,6 +39,20 @@ def evaluated(checkpoint: Path, text: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     return {name: value for name, value in row.items() if name != "load"}
+
+
+def check_of(folder: Path, place: Path) -> dict[str, Any]:
+    """What `check` finds, beside a record that says nothing."""
+    shutil.copytree(folder, place / f"{folder.name}-checked")
+    record = {"acceptance": [0.0, 0.0], "overlap": [0.0, 0.0]}
+    (place / f"{folder.name}-checked" / RECORD).write_text(json.dumps(record))
+    line = [sys.executable, "-m", "megatron_mtp", "check", place / f"{folder.name}-checked", "--json"]
+    flags = ["--text", folder.parent / "text.txt", "--prompts", 8, "--prompt-tokens", 8, "--max-new-tokens", 16]
+    done = subprocess.run([*map(str, (*line, *flags))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["drafts"] >= 64
+    return {name: value for name, value in found.items() if name != "folder"}
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -67,6 +82,8 @@ def test_evaluate_and_attach_of_what_convert_reads(
         told(capsys, "attach-mtp", f"{place}-trunk-mcore", f"{place}-attached", "--mtp-num-layers", 2)
     assert rows[0] == rows[1]
     assert 0 <= rows[0]["mtp_1 acceptance"] <= 1
+    checked = [check_of(folder, tmp_path) for folder in pair]
+    assert checked[0] == checked[1]
     for end in ("", "-trunk-mcore", "-attached"):
         assert same_tensors(tmp_path / f"coded{end}", tmp_path / f"plain{end}")
 

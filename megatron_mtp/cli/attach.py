@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.acceptance import RECORD as ACCEPTANCE
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.verbs import PROGRAM, module_of
@@ -28,6 +29,7 @@ from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.runtime import quieten
 from megatron_mtp.training.flags import CHAT_FLAGS
+from megatron_mtp.training.run_files import read_rows
 
 RECORD = "attach.json"
 """In RUN: the settings of its first start, on which finished steps depend."""
@@ -47,12 +49,14 @@ STEPS = {
 }
 """The steps in their order, and their names in the output."""
 ON_RANKS, OF_THE_FOLDER = ("before", "train"), ("export", "verify")
-AFTER_CORPUS, AFTER_START = "trunk", "sample"
-"""The steps before which it is known how many documents there are, and what the attached model is."""
+AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
+"""The steps before which it is known how many documents there are, what the attached model is, and what it learned."""
 OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
 """Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
 SPLIT = "98,2,0"
 LEAST_TEXTS = 25
+ACCEPTED, DEVIATIONS = "expected accepted length", 2
+"""Figure of an evaluation by which layers are judged, and the standard errors that it may fall by."""
 PASSES = 2
 """Default of --unroll: the best number that docs/losses.md has measured."""
 
@@ -106,6 +110,9 @@ def main(arguments: list[str], program: str) -> int:
                 _check_split(args)
         if step == AFTER_START:
             formless = _warned(args)
+        if step == AFTER_TRAIN:
+            with sentences(program):
+                _check_gain(args)
         if (formless and step in OF_THE_FOLDER) or (command := command_of(step, args)) is None:
             continue
         print(f"> {line}", flush=True)
@@ -163,6 +170,8 @@ def parser(program: str) -> Parser:
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the layers' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
+    worse = "export layers that draft worse than before the training; mtp_acceptance.json then says so"
+    add("--allow-worse", action="store_true", help=worse)
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only at the end")
     forms = ", ".join(trained_forms())
     family = f"of the exported folder: {forms}; default: glm4_moe, with --donor the model's own"
@@ -315,8 +324,47 @@ def _check_split(args: Namespace) -> None:
         check_split([prefix], SPLIT)
 
 
+def _check_gain(args: Namespace) -> None:
+    """Raises ValueError where the layers draft worse than those that they began as; else notes both in the record."""
+    record = args.run / "checkpoint" / ACCEPTANCE
+    found = [_accepted(folder) for folder in (args.run / "before", args.run)]
+    if args.drafter or None in found or not record.is_file():  # a new drafter begins from nothing
+        return
+    begun, trained = found
+    error = DEVIATIONS * _error_of(trained, args)
+    is_worse = sum(trained) < sum(begun) - error
+    if is_worse and not args.allow_worse:
+        origin = "those of --donor" if args.donor else "at their start"
+        raise ValueError(
+            f"the MTP layers draft worse than {origin}: {1 + sum(trained):.3f} tokens a forward on held-out text, and "
+            f"{1 + sum(begun):.3f} before the training (error {error:.3f}), so they are not exported; train them in "
+            "another RUN with a lower --learning-rate, another --loss or other text, or give --allow-worse."
+        )
+    start = {"donor": _settings(args)["donor"], ACCEPTED: 1 + sum(begun), "error": error, "is worse": is_worse}
+    with written_beside(record) as beside:
+        beside.write_text(json.dumps(json.loads(record.read_text()) | {"before": start}, indent=2))
+
+
+def _accepted(folder: Path) -> list[float] | None:
+    """Acceptance by position of the last evaluation in a folder of metrics; None without one."""
+    with suppress(ValueError):
+        rows = [row for row in read_rows(folder) if ACCEPTED in row]
+        places = [f"mtp_{place} acceptance" for place in range(1, 99)]
+        return [float(rows[-1][name]) for name in places if name in rows[-1]] if rows else None
+    return None
+
+
+def _error_of(acceptance: list[float], args: Namespace) -> float:
+    """Standard error of the sum of the rates over the held-out tokens."""
+    tokens = int(args.evaluated_batches) * args.batch * args.sequence
+    return math.sqrt(sum(rate * (1 - rate) for rate in acceptance) / tokens)
+
+
 def _only(args: Namespace) -> int:
     """Run the step of --only in this process; steps of a folder that there can be none of are left out."""
+    if args.only == AFTER_TRAIN:
+        with sentences(f"{PROGRAM} attach"):
+            _check_gain(args)
     if (args.only in OF_THE_FOLDER and _warned(args)) or (command := command_of(args.only, args)) is None:
         return 0
     verb, *arguments = command

@@ -137,6 +137,45 @@ def test_own_texts_can_be_written_by_a_server(model: Path, tmp_path: Path, capsy
     assert "--texts-by was given without --self-generated; give the number" in capsys.readouterr().err
 
 
+def trained_run(run: Path, before: list[float], after: list[float]) -> None:
+    """A run whose layers were measured before and after the training; 0.2 and 0.1 are two depths' acceptance."""
+    for folder, rates in ((run / "before", before), (run, after)):
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = {f"mtp_{place} acceptance": rate for place, rate in enumerate(rates, start=1)}
+        row = {"iteration": 4, "split": "validation", **figures, "expected accepted length": 1 + sum(rates)}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint" / "mtp_acceptance.json").write_text(json.dumps({"acceptance": after}))
+
+
+@pytest.mark.parametrize(("after", "donor"), [([0.4, 0.1], None), ([0.4, 0.1], "glm"), ([0.5, 0.18], None)])
+def test_layers_that_draft_worse_than_before_are_not_exported(
+    after: list[float], donor: str | None, model: Path, tmp_path: Path
+) -> None:
+    trained_run(tmp_path / "run", [0.5, 0.2], after)
+    args = settings(model, tmp_path / "run", "--evaluated-batches", "1", *(["--donor", donor] if donor else []))
+    if sum(after) > 0.66:  # within the error of 2,048 tokens, 2 * sqrt((0.5 * 0.5 + 0.18 * 0.82) / 2048) = 0.028
+        attach._check_gain(args)
+        return
+    said = "those of --donor" if donor else "at their start"
+    with pytest.raises(ValueError, match=rf"worse than {said}: 1.500 tokens .* 1.700 before .*error 0.025.*--allow-w"):
+        attach._check_gain(args)
+    args.allow_worse = True
+    attach._check_gain(args)
+    record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
+    assert record["acceptance"] == after
+    assert record["before"]["expected accepted length"] == 1.7
+    assert record["before"]["is worse"] is True
+    assert (record["before"]["donor"] or "").endswith(donor or "")
+
+
+def test_the_record_says_what_training_gained(model: Path, tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", [0.5, 0.2], [0.6, 0.3])
+    attach._check_gain(settings(model, tmp_path / "run"))
+    record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
+    assert record["before"]["is worse"] is False
+
+
 def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation, whichever command cuts them

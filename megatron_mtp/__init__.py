@@ -22,4 +22,4 @@ __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -65,7 +65,7 @@ python tools/checkpoint/convert.py hf-to-mcore models/Qwen3-0.6B checkpoints/tru
 cp -r checkpoints/trunk checkpoints/qwen
 cp -r runs/mine/checkpoint checkpoints/mine
 cp -r runs/mine/checkpoint checkpoints/trained
-echo '{"acceptance": [0.5, 0.25]}' > runs/mine/checkpoint/mtp_acceptance.json
+echo '{"acceptance": [0.5, 0.25], "overlap": [0.6, 0.5]}' > runs/mine/checkpoint/mtp_acceptance.json
 cp -r runs/one runs/three
 cp -r runs/quickstart/exported exported
 cp -r exported models/mine

@@ -44,8 +44,7 @@ def lost(folder: Path) -> Path:
     tensors, keys = read(folder), json.loads((folder / "config.json").read_text())
     layers = keys.get("text_config", keys).get("num_hidden_layers", 99)
     of_depths = (
-        "model.mtp",
-        "mtp.",
+        *("model.mtp", "mtp.", "llm.mtp.", "language_model.mtp."),
         *(f"model.layers.{layers + k}." for k in range(3)),
         *(f"{OCR}{layers + k}." for k in range(3)),
     )

@@ -137,5 +137,5 @@ def logits_of(proved: dict[str, Any]) -> list[str]:
 def test_a_family_that_nobody_added_is_unknown(source: Path, tmp_path: Path) -> None:
     done = convert(tmp_path, ["hf-to-mcore", source, tmp_path / "mcore"])
     assert done.returncode == 2
-    assert "the model_type 'heron' is unknown here; the nearest that converts is 'mamba'" in done.stderr
+    assert "the model_type 'heron' is unknown here; the nearest that converts is 'nemotron'" in done.stderr
     assert not (tmp_path / "mcore").exists()

@@ -219,11 +219,15 @@ def test_a_fault_in_the_rules_of_what_gpt_oss_alone_has_is_seen(
     assert differing(judged["gpt_oss"], load_model(tmp_path / "mcore")) == ["trunk logits, largest difference"]
 
 
+RUN = [name for name in LEFT if name != "nemotron_h_puzzle"]
+"""Those of which transformers has the class."""
+
+
 @pytest.mark.matrix
 def test_transformers_computes_the_same_of_what_was_carried(converted: Converted) -> None:
-    folders, backs = ([made(name) for name in LEFT] for made in (converted.folder, converted.back))
+    folders, backs = ([made(name) for name in RUN] for made in (converted.folder, converted.back))
     logits = all_reference_logits([*folders, *backs], PROMPT)
-    for name, theirs, ours in zip(LEFT, logits[: len(LEFT)], logits[len(LEFT) :], strict=True):
+    for name, theirs, ours in zip(RUN, logits[: len(RUN)], logits[len(RUN) :], strict=True):
         assert torch.equal(theirs["trunk"], ours["trunk"]), name
         assert theirs["trunk"].isfinite().all(), name
 
@@ -279,7 +283,7 @@ def faults(folder: Path, checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", RUN)
 def test_verify_sees_every_fault_of_what_is_carried(name: str, converted: Converted, tmp_path: Path) -> None:
     for fault, spoil in SPOILT.items():
         folder = shutil.copytree(converted.folder(name), tmp_path / fault)

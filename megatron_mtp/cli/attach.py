@@ -346,11 +346,15 @@ def _check_gain(args: Namespace) -> None:
 
 
 def _accepted(folder: Path) -> list[float] | None:
-    """Acceptance by position of the last evaluation in a folder of metrics; None without one."""
+    """Acceptance by position of a folder's last step, by its first evaluation there; None without one.
+
+    Every run evaluates the same batches first. A second evaluation, after the training, goes on to others.
+    """
     with suppress(ValueError):
         rows = [row for row in read_rows(folder) if ACCEPTED in row]
+        first = next((row for row in rows if row["iteration"] == rows[-1]["iteration"]), {})
         places = [f"mtp_{place} acceptance" for place in range(1, 99)]
-        return [float(rows[-1][name]) for name in places if name in rows[-1]] if rows else None
+        return [float(first[name]) for name in places if name in first] or None
     return None
 
 

@@ -138,12 +138,13 @@ def test_own_texts_can_be_written_by_a_server(model: Path, tmp_path: Path, capsy
 
 
 def trained_run(run: Path, before: list[float], after: list[float]) -> None:
-    """A run whose layers were measured before and after the training; 0.2 and 0.1 are two depths' acceptance."""
+    """A run whose layers were measured before and after the training, first on the same batches."""
     for folder, rates in ((run / "before", before), (run, after)):
         folder.mkdir(parents=True, exist_ok=True)
         figures = {f"mtp_{place} acceptance": rate for place, rate in enumerate(rates, start=1)}
         row = {"iteration": 4, "split": "validation", **figures, "expected accepted length": 1 + sum(rates)}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        others = {**row, "mtp_1 acceptance": 0.0, "expected accepted length": 1.0}  # of a second evaluation
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(others) + "\n")
     (run / "checkpoint").mkdir()
     (run / "checkpoint" / "mtp_acceptance.json").write_text(json.dumps({"acceptance": after}))
 

@@ -327,10 +327,9 @@ def _check_split(args: Namespace) -> None:
 def _check_gain(args: Namespace) -> None:
     """Raises ValueError where the layers draft worse than those that they began as; else notes both in the record."""
     record = args.run / "checkpoint" / ACCEPTANCE
-    found = [_accepted(folder) for folder in (args.run / "before", args.run)]
-    if args.drafter or None in found or not record.is_file():  # a new drafter begins from nothing
+    begun, trained = _accepted(args.run / "before"), _accepted(args.run)
+    if args.drafter or begun is None or trained is None or not record.is_file():  # a new drafter begins from nothing
         return
-    begun, trained = found
     error = DEVIATIONS * _error_of(trained, args)
     is_worse = sum(trained) < sum(begun) - error
     if is_worse and not args.allow_worse:

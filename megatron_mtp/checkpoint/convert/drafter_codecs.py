@@ -3,6 +3,7 @@
 Letters in names: N drafted tokens, V vocabulary, H hidden, M rank of the bias.
 """
 
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Rows:
         return [rows[self.order_N.argsort()] for rows in tensors]
 
 
-class Codec:
+class Codec(ABC):
     """A kind's keys of config.json and tensors.
 
     Attributes:
@@ -107,10 +108,11 @@ class Codec:
     stores_steps = True
     whole_numbers: tuple[str, ...] = ("intermediate_size",)
 
+    @abstractmethod
     def keys(self, kind: Kind) -> dict[str, Any]:
         """Keys that only drafters of this kind have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
         """The rules of what only drafters of this kind have.
 
@@ -120,19 +122,18 @@ class Codec:
             layer: the name of its one layer in the folder.
             rows: the order of the drafted tokens.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
         """Numbers of the layers that are read of a trunk of so many, from any of the keys."""
-        raise NotImplementedError
 
-    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    @abstractmethod
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
         """Settings of `Kind` beside those of all kinds.
 
         Raises:
             ValueError: the trunk of these arguments has no such drafter.
         """
-        raise NotImplementedError
 
     def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
         """Return whether it has more layers than drafters of its kind have."""
@@ -162,7 +163,7 @@ class OneLayer(Codec):
         return [*found]
 
     @override
-    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
         return {}
 
     @override
@@ -171,14 +172,13 @@ class OneLayer(Codec):
 
 
 class Blocks(Codec):
-    """DFlash, whose `block_size` counts the newest token's row too."""
+    """DFlash, whose `block_size` counts the rows that draft nothing too."""
 
     whole_numbers: tuple[str, ...] = ("intermediate_size", "num_hidden_layers", "block_size", "mask_token_id")
-    idle_rows = 1
 
     @override
     def keys(self, kind: Kind) -> dict[str, Any]:
-        return {"block_size": kind.steps + self.idle_rows, OF_BLOCKS: self.inner(kind)}
+        return {"block_size": kind.steps + DRAFTERS[kind.name].idle_rows, OF_BLOCKS: self.inner(kind)}
 
     def inner(self, kind: Kind) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
@@ -197,8 +197,8 @@ class Blocks(Codec):
         return [number + 1 for number in keys.get(TARGET_LAYERS) or ()]
 
     @override
-    def sizes(self, path: Path, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        mask, steps = keys["mask_token_id"], keys["block_size"] - self.idle_rows
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        mask, steps = keys["mask_token_id"], keys["block_size"] - row.idle_rows
         if not 0 <= mask < args.vocab_size:
             raise ValueError(
                 f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
@@ -221,7 +221,6 @@ class BiasedBlocks(Blocks):
     """DSpark, with a bias by the token before and a confidence; every row of its block drafts."""
 
     whole_numbers = (*Blocks.whole_numbers, "markov_rank")
-    idle_rows = 0
 
     @override
     def keys(self, kind: Kind) -> dict[str, Any]:
@@ -269,7 +268,7 @@ def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace)
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {args.num_layers} "
             "layers; give a drafter of this trunk."
         )
-    return Kind(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, keys, args))
+    return Kind(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, row, keys, args))
 
 
 def by_token(name: str, key: str, shape: Shape, rows: Rows) -> Rule:

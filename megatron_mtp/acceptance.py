@@ -18,6 +18,9 @@ import numpy as np
 
 RECORD = "mtp_acceptance.json"
 
+EXPECTED_LENGTH = "expected accepted length"
+"""The name of `AcceptanceStats.expected_length` in records, logs and metrics.jsonl."""
+
 LEAST_DRAFTS, DEVIATIONS, CHANCE = 64, 4, 0.002
 """Drafts that an alarm waits for, standard deviations of their count that may be chance, and the chance that none of
 them is accepted at which it sounds."""
@@ -156,7 +159,7 @@ def record_of(stats: AcceptanceStats, iteration: int, data: str) -> dict[str, An
         "acceptance": stats.acceptance,
         "conditional acceptance": stats.conditional_acceptance,
         "overlap": stats.overlap,
-        "expected accepted length": stats.expected_length,
+        EXPECTED_LENGTH: stats.expected_length,
     }
 
 

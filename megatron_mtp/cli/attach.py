@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.acceptance import EXPECTED_LENGTH
 from megatron_mtp.acceptance import RECORD as ACCEPTANCE
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
@@ -55,8 +56,8 @@ OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
 """Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
 SPLIT = "98,2,0"
 LEAST_TEXTS = 25
-ACCEPTED, DEVIATIONS = "expected accepted length", 2
-"""Figure of an evaluation by which layers are judged, and the standard errors that it may fall by."""
+DEVIATIONS = 2
+"""Standard errors by which the expected accepted length may fall in training."""
 PASSES = 2
 """Default of --unroll: the best number that docs/losses.md has measured."""
 
@@ -339,7 +340,7 @@ def _check_gain(args: Namespace) -> None:
             f"{1 + sum(begun):.3f} before the training (error {error:.3f}), so they are not exported; train them in "
             "another RUN with a lower --learning-rate, another --loss or other text, or give --allow-worse."
         )
-    start = {"donor": _settings(args)["donor"], ACCEPTED: 1 + sum(begun), "error": error, "is worse": is_worse}
+    start = {"donor": _settings(args)["donor"], EXPECTED_LENGTH: 1 + sum(begun), "error": error, "is worse": is_worse}
     with written_beside(record) as beside:
         beside.write_text(json.dumps(json.loads(record.read_text()) | {"before": start}, indent=2))
 
@@ -350,7 +351,7 @@ def _accepted(folder: Path) -> list[float] | None:
     Every run evaluates the same batches first. A second evaluation, after the training, goes on to others.
     """
     with suppress(ValueError):
-        rows = [row for row in read_rows(folder) if ACCEPTED in row]
+        rows = [row for row in read_rows(folder) if EXPECTED_LENGTH in row]
         first = next((row for row in rows if row["iteration"] == rows[-1]["iteration"]), {})
         places = [f"mtp_{place} acceptance" for place in range(1, 99)]
         return [float(first[name]) for name in places if name in first] or None

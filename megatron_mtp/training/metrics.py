@@ -22,7 +22,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of
+from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import HEADS
 from megatron_mtp.files import written_beside
@@ -114,7 +114,7 @@ class PrintedTables(Reporter):
 
     @override
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
-        if "expected accepted length" in row:
+        if EXPECTED_LENGTH in row:
             print(text, flush=True)
 
 
@@ -295,7 +295,7 @@ def _lines(losses: dict[str, float], rates: AcceptanceStats, what: str) -> list[
     for depth, (acceptance, conditional, overlap) in enumerate(of_depths, start=1):
         loss = losses[f"{what}_{depth} loss"]
         lines.append(f"| {depth:5d} | {loss:10.4f} | {acceptance:10.1%} | {conditional:22.1%} | {overlap:7.1%} |")
-    return [*lines, lines[0], f"expected accepted length: {rates.expected_length:.3f} tokens per target forward"]
+    return [*lines, lines[0], f"{EXPECTED_LENGTH}: {rates.expected_length:.3f} tokens per target forward"]
 
 
 # --- figures of acceptance -------------------------------------------------------------------------------------------
@@ -322,4 +322,4 @@ def named(stats: AcceptanceStats, what: str = MTP) -> dict[str, float]:
 
 def expected_length_of(what: str) -> str:
     """The name of the expected accepted length; what drafts without another beside it needs no name there."""
-    return "expected accepted length" if what == MTP else f"{what} expected accepted length"
+    return EXPECTED_LENGTH if what == MTP else f"{what} {EXPECTED_LENGTH}"

@@ -225,9 +225,9 @@ class Opened(ABC):
         return InnerDrafter.of(self.kept_keys, (name.removeprefix(CARRIED) for name in self.tensors))
 
     @property
+    @abstractmethod
     def kept_keys(self) -> Mapping[str, Any]:
         """The keys of the model's `config.json`, those of its text model included; empty without one."""
-        raise NotImplementedError
 
     @property
     def held_depths(self) -> int:
@@ -240,9 +240,9 @@ class Opened(ABC):
         return any(key.startswith(DRAFTER) for key in self.tensors)
 
     @property
+    @abstractmethod
     def parts(self) -> Parts:
         """Patterns of its names."""
-        raise NotImplementedError
 
 
 @dataclass

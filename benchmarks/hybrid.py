@@ -50,7 +50,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.hybrid import stack_spec
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 

@@ -37,7 +37,7 @@ from torch.linalg import vector_norm
 
 from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn
 from megatron_mtp.decoding.kv_cache import Places, attended, write_rows
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.runtime import why_no_launcher, why_not
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]

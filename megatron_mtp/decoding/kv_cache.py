@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_mtp.model.portable import causal_mask, with_sink
+from megatron_mtp.model.attention import causal_mask, with_sink
 
 CHUNK = 512
 """Rows of a prompt that go through a model at once."""

@@ -38,7 +38,7 @@ from megatron_mtp.data.batch import (
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights
 from megatron_mtp.model.head import Drafted, Head, StageOutput
-from megatron_mtp.model.portable import bounds_of
+from megatron_mtp.model.packed_rows import bounds_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,12 @@ head.py              the shared output head and embedding, also between pipeline
 initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions
-portable.py          causal mask, norm and attention for machines without TE: SP, CP, packed sequences, MLA; passes of a
-                     repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
+attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks
+latent_attention.py  MLA without a norm of queries that are not compressed, and without TE
+shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
+norms.py             RMSNorm and LayerNorm for machines without TE
+linear.py            projections to the latent of experts and back, for machines without TE
+packed_rows.py       where the documents of a packed row start and end
+specs.py             these modules in the places of Megatron's
 recurrent.py         Mamba-2 without mamba_ssm and Gated DeltaNet without fla
 """

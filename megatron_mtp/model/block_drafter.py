@@ -41,10 +41,12 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
-from megatron_mtp.model.portable import PortableAttention, PortableNorm, offsets_of
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.packed_rows import offsets_of
 
 BLOCKS_AT_ONCE = 64
 """Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""

@@ -30,20 +30,16 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
+from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.heads import BLOCKS, HeadPlan
+from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
     mtp_layer_submodules,
 )
-from megatron_mtp.model.portable import (
-    PLAIN_QUERIES,
-    PortableAttention,
-    SharingAttention,
-    with_modules,
-    with_portable_modules,
-    with_portable_projections,
-)
+from megatron_mtp.model.shared_keys import SharingAttention
+from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 from megatron_mtp.runtime import check_device
 

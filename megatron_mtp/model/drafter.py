@@ -25,7 +25,8 @@ from torch.nn.functional import silu
 
 from megatron_mtp.model.head import DRAFTER, Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
-from megatron_mtp.model.portable import PortableNorm, with_modules, with_portable_modules
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
 @dataclass(frozen=True)

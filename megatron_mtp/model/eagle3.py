@@ -7,7 +7,7 @@
 
 The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide; its residual is
 the feature itself. In training step k reads the layer's own output of step k - 1, as drafting does (the paper's
-training-time test), and attends to what an engine's k-th draft attends to (`SharingAttention` of portable.py).
+training-time test), and attends to what an engine's k-th draft attends to (`SharingAttention` of shared_keys.py).
 
 It is an MTP block of K passes of one layer. Letters in names: S sequence, B batch, H hidden.
 """
@@ -24,9 +24,11 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.drafters import EAGLE3_LAYERS
+from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
-from megatron_mtp.model.portable import PortableAttention, PortableNorm, SharingAttention, recomputed
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.shared_keys import SharingAttention, recomputed
 
 
 class InputNorms(torch.nn.Module):

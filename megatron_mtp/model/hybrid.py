@@ -39,15 +39,11 @@ from torch import Tensor
 from megatron_mtp import runtime
 from megatron_mtp.model.arguments import SHARDED_STACK
 from megatron_mtp.model.build import stage_arguments
+from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
-from megatron_mtp.model.portable import (
-    PLAIN_QUERIES,
-    PortableNorm,
-    with_modules,
-    with_portable_modules,
-    with_portable_projections,
-)
+from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
+from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trunk import MTPTrunk, Objective
 
 

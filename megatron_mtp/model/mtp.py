@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.portable import SharingAttention, sharing
+from megatron_mtp.model.shared_keys import SharingAttention, sharing
 
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""

@@ -37,7 +37,8 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from megatron_mtp.data.batch import positions_of_ranks
-from megatron_mtp.model.portable import bounds_of, having, offsets_of
+from megatron_mtp.model.packed_rows import bounds_of, offsets_of
+from megatron_mtp.model.specs import having
 
 CHUNK = 64
 """Positions of a chunk: the matrices within chunks grow with it, the number of steps between chunks falls."""

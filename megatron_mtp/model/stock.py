@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatron_mtp.model.head import attach_embedding
 from megatron_mtp.model.mtp import AttentionInputs, Layer, checkpointed, set_quantization
-from megatron_mtp.model.portable import PortableNorm, with_portable_modules
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.specs import with_portable_modules
 
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""

@@ -48,7 +48,7 @@ from megatron_mtp.losses.objective import (
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.mtp import drawn_ages
-from megatron_mtp.model.portable import PackedRows
+from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.training.metrics import Metrics
 
 SPIKE = 10

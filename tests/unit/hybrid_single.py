@@ -23,7 +23,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 
 RECURRENT: dict[str, Any] = {
     "mamba_state_dim": 6,

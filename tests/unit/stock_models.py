@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, transformer_config
 
 from megatron_mtp.model.hybrid import stack_spec
-from megatron_mtp.model.portable import with_portable_modules
+from megatron_mtp.model.specs import with_portable_modules
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},

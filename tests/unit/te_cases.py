@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.model import arguments
 from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.portable import PLAIN_QUERIES
+from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.trunk import MTPTrunk
 
 COMMON = """

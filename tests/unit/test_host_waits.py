@@ -13,7 +13,7 @@ from pretended_cuda import OnCuda, on_cuda, pretended_cuda
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import kept_positions
-from megatron_mtp.model.portable import bounds_of
+from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.training import forward_step
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -1,4 +1,4 @@
-"""model/portable.py: norms as a plain formula has them, and specs with our modules in Megatron's places."""
+"""model/{norms,specs}.py: norms as a plain formula has them, and specs with our modules in Megatron's places."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_single import our_model, transformer_config
 from torch import Tensor
 
-from megatron_mtp.model.portable import PortableNorm, with_portable_modules
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.specs import with_portable_modules
 
 EPS = 1e-5
 

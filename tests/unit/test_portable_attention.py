@@ -1,4 +1,4 @@
-"""model/portable.py: attention as a plain loop over documents, heads and slots has it, values and gradients.
+"""model/attention.py: attention as a plain loop over documents, heads and slots has it, values and gradients.
 
 Context parallelism needs several processes: tests/functional/test_layouts.py.
 """
@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_single import transformer_config
 from torch import Tensor
 
-from megatron_mtp.model.portable import PortableAttention, SinkAttention
+from megatron_mtp.model.attention import PortableAttention, SinkAttention
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -21,7 +21,7 @@ from transformers import NemotronHConfig, Qwen3NextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.recurrent import (
     PortableGatedDeltaNet,
     PortableMamba,

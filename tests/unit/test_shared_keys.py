@@ -1,4 +1,4 @@
-"""model/portable.py, shared keys: what a later pass sees, by a plain loop; how models with it draft and are stored.
+"""model/shared_keys.py: what a later pass sees, by a plain loop; how models with it draft and are stored.
 
 That drafts are the training forward's is tested in test_drafting.py, packed rows in test_packed.py, and layouts in
 tests/functional/test_layouts.py.
@@ -17,7 +17,7 @@ from megatron_mtp.checkpoint.convert.import_hf import pass_keys, set_passes
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.model.portable import SharingAttention, sharing
+from megatron_mtp.model.shared_keys import SharingAttention, sharing
 
 LENGTH, ROWS, HEADS, GROUPS, CHANNELS, PASSES = 6, 2, 4, 2, 8, 4
 

@@ -265,7 +265,7 @@ class _Target:
 
 
 def check_query_norms(reader: DistReader, name: str) -> None:
-    """Raises ValueError for norms of queries that are not compressed, which no layer here has (`model/portable.py`)."""
+    """Raises ValueError for norms of queries that are not compressed, which no layer has (latent_attention.py)."""
     if any(_QUERY_NORM in key for key in reader.keys):
         raise ValueError(
             f"{name} has norms in front of linear_q_proj, which Megatron-LM computes with Transformer Engine and no "

@@ -25,7 +25,7 @@ from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, Recurrence

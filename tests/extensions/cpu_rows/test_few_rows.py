@@ -20,7 +20,7 @@ from megatron_mtp.decoding.types import Draft
 from megatron_mtp.extensions.cpu_rows import compiled, few_rows, products
 from megatron_mtp.extensions.cpu_rows.backend import CpuRows
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, product_of
-from megatron_mtp.model.portable import PortableNorm
+from megatron_mtp.model.norms import PortableNorm
 
 pytestmark = pytest.mark.usefixtures("megatron", "compiler")
 

@@ -1,18 +1,13 @@
-"""Norm, attention, latent attention and latent projections of experts for machines without Transformer Engine.
+"""Attention for machines without Transformer Engine, with attention sinks too.
 
 The causal mask is for queries at any positions: whole sequences, ranks of context parallelism, rows of a draft.
-`with_portable_modules` takes a spec of Megatron's local modules and returns it with these modules in their place, in
-layouts that Megatron's refuse.
-Letters in names: S this rank's positions, B batch, T positions of a packed row, N query heads, G key heads, M
-query heads of a key head, C channels of a head.
+Letters in names: S this rank's positions, B batch, T positions of a packed row, W keys, N query heads, G key heads, M
+query heads of a key head, C channels of a head, P passes of a chain.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,20 +15,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     get_cuda_rng_tracker,
-    scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -41,10 +27,10 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear, pad, rms_norm, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import positions_of_ranks, to_device
+from megatron_mtp.model.packed_rows import bounds_of
 
 
 def causal_mask(positions: Tensor, keys: int) -> Tensor:
@@ -54,73 +40,6 @@ def causal_mask(positions: Tensor, keys: int) -> Tensor:
         positions: of the queries [..., S], counted as the keys are, from 0.
     """
     return torch.arange(keys, device=positions.device) > positions.unsqueeze(-1)
-
-
-class PortableNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm (`config.normalization`), with sequence parallelism and zero-centered weights.
-
-    With sequence parallelism every rank normalizes its own positions and has a part of the weights' gradients. Megatron
-    sums these over the tensor-parallel group where a parameter is marked `sequence_parallel`.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.centered = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.centered else 1.0))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The normalized values [..., H]."""
-        weight = self.weight + 1 if self.centered else self.weight
-        if self.bias is None:
-            return rms_norm(hidden, weight.shape, weight, self.eps)
-        return layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
-
-
-class PortableLinear(torch.nn.Module):
-    """TE's linear layer with the whole weight on every tensor-parallel rank, as projections to a latent have it.
-
-    Args:
-        input_size, output_size: of the last dimension.
-        config: of the model.
-        init_method: draws the weight in place.
-        bias: must be false.
-        others: what TE takes beside, for layers of other kinds.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        **others: Any,
-    ) -> None:
-        super().__init__()
-        if bias:
-            raise ValueError("latent projections of experts have no biases; give --disable-bias-linear.")
-        device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if config.perform_initialization:
-            with get_cuda_rng_tracker().fork():
-                init_method(self.weight)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The projection [..., output], and no bias to add."""
-        return linear(hidden, self.weight), None
-
-
-def with_portable_projections(config: TransformerConfig) -> AbstractContextManager[None]:
-    """While this lasts, MoE layers that are made without TE can have a latent (`--moe-latent-size`)."""
-    if config.transformer_impl != "local" or not config.moe_latent_size:
-        return nullcontext()
-    return having([moe_layer], HAVE_TE=True, TELinear=PortableLinear)
 
 
 class PortableAttention(torch.nn.Module):
@@ -329,7 +248,7 @@ def with_sink(
 
 
 class SinkAttention(PortableAttention):
-    """The same with an attention sink in every head, whose score is trained or 0 (`--softmax-type`; arXiv:2309.17453).
+    """Attention with a sink in every head, whose score is trained or 0 (`--softmax-type`; arXiv:2309.17453).
 
     The score's name and its part of a checkpoint are those of Megatron's `DotProductAttention`.
     """
@@ -361,186 +280,3 @@ class SinkAttention(PortableAttention):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
-
-
-# --- passes of a repeated layer that share keys ----------------------------------------------------------------------
-#
-# Later passes attend to pass 1's keys and values, as the drafts of an engine do that reuses the layer: it runs the
-# module over the known tokens with the trunk's states, one row a position, and keeps keys and values (pass 1). Then
-# every step adds one row at the next position, made from the row before. So step d of the chain that starts at position
-# i, which is pass d at position i in training, stands at position i + d - 1 and sees
-#
-#     the rows of pass 1 at 0 .. i, and of passes 2 .. d those of its own chain, at i + 1 .. i + d - 1
-#
-#     pass 3, i = 2      position   0    1    2    3    4
-#                        rows of    1    1    1    2    3          the last two started at i = 2
-#
-# Without sharing, pass d at i sees the rows of pass d at 0 .. i, which no engine has: there every one of them would
-# have been made from drafts. NVIDIA/Megatron-LM#6472 (for latent attention) and GLM-5.2's KVShare share pass 1's keys
-# too.
-
-
-class SharingAttention(PortableAttention):
-    """Attention of a repeated layer. While passes are kept (`sharing`), the first call is pass 1, the second pass 2, ..
-
-    Attributes:
-        passes: keys and values of the passes so far; None while none are kept, where it is `PortableAttention`.
-    """
-
-    passes: list[tuple[Tensor, Tensor]] | None = None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Attend as `PortableAttention`, with queries and keys rotated to the positions of their pass."""
-        self.chain = ()
-        if self.passes is not None:
-            self.passes.append((key, value))
-            (key, value), *self.chain = self.passes
-        return super().forward(query, key, value, *others, **named)
-
-
-@contextmanager
-def sharing(layers: list[SharingAttention]) -> Iterator[None]:
-    """Keep the passes of these layers while this lasts."""
-    for layer in layers:
-        layer.passes = []
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.passes, layer.chain = None, ()
-
-
-def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Result of `run` in one pass of the layer; the backward pass computes it again.
-
-    Of what was computed, only the pass's keys and values are held in between.
-    """
-    assert layer.passes is not None, "no passes are kept"
-    before = [*layer.passes]
-
-    def again(*given: Tensor) -> Tensor:
-        kept, layer.passes = layer.passes, [*before]  # in the backward pass none are kept
-        try:
-            return run(*given)
-        finally:  # the backward pass leaves by an exception of torch's, as soon as it has what it needs
-            made, layer.passes = layer.passes, kept
-            if kept is not None:
-                kept += made[len(before) :]
-
-    made: Tensor = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return made
-
-
-# --- specs -----------------------------------------------------------------------------------------------------------
-
-
-def with_portable_modules(spec: Any, config: TransformerConfig) -> Any:
-    """The spec (a module, a `ModuleSpec`, or a dataclass or list of such) with portable modules for Megatron's."""
-    attention = PortableAttention if config.softmax_type == "vanilla" else SinkAttention
-    swaps = {
-        WrappedTorchNorm: PortableNorm,
-        MLASelfAttention: PortableLatentAttention,
-        DotProductAttention: attention,
-    }
-    return with_modules(spec, swaps)
-
-
-def with_modules(spec: Any, swaps: dict[Any, Any]) -> Any:
-    """The spec with other classes of modules, wherever it names one of the keys of `swaps`."""
-    if isinstance(spec, list):
-        return [with_modules(one, swaps) for one in spec]
-    if isinstance(spec, ModuleSpec):
-        return dataclasses.replace(
-            spec, module=with_modules(spec.module, swaps), submodules=with_modules(spec.submodules, swaps)
-        )
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        swapped = {field.name: with_modules(getattr(spec, field.name), swaps) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **swapped)
-    return swaps.get(spec, spec) if isinstance(spec, type) else spec
-
-
-# --- multi-latent attention ------------------------------------------------------------------------------------------
-#
-# Queries that are not compressed (`q_lora_rank` None) have no norm here, as in DeepSeek-V2-Lite and Moonlight.
-# Megatron's own module puts one inside their projection, behind the layer's input norm; only TE has such a projection.
-#
-# Without TE the down-projections are column-parallel. Megatron gathers their output, and takes the gradients of a
-# gathered tensor to be the same on all ranks. Two are not (megatron-core 0.19.2): the rotary part of the keys goes
-# straight to each rank's own heads, which is a part of its gradient; and gradients of anything called `q_layernorm` are
-# summed over the ranks, also where each rank has all of it.
-
-
-class LatentSelfAttention(MLASelfAttention):
-    """Megatron's MLA, without a norm of queries that are not compressed."""
-
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Classes of the norms and of the projections behind them, by attribute."""
-        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
-            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
-            return resolved
-        return {
-            "linear_q_proj": submodules.linear_q_proj,
-            "linear_q_up_proj": IdentityOp,
-            "linear_kv_up_proj": submodules.linear_kv_up_proj,
-            "q_layernorm": IdentityOp,
-            "kv_layernorm": submodules.kv_layernorm,
-        }
-
-
-PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
-"""What stands in specs of Transformer Engine's layers for Megatron's own module."""
-
-
-class PortableLatentAttention(LatentSelfAttention):
-    """The same on Megatron's own linear layers, with the gradients of one process."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
-            for weight in self.q_layernorm.parameters():
-                weight.register_hook(lambda gradient: gradient / self.tp_group.size())
-
-    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compressed queries, and compressed keys and values with the rotary part of the keys behind, both whole."""
-        q_compressed, kv_part = super()._qkv_down_projection(hidden_states)
-        kv_combined = gather_from_tensor_model_parallel_region(kv_part, group=self.tp_group)
-        if self.config.sequence_parallel:  # Megatron gathers the rotary part again, and sums its gradient
-            return q_compressed, scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
-        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        kv_compressed, rotary = kv_combined.split(widths, dim=-1)
-        rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
-        return q_compressed, torch.cat([kv_compressed, rotary], dim=-1)
-
-
-@contextmanager
-def having(modules: list[ModuleType], **values: Any) -> Iterator[None]:
-    """While this lasts, these names of the modules have other values, in the modules that have the names."""
-    before = [(module, name, getattr(module, name)) for module in modules for name in values if hasattr(module, name)]
-    for module, name, _ in before:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-@dataclass
-class PackedRows(PackedSeqParams):
-    """Megatron's description of packed rows, with the offsets on the host too.
-
-    Without TE, layers compute every document by itself. Each would wait for the GPU to read the offsets there.
-    """
-
-    bounds: Tensor | None = None
-
-
-def bounds_of(packed: PackedSeqParams) -> Tensor:
-    """`offsets_of`, on the host."""
-    known = packed.bounds if isinstance(packed, PackedRows) else None
-    return offsets_of(packed).cpu() if known is None else known
-
-
-def offsets_of(packed: PackedSeqParams) -> Tensor:
-    """Start and end of the documents of a packed row; padding belongs to the document before it."""
-    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

@@ -44,8 +44,8 @@ from benchmarks.harness import Found, Goal, Table, interleave, main
 from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, Side, Sizes
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding import backend, generate
-from megatron_mtp.decoding.kv_cache import ROLLED_BACK
 from megatron_mtp.decoding.recurrent_layers import KEPT
+from megatron_mtp.decoding.rows import ROLLED_BACK
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build

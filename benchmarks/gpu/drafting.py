@@ -17,7 +17,7 @@ from benchmarks.gpu.part import DEVICE, ON_CPU, NotRunError, Setting
 from benchmarks.harness import Found, Goal, Table, interleave
 from megatron_mtp.cli.cost import NO_METER, start_meter
 from megatron_mtp.decoding import batch as steps
-from megatron_mtp.decoding import dense_layer, generate, kv_cache
+from megatron_mtp.decoding import cached_attention, dense_layer, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.types import Proposer
@@ -48,7 +48,7 @@ def graphs(setting: Setting) -> Found:
 def cudnn(setting: Setting) -> Found:
     """K = 0 and 3 with cuDNN's attention alone, which builds a plan for every length."""
     cudnn_first = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True)
-    with cudnn_first, mock.patch.object(kv_cache, "_own_kernels", contextlib.nullcontext):
+    with cudnn_first, mock.patch.object(cached_attention, "_own_kernels", contextlib.nullcontext):
         return drafting(setting, (0, 3), rounds=1)
 
 

@@ -9,7 +9,9 @@ machine, and the rules in this room (types, sampling, verifiers) do not.
     proposers/           what drafts
     verifiers.py         which drafts are accepted
     method.py            a config from JSON: proposer, verifier, K; automatic K, and K = 0 where drafting does not pay
-    kv_cache.py          rows of a forward: chains, trees, without padding; keys and values in shared blocks
+    block_tables.py      slots of sequences in blocks of memory that they share
+    rows.py              rows of a forward: chains, trees, without padding; their positions and masks
+    kv_cache.py          keys and values of a model's layers; all caches of an engine
     sequences.py         the tensors of a batch of sequences while they grow
     block_manager.py     which blocks are free, and which hold a beginning that sequences share
     batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft

@@ -8,8 +8,8 @@ less in between. Packages add others by an entry point:
 
 The first one that fits the model runs it; one that does not raises `Unfit` when it is made. It may override the
 methods `run`, `draft`, `accept` and `product`, call the core's for what it leaves to them, and read all attributes of
-`Modules`, `Stack`, `Pass` and `Sequences`. kv_cache.py and recurrent_layers.py say what rows, caches and recurrent
-layers hold.
+`Modules`, `Stack`, `Pass` and `Sequences`. rows.py, kv_cache.py and recurrent_layers.py describe rows, caches and
+recurrent layers.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary, N drafts.
 """
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from megatron_mtp.decoding.block_tables import write_rows
+from megatron_mtp.decoding.cached_attention import Scope
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
-from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope, write_rows
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.model.mtp import AttentionInputs, whole_states

@@ -16,8 +16,8 @@ from torch.nn.functional import one_hot
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig
-from megatron_mtp.decoding.kv_cache import ROLLED_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.method import AutoK
+from megatron_mtp.decoding.rows import ROLLED_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
     Penalties,

@@ -1,4 +1,4 @@
-"""Modules in the places of a trained model's attention, which attend over a cache.
+"""Attention over a cache, and modules that do it in the places of a trained model's attention.
 
 `attach` puts a `CachedAttention` into every attention module of a loaded model. They share a `Scope`, which holds the
 cache and the rows of the current forward. The modules around them, and their weights, are those of training.
@@ -11,11 +11,12 @@ and values the cache holds c and r, and the projections move to the other side o
 
 So all heads attend to one key head of L + C channels.
 
-Letters in names: S rows of a forward (Megatron's sequence), B batch, N or G heads, L latents, K channels of a key
-without its rotary part, C of all of it or of its rotary part, D of a value.
+Letters in names: S or R rows of a forward (Megatron's sequence), W slots that are looked at, B batch, N or G heads, L
+latents, K channels of a key without its rotary part, C of all of it or of its rotary part, D of a value.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, override
 
 import torch
@@ -25,8 +26,87 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_mtp.decoding.kv_cache import Scope, attend
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.model.attention import with_sink
+
+
+class Scope:
+    """The cache and the rows of the forward that is about to run."""
+
+    cache: KVCache
+    rows: Rows
+
+    def enter(self, cache: KVCache, rows: Rows) -> None:
+        """Attend over this cache, from these rows, until the next call."""
+        if rows is not getattr(self, "rows", None):
+            self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
+        self.cache, self.rows = cache, rows
+
+    def mask(self, dtype: torch.dtype, heads: int) -> Tensor:
+        """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
+        if (dtype, heads) not in self._masks:
+            self._masks[dtype, heads] = self.rows.mask_B1RW.to(dtype).repeat(1, 1, heads, 1)
+        return self._masks[dtype, heads]
+
+
+def attend(
+    scope: Scope,
+    layer: int,
+    query_BNRC: Tensor,
+    key_BGRC: Tensor,
+    value_BGRC: Tensor | None,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
+
+    Args:
+        value_BGRC: None where the keys are the values as well.
+        sink_N: scores of the heads' sinks; None without sinks.
+    """
+    key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
+    return attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
+
+
+def attended(
+    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None = None
+) -> Tensor:
+    """The attention output over keys and values of the window [B, G, W, C], which the cache has; see `attend`."""
+    packed = scope.rows
+    if packed.padded is not None:
+        query_BNRC = packed.unpacked(query_BNRC, rows=2)
+    mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
+    if sink_N is not None:
+        query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)
+        mask_B1RW = pad(mask_B1RW, (0, 1))
+    batch, heads, rows, channels = query_BNRC.shape
+    groups, value_channels = key_BGWC.size(1), value_BGWC.size(3)
+    if heads != groups:  # the query heads of a group become further rows of one head
+        query_BNRC = query_BNRC.reshape(batch, groups, heads // groups * rows, channels)
+    if value_channels != channels:  # unequal channels would keep torch from its fast kernels
+        value_BGWC = pad(value_BGWC, (0, channels - value_channels))
+    with _own_kernels(query_BNRC):
+        made = scaled_dot_product_attention(query_BNRC, key_BGWC, value_BGWC, attn_mask=mask_B1RW, scale=scale)
+    made_BNRC = made.reshape(batch, heads, rows, channels)[..., :value_channels]
+    return made_BNRC if packed.padded is None else packed.packed(made_BNRC, rows=2)
+
+
+@contextmanager
+def _own_kernels(query_BNRC: Tensor) -> Iterator[None]:
+    """Keep cuDNN out of attention: torch prefers it on some GPUs, and it makes a plan for every new shape."""
+    if not query_BNRC.is_cuda:
+        yield
+        return
+    before = cudnn_sdp_enabled()
+    enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        enable_cudnn_sdp(before)
 
 
 class StandIn(torch.nn.Module):

@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from torch.linalg import vector_norm
 
-from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn
-from megatron_mtp.decoding.kv_cache import Places, attended, write_rows
+from megatron_mtp.decoding.block_tables import Places, write_rows
+from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn, attended
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.runtime import why_no_launcher, why_not
 

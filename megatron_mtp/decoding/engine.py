@@ -18,9 +18,10 @@ import torch
 
 from megatron_mtp.acceptance import AcceptanceStats, Alarm
 from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
+from megatron_mtp.decoding.block_tables import BEYOND, BLOCK
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, rounded
 from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.rows import CHUNK, rounded
 from megatron_mtp.decoding.runner import Keeping, Runner
 from megatron_mtp.decoding.sampling import Sampling, TokenLogprob
 from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler

@@ -31,17 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron_mtp.decoding.cached_attention import StandIn
-from megatron_mtp.decoding.kv_cache import (
-    ROLLED_BACK,
-    BlockTables,
-    KVCache,
-    Places,
-    Rows,
-    Scope,
-    read_rows,
-    write_rows,
-)
+from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows, write_rows
+from megatron_mtp.decoding.cached_attention import Scope, StandIn
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import ROLLED_BACK, Rows
 from megatron_mtp.model.recurrent import of_length_one
 
 PIECE = 64

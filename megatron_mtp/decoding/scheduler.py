@@ -21,7 +21,9 @@ import torch
 
 from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
-from megatron_mtp.decoding.kv_cache import BEYOND, BLOCK, CHUNK, BlockTables, Memory
+from megatron_mtp.decoding.block_tables import BEYOND, BLOCK, BlockTables
+from megatron_mtp.decoding.kv_cache import Memory
+from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
 from megatron_mtp.decoding.types import Finish, QueueFull, Update
 

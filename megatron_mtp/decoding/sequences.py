@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import BlockTables, Memory, Rows, ancestors_of, read_rows, rounded, write_rows
+from megatron_mtp.decoding.block_tables import BlockTables, read_rows, write_rows
+from megatron_mtp.decoding.kv_cache import Memory
+from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import Noise
 from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 

@@ -152,7 +152,7 @@ class Proposer:
         depths: the kind of depths that it drafts with; None if it needs none.
         drafts_trees: whether a row may have several candidates.
         keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
-            back by few (`kv_cache.ROLLED_BACK`).
+            back by few (`rows.ROLLED_BACK`).
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         at_once: whether a draft of any K takes one pass.
         observes: whether it reads the target's logits of every step.

@@ -12,7 +12,7 @@ from drafting_single import kind_for, model_of, prompts_of, run, runner_of, want
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.decoding import kv_cache
+from megatron_mtp.decoding import cached_attention
 from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.runner import Runner
 
@@ -58,7 +58,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
-    monkeypatch.setattr(kv_cache, "scaled_dot_product_attention", found)
+    monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", found)
     return found
 
 

@@ -8,9 +8,8 @@ import torch
 from drafting_single import model_of
 from torch import Tensor
 
-from megatron_mtp.decoding import kv_cache
-from megatron_mtp.decoding.cached_attention import CachedAttention
-from megatron_mtp.decoding.kv_cache import attend
+from megatron_mtp.decoding import cached_attention
+from megatron_mtp.decoding.cached_attention import CachedAttention, attend
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -47,7 +46,7 @@ def test_cudnn_stays_out_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return query
 
-    monkeypatch.setattr(kv_cache, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", attention)
     assert torch.backends.cuda.cudnn_sdp_enabled()
     scope: Any = SimpleNamespace(rows=SimpleNamespace(padded=None), mask=lambda *_: None)
     scope.cache = SimpleNamespace(append=lambda _, key, value, __: (key, value))

@@ -10,9 +10,10 @@ from drafting_single import Driven, first_rows, model_of, prompts_of, run, run_e
 from torch import Tensor
 
 from megatron_mtp.decoding import engine
+from megatron_mtp.decoding.block_tables import BlockTables
 from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.mtp import Vanilla
 from megatron_mtp.decoding.runner import Runner

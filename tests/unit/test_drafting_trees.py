@@ -17,11 +17,11 @@ from drafting_single import (
 )
 from torch import Tensor
 
-from megatron_mtp.decoding.kv_cache import ancestors_of
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.ngram import JacobiWindow, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
+from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_mtp.decoding import batch, graphs, kv_cache, sequences
+from megatron_mtp.decoding import batch, graphs, sequences
 from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.engine import Engine, generate
@@ -172,7 +172,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "FEW_WINDOWS_STEP", 16)
+    monkeypatch.setattr("megatron_mtp.decoding.rows.FEW_WINDOWS_STEP", 16)
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]

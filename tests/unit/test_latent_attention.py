@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_mtp.decoding import runner
 from megatron_mtp.decoding.cached_attention import LatentAttention
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")

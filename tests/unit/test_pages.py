@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
-from megatron_mtp.decoding.kv_cache import BlockTables, KVCache, Rows, ancestors_of, read_rows, write_rows
+from megatron_mtp.decoding.block_tables import BlockTables, read_rows, write_rows
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -27,7 +29,7 @@ def scattered(seed: int = 1) -> BlockTables:
 
 
 def test_a_table_by_hand() -> None:
-    """The example of kv_cache.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
+    """The example of block_tables.py: slots 0 .. 3 are in block 5, slots 4 .. 7 in block 2."""
     pages, memory = BlockTables(torch.tensor([[5, 2, 0]]), 6, 4), torch.zeros(6, 1, 4, 1)
     write_rows(memory, torch.arange(1.0, 9).view(1, 1, 8, 1), pages.places(torch.arange(8).unsqueeze(0)))
     assert memory.view(6, 4).tolist() == [[0] * 4, [0] * 4, [5, 6, 7, 8], [0] * 4, [0] * 4, [1, 2, 3, 4]]

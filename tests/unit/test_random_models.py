@@ -20,8 +20,8 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
-from megatron_mtp.decoding.kv_cache import CHUNK
 from megatron_mtp.decoding.load import load_checkpoint
+from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.runner import Runner
 
 QUIET = Options(quiet=True, workers=1)

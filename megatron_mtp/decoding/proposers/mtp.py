@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows, Pass, in_tensors
-from megatron_mtp.decoding.kv_cache import CHUNK
+from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.sampling import DRAFT, draw
 from megatron_mtp.decoding.types import Draft, Kind, Proposer, Round
 

@@ -6,8 +6,10 @@ from typing import override
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import Modules, Pass, Stack, Unfit
+from megatron_mtp.decoding.cached_attention import Scope
 from megatron_mtp.decoding.dense_layer import Multiply
-from megatron_mtp.decoding.kv_cache import KVCache, Rows, Scope
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_mtp.decoding import batch
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.kv_cache import KVCache, Rows, ancestors_of
+from megatron_mtp.decoding.kv_cache import KVCache
+from megatron_mtp.decoding.rows import Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.types import Draft
 from megatron_mtp.extensions.cpu_rows import compiled, few_rows, products

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.kv_cache import KVCache, Rows
+from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import AutoK
 from megatron_mtp.decoding.recurrent_layers import KEPT
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.cpu_rows import compiled
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS

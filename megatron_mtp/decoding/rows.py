@@ -1,0 +1,192 @@
+"""Rows of a forward: their slots, their positions, and what each attends to.
+
+A forward has as many rows of each sequence as the longest needs. Products do not depend on sequences, so where rows are
+many they run those that count as if these were one sequence's; attention and recurrent layers put them back into their
+places:
+
+    rows of three sequences    -  -  A0        packed    A0 B0 B1 B2 C0 C1
+                               B0 B1 B2
+                               -  C0 C1
+
+Letters in names: B batch, R rows of a sequence, A rows of a tree, X rows that count, W slots that are looked at, L
+blocks of a sequence, S rows as Megatron has them (of a memory: slots of a block), H hidden, N blocks of a memory, G key
+heads, C channels.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows
+from megatron_mtp.model.attention import causal_mask
+
+CHUNK = 512
+"""Rows of a prompt that go through a model at once."""
+
+ROLLED_BACK = 32
+"""How far behind the rows of one forward the next may begin where layers are recurrent: 15 drafts are rejected, and as
+many rows that another sequence of the batch has gained are run anew."""
+
+WINDOW_STEP, FEW_WINDOWS_STEP = 32, 128
+"""Slots that a forward looks at are a multiple of this; see `rounded`."""
+
+FORBIDDEN = torch.finfo(torch.float32).min / 2
+"""Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
+
+
+@dataclass(eq=False)
+class Rows:
+    """Tensors are made when they are first read, since compiled code reads `first_B` alone.
+
+    Attributes:
+        first_B: where the first row of every sequence stands; before 0, rows are padding.
+        count: R.
+        window: slots that the rows may attend to.
+        tables: where the sequences' slots are.
+        live_BR: False for padding; None where there is none but that before slot 0.
+        packs: whether padding is to be left out where rows are many.
+        depth_BR: in a tree, of each row; depth 0 has the position `first_B`.
+        ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
+        start: slots of the tree that earlier forwards have filled.
+        inside: whether no row stands before slot 0.
+        padded: the rows with their padding, where it is left out of these.
+        place_X: where those that count stand among the B * R rows.
+        first_blocks: the table's of this name, by the number of heads.
+        states: what `states_in` has read.
+    """
+
+    first_B: Tensor
+    count: int
+    window: int
+    tables: BlockTables
+    live_BR: Tensor | None = None
+    packs: bool = False
+    depth_BR: Tensor | None = None
+    ancestors_BRA: Tensor | None = None
+    start: int = 0
+    inside: bool = False
+    padded: "Rows | None" = None
+    place_X: Tensor | None = None
+    first_blocks: dict[int, Tensor] = field(default_factory=dict)
+    states: Tensor | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """True if they are consecutive."""
+        return self.depth_BR is None
+
+    @cached_property
+    def places_BR(self) -> Tensor:
+        """Places of the rows; before 0 for padding."""
+        if self.count == 1 and not self.start:
+            return self.first_B.unsqueeze(1)
+        own_R = torch.arange(self.start, self.start + self.count, device=self.first_B.device)
+        return self.first_B.unsqueeze(1) + own_R
+
+    @cached_property
+    def counts_BR(self) -> Tensor:
+        """False for padding."""
+        inside_BR = self.places_BR >= 0
+        return inside_BR if self.live_BR is None else inside_BR & self.live_BR
+
+    @cached_property
+    def positions_BR(self) -> Tensor:
+        """For the rotary embedding; padding has position 0."""
+        if self.padded is not None:
+            return self.packed(self.padded.positions_BR)
+        if self.depth_BR is not None:
+            return self.first_B.unsqueeze(1) + self.depth_BR
+        return self.places_BR if self.inside else self.places_BR.clamp(min=0)
+
+    @cached_property
+    def slots_BR(self) -> Tensor:
+        """Slots of keys and values."""
+        if self.padded is not None:
+            return self.packed(self.padded.slots_BR)
+        if self.inside and self.live_BR is None:
+            return self.places_BR
+        return torch.where(self.counts_BR, self.places_BR, self.tables.capacity)
+
+    @cached_property
+    def memory_places(self) -> Places:
+        """The same as blocks and slots in them."""
+        return self.tables.places(self.slots_BR)
+
+    def window_of(self, memory_NGSC: Tensor) -> Tensor:
+        """The slots that the rows may attend to, [B, G, W, C]; a copy where they are in several blocks."""
+        if self.tables.run is not None:
+            return memory_NGSC[self.tables.run, :, : self.window]
+        heads = memory_NGSC.size(1)
+        if heads not in self.first_blocks:
+            self.first_blocks[heads] = self.tables.first_blocks(self.window, heads)
+        return memory_NGSC.flatten(0, 1)[self.first_blocks[heads]].flatten(2, 3)[:, :, : self.window]
+
+    def states_in(self, memory_N1SH: Tensor) -> Tensor:
+        """The trunk's states of the rows, [S, B, H], from their only memory; read once."""
+        if self.states is None:
+            self.states = read_rows(memory_N1SH, self.memory_places)[:, 0].transpose(0, 1)
+        return self.states
+
+    @cached_property
+    def mask_B1RW(self) -> Tensor:
+        """Added to the scores: a row looks at its own slot and at all before it, in a tree at its ancestors."""
+        if self.padded is not None:
+            return self.padded.mask_B1RW
+        if self.ancestors_BRA is None:
+            forbidden_BRW = causal_mask(self.positions_BR, self.window)
+        else:
+            tree = self.ancestors_BRA.size(2)
+            place_BW = torch.arange(self.window, device=self.first_B.device) - self.first_B.unsqueeze(1)
+            index_BRW = place_BW.clamp(0, tree - 1).unsqueeze(1).expand(-1, self.count, -1)
+            among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
+            forbidden_BRW = ~((place_BW < 0).unsqueeze(1) | (self.ancestors_BRA.gather(2, index_BRW) & among_B1W))
+        return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
+
+    def without_padding(self) -> "Rows | None":
+        """The rows that count, [1, X]; None where padding may run as well, or there is none."""
+        if not self.packs:
+            return None
+        place_X = self.counts_BR.flatten().nonzero()[:, 0]
+        if place_X.numel() == self.counts_BR.numel():
+            return None
+        tables = replace(self.tables, sequence_X=place_X // self.count)
+        return Rows(self.first_B, self.count, self.window, tables, padded=self, place_X=place_X)
+
+    def packed(self, values: Tensor, batch: int = 0, rows: int = 1) -> Tensor:
+        """The rows that count as those of one sequence, of values with these dimensions of sequences and rows."""
+        values_BR = values.movedim((batch, rows), (0, 1))
+        return values_BR.flatten(0, 1)[self.place_X].unsqueeze(0).movedim((0, 1), (batch, rows))
+
+    def unpacked(self, values: Tensor, batch: int = 0, rows: int = 1) -> Tensor:
+        """All rows, with zeros for padding; back from `packed`."""
+        assert self.padded is not None
+        assert self.place_X is not None
+        counts_BR, values_1X = self.padded.counts_BR, values.movedim((batch, rows), (0, 1))
+        made = values_1X.new_zeros(counts_BR.numel(), *values_1X.shape[2:])
+        made_BR = made.index_copy_(0, self.place_X, values_1X[0]).unflatten(0, counts_BR.shape)
+        return made_BR.movedim((0, 1), (batch, rows))
+
+
+def rounded(slots: int, few: bool) -> int:
+    """The next multiple of 32; where few shapes are wanted, the next of 128, 256, 384, ... 1024, 1280, ...
+
+    Their steps are 128 slots, or a quarter of a power of two. So the shapes of attention change once in 128 tokens or
+    more, and at most a fifth of a long window is in vain.
+    """
+    step = max(FEW_WINDOWS_STEP, 1 << max(0, (slots - 1).bit_length() - 3)) if few else WINDOW_STEP
+    return -(-slots // step) * step
+
+
+def ancestors_of(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors [B, R, R] (each row its own) and depth [B, R] of the rows of a tree, the root first."""
+    batch, nodes = parents_BN.shape
+    eye_RR = torch.eye(nodes + 1, dtype=torch.bool, device=parents_BN.device)
+    lines = [eye_RR[0].expand(batch, -1)]
+    for node in range(nodes):
+        above_BNR = torch.stack(lines, dim=1)
+        index_B11 = parents_BN[:, node].view(-1, 1, 1).expand(-1, 1, nodes + 1)
+        lines.append(above_BNR.gather(1, index_B11).squeeze(1) | eye_RR[node + 1])
+    ancestors_BRR = torch.stack(lines, dim=1)
+    return ancestors_BRR, ancestors_BRR.sum(dim=2) - 1

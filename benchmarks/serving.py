@@ -33,9 +33,9 @@ from benchmarks.llama import greedy, llama_of
 from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Request
 from megatron_mtp.model.build import join_world
 from megatron_mtp.runtime import prepare
 

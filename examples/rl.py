@@ -45,9 +45,9 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Request
 from megatron_mtp.decoding.update_weights import update_weights
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
 from megatron_mtp.runtime import prepare

@@ -19,8 +19,8 @@ from megatron_mtp.cli.cost import NO_METER, start_meter
 from megatron_mtp.decoding import batch as steps
 from megatron_mtp.decoding import cached_attention, dense_layer, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.types import Proposer
 from megatron_mtp.model.build import join_world
 
 

@@ -14,9 +14,9 @@ from benchmarks.gpu.training import TRAINED, pretrain
 from benchmarks.harness import Found, Goal, Table
 from megatron_mtp.decoding import batch, generate, load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.types import Proposer
 from megatron_mtp.model.build import join_world
 
 SAMPLED = Sampling(2.0)

@@ -212,9 +212,9 @@ def _counted(
 ) -> list[AcceptanceStats]:
     from megatron_mtp.data.samples import seed_of
     from megatron_mtp.decoding.engine import Engine, blocks_for
+    from megatron_mtp.decoding.requests import Request
     from megatron_mtp.decoding.sampling import Sampling
     from megatron_mtp.decoding.scheduler import EngineSettings
-    from megatron_mtp.decoding.types import Request
 
     settings = EngineSettings(args.batch_size, len(prompts), blocks_for(args.batch_size, runner))
     engine, sampling = Engine(runner, settings, method), Sampling.of(args)

@@ -76,8 +76,8 @@ class Checkpoint:
     def continue_all(self, prompts: Iterable[tuple[int, list[int]]], keep: Callable[[Sample], object]) -> None:
         """Continue every numbered prompt, taken as places become free, and `keep` it."""
         from megatron_mtp.decoding.engine import Engine, blocks_for
+        from megatron_mtp.decoding.requests import Finish, Request
         from megatron_mtp.decoding.scheduler import EngineSettings
-        from megatron_mtp.decoding.types import Finish, Request
 
         args, runner, speculative = self._args, self._runner, self._speculative or _default_method(self._runner)
         together, sampling, logprobs = args.batch_size, Sampling.of(args), 0 if args.logprobs else None

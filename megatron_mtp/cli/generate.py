@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatron_mtp.decoding.config import SpeculativeConfig
-    from megatron_mtp.decoding.types import Method, Update
+    from megatron_mtp.decoding.method import Method
+    from megatron_mtp.decoding.requests import Update
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":

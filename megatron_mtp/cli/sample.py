@@ -223,7 +223,7 @@ def _write(
 def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
-    from megatron_mtp.decoding.types import Finish
+    from megatron_mtp.decoding.requests import Finish
 
     texts = [finished[number] for number in sorted(finished) if number < args.texts]
     if not texts:

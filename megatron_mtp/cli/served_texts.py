@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.data.samples import Sample, seed_of
+from megatron_mtp.decoding.requests import Finish
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.types import Finish
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

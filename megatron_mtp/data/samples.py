@@ -23,7 +23,7 @@ class Sample:
     Attributes:
         number: its place among all.
         tokens: that the model added.
-        finish: why it ended, as `Finish` of decoding/types.py.
+        finish: why it ended, as `Finish` of decoding/requests.py.
         logprobs: of these tokens, before temperature and truncation; None if they were not asked for, or not given.
     """
 

@@ -1,12 +1,13 @@
 """Drafting: several tokens per forward of the trunk, with the modules as trained.
 
 The Python API is `load_runner` and `generate`, which are looked up when asked for: they need Megatron on a prepared
-machine, and the rules in this room (types, sampling, verifiers) do not.
+machine, and the rules in this room (draft, sampling, verifiers) do not.
 
     config.py            PROPOSERS, VERIFIERS and SpeculativeConfig: methods by name with their settings, as plain data
     sampling.py          logits to probabilities to tokens; penalties, log-probabilities, random numbers by seed
-    types.py             the parts of a step and what passes between them: Proposer, Draft (a tree), Verifier, Verdict
-    proposers/           what drafts
+    draft.py             what passes between the parts of a step: Draft (a tree), Verdict, StepOutput, Round
+    requests.py          messages to and from an engine: Request, Update, Load
+    proposers/           what drafts, by one interface
     verifiers.py         which drafts are accepted
     method.py            a config from JSON: proposer, verifier, K; automatic K, and K = 0 where drafting does not pay
     block_tables.py      slots of sequences in blocks of memory that they share

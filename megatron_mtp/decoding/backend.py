@@ -25,10 +25,10 @@ from torch.nn.functional import embedding, linear
 from megatron_mtp.decoding.block_tables import write_rows
 from megatron_mtp.decoding.cached_attention import Scope
 from megatron_mtp.decoding.dense_layer import Angles, Forward, Multiply, lean, rotated, short_norm, turns
+from megatron_mtp.decoding.draft import Draft, StepOutput
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.model.mtp import AttentionInputs, whole_states
 from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.registry import Registry

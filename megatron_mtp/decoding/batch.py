@@ -16,7 +16,10 @@ from torch.nn.functional import one_hot
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig
-from megatron_mtp.decoding.method import AutoK
+from megatron_mtp.decoding.draft import Draft, Round, StepOutput, Verdict
+from megatron_mtp.decoding.method import AutoK, Method
+from megatron_mtp.decoding.proposers.proposer import Proposer
+from megatron_mtp.decoding.requests import Finish, Request, Update
 from megatron_mtp.decoding.rows import ROLLED_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
@@ -28,19 +31,7 @@ from megatron_mtp.decoding.sampling import (
     sampling_of,
 )
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
-from megatron_mtp.decoding.types import (
-    Draft,
-    Finish,
-    Method,
-    Proposer,
-    Request,
-    Round,
-    Rule,
-    StepOutput,
-    Update,
-    Verdict,
-    Verifier,
-)
+from megatron_mtp.decoding.verifiers import Rule, Verifier
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.graphs import GraphedStep

@@ -167,11 +167,11 @@ PROPOSERS: Registry[Any] = Registry(
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
             "lookahead": "megatron_mtp.decoding.proposers.ngram:Lookahead",
-            "plain": "megatron_mtp.decoding.types:Plain",
+            "plain": "megatron_mtp.decoding.proposers.plain:Plain",
         }
     ),
 )
-"""Methods, each a class of `types.Proposer`: what drafts.
+"""Methods, each a class of `Proposer`: what drafts.
 
 A row is written as an entry point is, and imported when it is looked up, so that a list of names does not wait for
 torch. Other packages add rows under the group `megatron_mtp.proposers`.
@@ -192,7 +192,7 @@ VERIFIERS: Registry[Any] = Registry(
         }
     ),
 )
-"""Which drafts are accepted, each a `types.Verifier`; likewise."""
+"""Which drafts are accepted, each a `Verifier`; likewise."""
 
 
 # --- as vLLM spells them: vllm/config/speculative.py of 0.33 ----------------------------------------------------------

@@ -20,13 +20,13 @@ from megatron_mtp.acceptance import AcceptanceStats, Alarm
 from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
 from megatron_mtp.decoding.block_tables import BEYOND, BLOCK
 from megatron_mtp.decoding.config import SpeculativeConfig
-from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.method import Method, config_from, make_method
+from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt, check_request
 from megatron_mtp.decoding.rows import CHUNK, rounded
 from megatron_mtp.decoding.runner import Keeping, Runner
 from megatron_mtp.decoding.sampling import Sampling, TokenLogprob
 from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.sequences import wants_few_shapes
-from megatron_mtp.decoding.types import Load, Method, Request, Update, check_prompt, check_request
 
 MOST_GIB = 4.0
 """Cache that is taken unasked."""

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from megatron_mtp.decoding.draft import StepOutput
+from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Proposer, StepOutput
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,37 @@ from megatron_mtp.decoding.config import (
     from_vllm,
     keys,
 )
-from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.types import Method, Proposer, Verifier
+from megatron_mtp.decoding.proposers.proposer import Proposer
+from megatron_mtp.decoding.sampling import Sampling, SamplingOfEach
+from megatron_mtp.decoding.verifiers import Rule, Verifier
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
+
+
+@dataclass
+class Method:
+    """A proposer with its verifier (method.py makes one).
+
+    Attributes:
+        config: with the verifier's name filled in.
+        count: K of every step.
+        auto: whether K of each step is picked by cost and acceptance; `count` is the largest then.
+        stats: what the last step has cost and gained.
+    """
+
+    proposer: Proposer
+    verifier: Rule
+    config: SpeculativeConfig
+    sampling: Sampling | SamplingOfEach
+    count: int
+    auto: bool = False
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    @property
+    def slots(self) -> int:
+        """Slots behind the tokens of a sequence that a step may write."""
+        return 1 + self.proposer.nodes(self.count)
+
 
 MOST_TRIED = 6
 """The largest K that 'auto' considers where the method has no limit of its own."""

@@ -22,10 +22,10 @@ from megatron_mtp.decoding.backend import backend_for, layers_of
 from megatron_mtp.decoding.block_tables import BEYOND, BlockTables
 from megatron_mtp.decoding.cached_attention import Scope, attach, cache_latents
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.kv_cache import KVCache, Memory
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft
 from megatron_mtp.model.head import NOT_DRAFTED
 from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 

@@ -23,9 +23,9 @@ from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequen
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.block_tables import BEYOND, BLOCK, BlockTables
 from megatron_mtp.decoding.kv_cache import Memory
+from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
-from megatron_mtp.decoding.types import Finish, QueueFull, Update
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Scheduler:
         waiting: numbers of those without a place, in order.
         prefilled: those whose prompts run, in the order in which they came.
         decoded: batches of those that have their first tokens.
-        preempted, prompt_tokens, cached_tokens: as of `types.Load`.
+        preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
         closing: whether no sequence begins; those that have begun go on.
     """
 

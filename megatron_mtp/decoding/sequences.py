@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.block_tables import BlockTables, read_rows, write_rows
+from megatron_mtp.decoding.draft import Draft, StepOutput, Verdict
 from megatron_mtp.decoding.kv_cache import Memory
 from megatron_mtp.decoding.rows import Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import Noise
-from megatron_mtp.decoding.types import Draft, StepOutput, Verdict
 
 HOST = ("token_ids", "live", "progress")
 DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")

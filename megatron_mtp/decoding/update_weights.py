@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.live import load_hf_weights
 from megatron_mtp.decoding.engine import Engine
-from megatron_mtp.decoding.types import Finish, Update
+from megatron_mtp.decoding.requests import Finish, Update
 
 RUNNING = ("finish", "restart", "abort")
 """What becomes of running requests."""

@@ -1,4 +1,4 @@
-"""Verifiers (`types.Verifier`): pure functions from the target's logits and a draft to a verdict, each with its facts.
+"""Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts.
 
 Rules that keep the target's distribution come first: greedy, rejection, specinfer, block, spectr. The others trade it
 for longer accepted drafts: relaxed, joint, bild; each runs only where a user names it.
@@ -15,8 +15,42 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.config import Settings, setting
+from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
-from megatron_mtp.decoding.types import Draft, Round, Verdict, Verifier
+
+Rule = Callable[[Tensor, Draft, Round], Verdict]
+"""From the target's logits [B, R, V] to a verdict; pure, its random numbers are the round's."""
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A rule with its facts; is called as the rule is, and reads nothing back to the host.
+
+    Attributes:
+        line: the rule in a line, for tables.
+        lossless: whether it keeps the target's distribution; one that does not runs only where a user names it.
+        judges_trees: whether it can judge more than chains.
+        needs_samples: whether the candidates of a row must be independent samples of one q.
+        greedy_only: whether it is for temperature 0.
+        is_greedy: whether it accepts the target's most probable tokens, and these alone.
+        takes_path_probs: whether it reads q as the score of a path, and not as what the path was sampled from.
+        settings_kind: the class of its own settings.
+    """
+
+    rule: Rule
+    line: str
+    lossless: bool = True
+    judges_trees: bool = True
+    needs_samples: bool = False
+    greedy_only: bool = False
+    is_greedy: bool = False
+    takes_path_probs: bool = False
+    settings_kind: type[Settings] = Settings
+
+    def __call__(self, logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+        """The verdict on a draft, from the target's logits [B, R, V] of its rows."""
+        return self.rule(logits_BRV, draft, round)
+
 
 HALVINGS = 40
 """Bisection steps: rho to 1e-11."""

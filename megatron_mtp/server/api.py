@@ -29,8 +29,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron_mtp.decoding.requests import Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.types import Request, check_prompt
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.detokenizer import (
     Answer,

@@ -35,7 +35,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_mtp.decoding.types import Finish, Load, QueueFull, Request, Update
+from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.detokenizer import Codec, OutputText
 from megatron_mtp.server.protocol import APIError, failed
 

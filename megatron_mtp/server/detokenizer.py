@@ -25,8 +25,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from megatron_mtp.data.tokenizer import apply_template, end_tokens
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.sampling import TokenLogprob
-from megatron_mtp.decoding.types import Update
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:

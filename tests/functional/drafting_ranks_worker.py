@@ -20,8 +20,8 @@ if __name__ == "__main__":
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_mtp.decoding.engine import generate
+    from megatron_mtp.decoding.requests import Update
     from megatron_mtp.decoding.runner import Runner
-    from megatron_mtp.decoding.types import Update
 
     METHODS = (None, {"method": "mtp"}, {"method": "mtp_tree"})
     CHAINS = (None, {"method": "mtp"}, {"method": "mtp_eagle", "num_speculative_tokens": 3})

@@ -21,14 +21,16 @@ from megatron_mtp.decoding import engine as engines
 from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
 from megatron_mtp.decoding.block_tables import BlockTables
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers.proposer import Proposer
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Proposer, Request, Round
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build

@@ -16,8 +16,8 @@ from openai import OpenAI
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
+from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.decoding.sampling import TokenLogprob
-from megatron_mtp.decoding.types import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
 from megatron_mtp.server.detokenizer import Codec

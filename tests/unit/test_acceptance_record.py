@@ -11,7 +11,7 @@ from drafting_single import prompts_of, runner_of
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, Alarm, carry_record, read_record, record_of
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.types import Request
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.server.async_engine import Metrics
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

@@ -36,16 +36,17 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import Engine, check_prompts, generate
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Request, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -23,8 +23,9 @@ from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig, keys
+from megatron_mtp.decoding.draft import Draft
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.types import Draft, Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -12,13 +12,15 @@ from torch import Tensor
 from megatron_mtp.decoding import engine
 from megatron_mtp.decoding.block_tables import BlockTables
 from megatron_mtp.decoding.config import PROPOSERS
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.mtp import Vanilla
+from megatron_mtp.decoding.proposers.proposer import Proposer
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Proposer, Round, Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

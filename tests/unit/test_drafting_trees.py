@@ -17,7 +17,8 @@ from drafting_single import (
 )
 from torch import Tensor
 
-from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.draft import Draft, Round, Verdict
+from megatron_mtp.decoding.method import Method, config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.ngram import JacobiWindow, _trie, _window_parents
 from megatron_mtp.decoding.proposers.tree import Beam, Tree
@@ -25,7 +26,6 @@ from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Method, Round, Verdict
 from megatron_mtp.model.mtp import AttentionInputs
 from megatron_mtp.model.trunk import MTPGPTModel
 

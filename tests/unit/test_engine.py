@@ -20,12 +20,13 @@ from tiers import tiered
 
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
+from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, generate
 from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Finish, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Penalties, Sampling, penalized
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Draft, Finish, QueueFull, Request, Round, Update, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

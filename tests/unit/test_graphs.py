@@ -32,14 +32,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_mtp.decoding import batch, graphs, sequences
 from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.config import PROPOSERS
+from megatron_mtp.decoding.draft import Draft, StepOutput, Verdict
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
 from megatron_mtp.decoding.method import AutoK, config_from
+from megatron_mtp.decoding.proposers.proposer import Proposer
+from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Proposer, Request, StepOutput, Update, Verdict
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -25,14 +25,15 @@ from torch import Tensor
 from megatron_mtp.decoding import engine, recurrent_layers
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.block_tables import BlockTables
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import AutoK, config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
+from megatron_mtp.decoding.proposers.plain import Plain
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, Plain, Round
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -17,10 +17,10 @@ from megatron_mtp.decoding import recurrent_layers
 from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, entry_bytes
 from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Request
 from megatron_mtp.server.detokenizer import Codec
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -53,7 +53,8 @@ WITHOUT_MEGATRON = [
     "data/batch.py",
     "losses/objective.py",
     "decoding/config.py",
-    "decoding/types.py",
+    "decoding/draft.py",
+    "decoding/requests.py",
     "decoding/sampling.py",
     "decoding/verifiers.py",
 ]
@@ -221,7 +222,7 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
         ("data/batch.py", "def f():\n    import megatron_mtp.losses.token_loss", ["megatron_mtp.losses.token_loss"]),
         ("data/batch.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
         ("model/mtp.py", "from megatron_mtp.losses import LOSSES", ["megatron_mtp.losses.LOSSES"]),
-        ("decoding/draft.py", "import megatron_mtp.training.run as run", ["megatron_mtp.training.run"]),
+        ("decoding/engine.py", "import megatron_mtp.training.run as run", ["megatron_mtp.training.run"]),
         ("checkpoint/a.py", "from megatron_mtp.training.run import main", ["megatron_mtp.training.run.main"]),
         (
             "checkpoint/hf/a.py",

@@ -13,7 +13,7 @@ from megatron_single import join_world_of_one
 from parrot import NAME, Parrot, running, words
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.types import Request
+from megatron_mtp.decoding.requests import Request
 join_world_of_one()
 runner = runner_of(depths=2)
 runner.alarm.expected = [0.7, 0.35]

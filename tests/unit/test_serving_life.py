@@ -12,7 +12,7 @@ import openai
 import pytest
 from parrot import NAME, Parrot, Running, Text, running, words
 
-from megatron_mtp.decoding.types import Finish, Update
+from megatron_mtp.decoding.requests import Finish, Update
 from megatron_mtp.server.api import listener
 from megatron_mtp.server.detokenizer import Codec
 

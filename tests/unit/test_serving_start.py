@@ -11,8 +11,8 @@ from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine, warm_up
 from megatron_mtp.decoding.method import parse_config
+from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Update
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

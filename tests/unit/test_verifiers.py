@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megatron_mtp.decoding.config import VERIFIERS
+from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
-from megatron_mtp.decoding.types import Draft, Round, Verdict
 from megatron_mtp.decoding.verifiers import bild, block, chosen, greedy, joint, rejection, relaxed, solve_rho, walk
 
 CHAIN, TREE = (1, 1), (3, 2)

@@ -22,10 +22,10 @@ from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
+from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.types import Request, Update
 from megatron_mtp.decoding.update_weights import update_weights
 from megatron_mtp.server.detokenizer import Codec
 from megatron_mtp.server.update_weights import update_weights as update_server

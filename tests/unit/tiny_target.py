@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.config import SpeculativeConfig
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.sampling import Noise, Sampling, draw
-from megatron_mtp.decoding.types import Draft, Round, Rule
+from megatron_mtp.decoding.verifiers import Rule
 
 V, K = 3, 2
 SAMPLES = 200_000

@@ -1,5 +1,7 @@
-"""Proposers of `config.PROPOSERS`: each drafts in its own way, and states its facts and settings (`types.Proposer`).
+"""Proposers of `config.PROPOSERS`: each drafts in its own way, and states its facts and settings (`proposer.Proposer`).
 
+proposer.py       what every proposer is
+plain.py          nothing is drafted
 mtp.py            trained depths: sequential, one reused, parallel heads
 tree.py           trees and beams of the first depth's tokens
 eagle3.py         chains and trees of an EAGLE-3 drafter

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from megatron_mtp.decoding.config import Settings, setting
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
-from megatron_mtp.decoding.types import Draft, Kind, Round
+from megatron_mtp.decoding.proposers.proposer import Kind
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.config import Settings, SpeculativeConfig, setting
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
-from megatron_mtp.decoding.types import Draft, Round
 from megatron_mtp.decoding.verifiers import BildSettings
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows, Pass, in_tensors
+from megatron_mtp.decoding.draft import Draft, Round
+from megatron_mtp.decoding.proposers.proposer import Kind, Proposer
 from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.sampling import DRAFT, draw
-from megatron_mtp.decoding.types import Draft, Kind, Proposer, Round
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner

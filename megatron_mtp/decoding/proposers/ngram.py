@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.config import Settings, setting
-from megatron_mtp.decoding.types import Draft, Proposer, Round
+from megatron_mtp.decoding.draft import Draft, Round
+from megatron_mtp.decoding.proposers.proposer import Proposer
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.sequences import Sequences

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import in_tensors
 from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
+from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import Eagle, run
 from megatron_mtp.decoding.sampling import DRAFT, draw
-from megatron_mtp.decoding.types import Draft, Round
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.sequences import Sequences

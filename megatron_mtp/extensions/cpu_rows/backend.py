@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron_mtp.decoding.backend import Modules, Pass, Stack, Unfit
 from megatron_mtp.decoding.cached_attention import Scope
 from megatron_mtp.decoding.dense_layer import Multiply
+from megatron_mtp.decoding.draft import Draft, StepOutput
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product

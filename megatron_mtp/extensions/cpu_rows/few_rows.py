@@ -22,10 +22,10 @@ from torch import Tensor
 from megatron_mtp.decoding.backend import Pass
 from megatron_mtp.decoding.block_tables import BlockTables
 from megatron_mtp.decoding.dense_layer import attention_of, mixer_of, mlp_of, norm_before
+from megatron_mtp.decoding.draft import Draft, StepOutput
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.decoding.types import Draft, StepOutput
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.norms import PortableNorm
 

@@ -13,11 +13,11 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import batch
+from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows, ancestors_of
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.decoding.types import Draft
 from megatron_mtp.extensions.cpu_rows import compiled, few_rows, products
 from megatron_mtp.extensions.cpu_rows.backend import CpuRows
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, product_of

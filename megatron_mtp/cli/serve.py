@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve
     from megatron_mtp.server.async_engine import AsyncEngine, follow, group_of_all
-    from megatron_mtp.server.detokenizer import Codec
+    from megatron_mtp.server.codec import Codec
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)

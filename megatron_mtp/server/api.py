@@ -31,16 +31,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_mtp.decoding.requests import Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.server.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
-from megatron_mtp.server.detokenizer import (
-    Answer,
-    ChatAnswer,
-    Choice,
-    Codec,
-    CompletionAnswer,
-    OutputText,
-    too_long,
-)
+from megatron_mtp.server.codec import Codec, too_long
+from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import (
     LONGEST_BODY,
     TOO_LONG,

@@ -36,7 +36,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
-from megatron_mtp.server.detokenizer import Codec, OutputText
+from megatron_mtp.server.codec import Codec
+from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import APIError, failed
 
 if TYPE_CHECKING:

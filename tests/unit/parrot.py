@@ -20,7 +20,7 @@ from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Upd
 from megatron_mtp.decoding.sampling import TokenLogprob
 from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 
 POSITIONS, BLOCK, NAME = 512, 16, "parrot"
 TEMPLATE = (

@@ -21,7 +21,7 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

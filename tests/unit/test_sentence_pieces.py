@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.mcore.iterations import SENTENCE_PIECES, keep_token
 from megatron_mtp.cli import evaluate, generate
 from megatron_mtp.data.tokenizer import Encoder, end_tokens, entries, read_tokenizer
 from megatron_mtp.decoding import load
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 
 LINES = ["the cat sat on the mat", "a dog ran in the park", "some more words of text here"] * 5
 TEXTS = ["the cat sat", "the  cat é   sat ", " x  y", "", "ünknown 漢 cat", "a</s>b<unk>", "one\ntwo\tthree"]

@@ -12,7 +12,7 @@ import pytest
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
 from megatron_mtp.decoding.sampling import Penalties
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 from megatron_mtp.server.protocol import LONGEST_BODY
 
 

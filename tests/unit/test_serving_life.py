@@ -14,7 +14,7 @@ from parrot import NAME, Parrot, Running, Text, running, words
 
 from megatron_mtp.decoding.requests import Finish, Update
 from megatron_mtp.server.api import listener
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 
 TIMEOUT = 20
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
-from megatron_mtp.server.detokenizer import Codec, Detokenizer, OutputText, StopStrings, finite, longest_token
+from megatron_mtp.server.answers import finite
+from megatron_mtp.server.codec import Codec, longest_token
+from megatron_mtp.server.detokenizer import Detokenizer, OutputText, StopStrings
 
 LETTERS = st.text(alphabet="ab €🙂ü\n", max_size=12)
 

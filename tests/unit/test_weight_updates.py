@@ -27,7 +27,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
-from megatron_mtp.server.detokenizer import Codec
+from megatron_mtp.server.codec import Codec
 from megatron_mtp.server.update_weights import update_weights as update_server
 
 pytestmark = pytest.mark.usefixtures("megatron")

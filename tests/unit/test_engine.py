@@ -1,7 +1,6 @@
 """Continuous batching against `generate` in float32: the same tokens, whatever comes when."""
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from megatron_single import VOCABULARY
 from tiers import tiered
 
-from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
 from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, generate
@@ -399,28 +397,6 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
     assert noted == ["start", *["read"] * reads] * 3
     made = texts_of(drained(engine))
     assert all(len(text) < 30 for text in made.values())
-
-
-def test_a_reader_follows_a_decode_step_through_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of decoding, from the scheduler to the update; the model's and acceptance.py are beside them."""
-    monkeypatch.setattr(backend, "BACKENDS", {"modules": backend.Modules})
-    engine, found = engine_of(), set[str]()
-    for prompt in prompts_of(2, 9):
-        engine.add(request_of(prompt, 30, "mtp"))
-    engine.step()
-    engine.step()
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "/megatron_mtp/decoding/" in (file := frame.f_code.co_filename):
-            found.add(file.rpartition("/megatron_mtp/decoding/")[2])
-
-    sys.setprofile(look)
-    try:
-        assert engine.step()
-    finally:
-        sys.setprofile(None)
-    assert "proposers/mtp.py" in found
-    assert len(found) <= 12, sorted(found)
 
 
 # ---- known beginnings

@@ -4,7 +4,7 @@
     logits = model(tokens, positions, mask)             the loop's own forward, bit by bit as without the layers
     loss = policy_loss(logits) + 0.1 * attached.loss(tokens, None, loss_mask).loss
 
-    attach(model, depths=2, weight=0.1)                 a loop whose forward gets labels needs no other line
+    attach(model, depths=2, weight=0.1)                 the same loss in every forward, without another line
 
 Three hooks see a forward: one before it keeps the call, one after the decoder keeps the states, and one after it undoes
 what the first has hidden: while the forward runs, the model looks as if it had no depths. So Megatron's own block does
@@ -54,9 +54,10 @@ def attach(
         model: this rank's model, or its chunks.
         depths: D, of a new block; None for the model's own.
         settings: what the depths learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
-        weight: of the loss, which then rides along in every forward that has labels, and is trained with what the
-            forward gives; in a loop without Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what
-            multiplies the trunk's loss. None where the loop asks for `Attached.loss`.
+        weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
+            forward gives: its labels, or the next tokens where it has none, and its loss mask. In a loop without
+            Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what multiplies the trunk's loss. None
+            where the loop asks for `Attached.loss`.
         block: of a hybrid, the pattern of a depth, such as `*-`. 'own' for the trunk's last layer, or for a hybrid's
             last layer that mixes positions with those after it.
 
@@ -177,7 +178,7 @@ class Attached:
         self._states_SBH, self._position_ids_BS = hidden_SBH, self._call.get("position_ids")
         if self.weight is None:
             return None
-        if not torch.is_grad_enabled() or self._call.get("labels") is None:
+        if not torch.is_grad_enabled():
             self._states_SBH = None
             return None
         made: Tensor = MTPLossAutoScaler.apply(hidden_SBH, self._riding())
@@ -199,15 +200,15 @@ class Attached:
         assert self._call is not None
         assert self.weight is not None
         tokens_BS, labels_BS, mask_BS = (self._call.get(name) for name in ("input_ids", "labels", "loss_mask"))
-        assert labels_BS is not None
         if tokens_BS is None:
             raise ValueError(
-                "the forward of the last pipeline stage has labels and no input_ids, which its MTP layers read; give "
-                "it the tokens too."
+                "the forward of the last pipeline stage has no input_ids, which its MTP layers read; give it the "
+                "tokens too."
             )
-        mask_BS = torch.ones_like(labels_BS) if mask_BS is None else mask_BS
+        mask_BS = torch.ones_like(tokens_BS) if mask_BS is None else mask_BS
         per_token = self.config.calculate_per_token_loss
-        tokens_BS, labels_BS, mask_BS = (self._whole(each) for each in (tokens_BS, labels_BS, mask_BS))
+        tokens_BS, mask_BS = self._whole(tokens_BS), self._whole(mask_BS)
+        labels_BS = None if labels_BS is None else self._whole(labels_BS)
         made = self.loss(tokens_BS, labels_BS, mask_BS, 1.0 if per_token else None)
         self.last = replace(made, loss=made.loss.detach())
         return self.weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss

@@ -173,11 +173,29 @@ def test_a_weight_adds_the_same_loss_in_the_forward(kind: str, per_token: bool, 
         assert relative_difference(each.grad, wanted[name]) < rounding, name
 
 
-def test_nothing_rides_along_without_labels_or_gradients() -> None:
+def test_a_forward_without_labels_carries_the_loss_of_the_next_tokens() -> None:
+    """A policy's forward gets none; its logits and gradients do not change by a bit."""
+    batch, kd = make_batch(2), MTPConfig(mtp_train_only=True, mtp_loss="kd")
+    plain, explicit, riding = (stock("dense") for _ in range(3))
+    attached, alone = attach(explicit, 2, kd), attach(riding, 2, kd, weight=0.3)
+    for each in (plain, explicit, riding):
+        draw(each)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    expected = learned(plain, batch, None, None)
+    given = batch["tokens"], None, torch.ones_like(batch["tokens"])
+    wanted = learned(explicit, batch, None, lambda: attached.loss(*given).loss)
+    found = learned(riding, batch, None, None)
+    assert differing(found, expected) == []
+    assert alone.last is not None
+    depths = [name for name in wanted if name.startswith("gradient of mtp.")]
+    assert len(depths) > 0
+    assert max(relative_difference(found[name], wanted[name]) for name in depths) < 1e-6
+
+
+def test_nothing_rides_along_without_gradients() -> None:
     model, batch = stock("dense"), make_batch(2)
     attached = attach(model, 2, weight=0.3)
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
-    model(*arguments)
     with torch.no_grad():
         model(*arguments, labels=batch["labels"])
     assert attached.last is None
@@ -189,7 +207,7 @@ def test_a_stage_without_tokens_says_so() -> None:
     model, batch = stock("dense"), make_batch(2)
     attach(model, 2, weight=0.3)
     embedded_SBH = model.embedding(input_ids=batch["tokens"], position_ids=batch["position_ids"])
-    with pytest.raises(ValueError, match="has labels and no input_ids, which its MTP layers read; give"):
+    with pytest.raises(ValueError, match="last pipeline stage has no input_ids, which its MTP layers read; give"):
         model(None, None, None, decoder_input=embedded_SBH, labels=batch["labels"])
     assert model.mtp_process
     assert model.config.mtp_num_layers == 2

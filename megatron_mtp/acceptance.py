@@ -138,6 +138,52 @@ def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 
     return rates
 
 
+LEAST_DOCUMENTS = 8
+"""Of fewer, a bootstrap says little: their tokens are resampled in the place of documents."""
+OTHERS = "others"
+"""Sources of fewer documents, together."""
+
+BySource = dict[str, dict[int, AcceptanceStats]]
+"""The counts of every document, by its source and its number in the corpus."""
+
+
+def error_of(documents: Sequence[AcceptanceStats]) -> float:
+    """Standard error of the expected accepted length: of a bootstrap over documents, or of few ones' tokens."""
+    if len(documents) >= LEAST_DOCUMENTS:
+        return float(resampled(documents).sum(axis=1).std())
+    whole = sum(documents, AcceptanceStats())
+    drafts = zip(whole.acceptance, whole.offered_at, strict=True)
+    return math.sqrt(sum(rate * (1 - rate) / max(offered, 1) for rate, offered in drafts))
+
+
+def gain_of(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats]) -> tuple[float, float]:
+    """By how much the expected accepted length has grown on the same documents, and the standard error of that."""
+    gain = sum(after, AcceptanceStats()).expected_length - sum(before, AcceptanceStats()).expected_length
+    if len(before) != len(after) or len(after) < LEAST_DOCUMENTS:
+        return gain, error_of(after)
+    return gain, float((resampled(after) - resampled(before)).sum(axis=1).std())  # the same draws of documents
+
+
+def figures_of(documents: Sequence[AcceptanceStats]) -> dict[str, Any]:
+    """What records and tables say of some documents."""
+    whole = sum(documents, AcceptanceStats())
+    return {
+        "documents": len(documents),
+        "acceptance": whole.acceptance,
+        EXPECTED_LENGTH: whole.expected_length,
+        "error": error_of(documents),
+    }
+
+
+def with_others(sources: BySource) -> BySource:
+    """The same, with sources of few documents as one."""
+    few = [name for name, documents in sources.items() if len(documents) < LEAST_DOCUMENTS]
+    if len(few) < 2:
+        return sources
+    joined = {number: stats for name in few for number, stats in sources[name].items()}
+    return {name: documents for name, documents in sources.items() if name not in few} | {OTHERS: joined}
+
+
 def _sums[Number: (int, float)](one: Sequence[Number], other: Sequence[Number]) -> list[Number]:
     if not (one and other):
         return list(one or other)
@@ -151,8 +197,15 @@ def _rates(hits: Sequence[float], of: Sequence[int]) -> list[float]:
 # --- the record, and the alarm ---------------------------------------------------------------------------------------
 
 
-def record_of(stats: AcceptanceStats, iteration: int, data: str) -> dict[str, Any]:
-    """The record of an evaluation, after so many training steps, on data of this name."""
+def record_of(stats: AcceptanceStats, iteration: int, data: str, sources: BySource | None = None) -> dict[str, Any]:
+    """The record of an evaluation, after so many training steps, on data of this name.
+
+    Args:
+        sources: counts by document, where they are known: the record then has errors, and every source apart.
+    """
+    apart = {name: figures_of(list(each.values())) for name, each in with_others(sources or {}).items()}
+    documents = [each for of_source in (sources or {}).values() for each in of_source.values()]
+    known = {"documents": len(documents), "error": error_of(documents), "sources": apart} if documents else {}
     return {
         "iteration": iteration,
         "data": data,
@@ -160,6 +213,7 @@ def record_of(stats: AcceptanceStats, iteration: int, data: str) -> dict[str, An
         "conditional acceptance": stats.conditional_acceptance,
         "overlap": stats.overlap,
         EXPECTED_LENGTH: stats.expected_length,
+        **known,
     }
 
 

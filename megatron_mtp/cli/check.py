@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from megatron_mtp.acceptance import RECORD, AcceptanceStats, read_record, resampled
+from megatron_mtp.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, read_record, resampled
 from megatron_mtp.cli.terminal import DTYPES, add_sampling_flags
 from megatron_mtp.errors import Parser, check_counts, named, status_of
 from megatron_mtp.runtime import quieten
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 LESS = 1
 """Exit status where drafts are accepted less than recorded."""
-LEAST_DOCUMENTS = 8
-"""Of fewer, prompts are resampled in the place of documents."""
 LEAST_DRAFTS = 64
 SIDES = (2.5, 97.5)
 """Percentiles of the resampled figures that are shown."""
@@ -296,7 +294,7 @@ def _compared(
     count = len(set(documents))
     units: dict[int, AcceptanceStats] = {}
     for place, (document, stats) in enumerate(zip(documents, of_prompts, strict=True)):
-        unit = document if count >= LEAST_DOCUMENTS else place
+        unit = document if count >= LEAST_DOCUMENTS else place  # of few documents, prompts are resampled
         units[unit] = units.get(unit, AcceptanceStats()) + stats
     whole = sum(units.values(), AcceptanceStats())
     drafts = next(iter(whole.offered_at), 0)

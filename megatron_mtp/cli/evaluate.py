@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from megatron_mtp.acceptance import figures_of
 from megatron_mtp.cli import preprocess, train
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.errors import Parser, check_counts, sentences
@@ -65,14 +66,23 @@ def main(arguments: list[str], program: str) -> int:
                     raise ValueError("there is no data to evaluate on; give --text or --data-path.")
                 if args.text is not None and others:
                     raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
+                if args.by_source and "--mock-data" in others:
+                    raise ValueError(
+                        "--by-source was given with --mock-data, which has no documents; drop one of the two."
+                    )
                 flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
 
             from megatron_mtp.training.run import main as evaluate
 
             argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
-            evaluated = evaluate(argv, on_cpu, shows_tables=False).evaluated
-        if evaluated is not None:  # only one rank has the result
-            row, table = evaluated
+            metrics = evaluate(argv, on_cpu, shows_tables=False)
+        if metrics.evaluated is not None:  # only one rank has the result
+            from megatron_mtp.training.documents import source_table
+
+            row, table = metrics.evaluated
+            if args.by_source and metrics.sources:
+                row |= {"sources": {name: figures_of(list(each.values())) for name, each in metrics.sources.items()}}
+                table = f"{table}\n\n{source_table(metrics.sources)}"
             print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
 
@@ -94,6 +104,8 @@ def parser(program: str) -> Parser:
     add("--eval-iters", type=int, metavar="N", help="number of batches; default: 16, or all of --text")
     add("--seq-length", type=int, metavar="S", help="tokens of a sequence; default: the training's")
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
+    sources = "acceptance of every source of the corpus, too: category or source of a line, else folder (preprocess)"
+    add("--by-source", action="store_true", help=sources)
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.data.samples import Sample, appended, read_samples
+from megatron_mtp.data.sources import SOURCES
 from megatron_mtp.errors import Parser, check_counts, status_of
 from megatron_mtp.files import one_writer, remove
 from megatron_mtp.runtime import quieten
@@ -30,7 +31,7 @@ OF_TEXTS = "split part max_new_tokens temperature top_k top_p min_p seed".split(
 OF_DOCUMENTS = "prompt_tokens anywhere".split()
 OF_CHECKPOINTS = "dtype speculative_config".split()
 """Flags that say how a checkpoint is run; a server was started with its own."""
-ENDINGS = ("idx", "json", "bin", "answers.npy", "texts.jsonl")
+ENDINGS = ("idx", "json", "bin", "answers.npy", SOURCES, "texts.jsonl")
 MOST_SEED = 2**31 - 1
 
 EXAMPLES = """examples:
@@ -123,10 +124,11 @@ def run(args: Namespace) -> int:
         if whole and made.get("settings") == corpus:
             print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
             return 0
+        prompts = _prompts(args, folder)
         if any(number not in texts for number in range(args.texts)):
-            positions, prompts = writer.start(tokenizer, ends), _prompts(args, folder)
+            positions = writer.start(tokenizer, ends)
             _write(args, texts, appended(file, settings), prompts, positions, writer)
-        _publish(args, texts, encoder, corpus)
+        _publish(args, texts, prompts, encoder, corpus)
     return 0
 
 
@@ -220,7 +222,9 @@ def _write(
         writer.continue_all(fitting, finished)
 
 
-def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder", settings: dict[str, Any]) -> None:
+def _publish(
+    args: Namespace, finished: "dict[int, Sample]", prompts: "Prompts", encoder: "Encoder", settings: dict[str, Any]
+) -> None:
     """Make the corpus of all texts in their order; each ends with the EOD, as documents do, chosen or not."""
     from megatron_mtp.data.corpus import write_sequences
     from megatron_mtp.decoding.requests import Finish
@@ -231,7 +235,8 @@ def _publish(args: Namespace, finished: "dict[int, Sample]", encoder: "Encoder",
     ids = ([*text.prompt, *text.tokens] for text in texts)
     sequences = (one[:-1] if one[-1] == encoder.eod_id else one for one in ids)
     answers = [(len(text.prompt), len(text.prompt) + len(text.tokens)) for text in texts]
-    record = write_sequences(sequences, answers, encoder, args.output_prefix, settings)
+    sources = [prompts.source(text.number) for text in texts]
+    record = write_sequences(sequences, answers, sources, encoder, args.output_prefix, settings)
     new = sum(len(text.tokens) for text in texts)
     ended = sum(text.finish == Finish.STOP for text in texts)
     less = args.texts - len(texts)

@@ -3,6 +3,7 @@
 batch.py             shifts, which stop at the end of a document: tokens, labels and masks of every depth, made once
                      a batch; their cut for context parallelism, and values d positions later, also on another rank
 corpus.py            documents found, listed, chosen, read, and made .bin/.idx in parallel, written beside and renamed
+sources.py           the source of every document, by which acceptance is measured apart
 prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
 samples.py           the file of finished continuations, which kills do not harm
 messages.py          messages of published chats in one form, or refused by name; does a rendered turn hold them

@@ -43,6 +43,7 @@ class DepthBatch:
             choices without waiting for a GPU.
         whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
             fields may be one context-parallel rank's part of it.
+        document_BS: the number of every position's document in the corpus, where acceptance is counted by document.
         ages_DS: how many depths before the last one each depth takes its state from (`model/mtp.py`); None to take
             the last one everywhere.
         blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on, on
@@ -59,6 +60,7 @@ class DepthBatch:
     inside_DBS: Tensor
     positions_S: Tensor
     whole_tokens: Tensor
+    document_BS: Tensor | None = None
     ages_DS: Tensor | None = None
     blocks_A: Tensor | None = None
     block_weight: float = 1.0
@@ -76,7 +78,7 @@ class DepthBatch:
 
     def at(self, positions_S: Tensor) -> "DepthBatch":
         """The part at these positions of every sequence; `whole_tokens` still counts all of them."""
-        names = ("labels_BS", "loss_mask_BS", "tokens_DBS", "labels_DBS", "loss_mask_DBS", "inside_DBS")
+        names = "labels_BS loss_mask_BS document_BS tokens_DBS labels_DBS loss_mask_DBS inside_DBS".split()
         whole = {name: value for name in names if (value := getattr(self, name)) is not None}
         index_S = to_device(positions_S, self.labels_BS.device)
         parts = {name: value.index_select(-1, index_S) for name, value in whole.items()}

@@ -1,7 +1,8 @@
 """Chats to tokens by the tokenizer's own chat template, and which of them count: those that the model writes.
 
 In:  JSON lines, each a chat: {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, or as ShareGPT
-     writes it, {"conversations": [{"from": "human", "value": ...}, ...]}.
+     writes it, {"conversations": [{"from": "human", "value": ...}, ...]}. Lines of SPEED-Bench (arXiv:2604.09557)
+     have the turns of the user alone, {"turns": ["...", ...]}.
 Out: PREFIX.bin and PREFIX.idx, an indexed dataset of Megatron with modes: a document is a chat up to its last token
      that counts, and its sequences are the spans of it that count (mode 1) and that do not (mode 0).
 
@@ -35,6 +36,7 @@ import numpy as np
 
 from megatron_mtp.data.corpus import Document, Work, dataset_writer, find_files, worked
 from megatron_mtp.data.messages import (
+    CHATS,
     ROLES,
     Texts,
     TurnError,
@@ -44,6 +46,7 @@ from megatron_mtp.data.messages import (
     normal_tools,
     reasoning_of,
 )
+from megatron_mtp.data.sources import named_source, sources_of_files
 from megatron_mtp.data.tokenizer import Encoder, apply_template, end_tokens, generated_spans, read_tokenizer
 
 if TYPE_CHECKING:
@@ -87,6 +90,7 @@ class Chat:
         messages: each has a role and a text; what else it has is for the template.
         tools: that the template describes; None for none.
         variables: others that the template reads, from "chat_template_kwargs" of the line.
+        source: that the line names, if it does.
         trained: places of the assistant's messages that no flag of theirs leaves out.
 
     Raises:
@@ -97,6 +101,7 @@ class Chat:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None
     trained: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +118,8 @@ def read_chat(line: Document) -> Chat:
     try:
         fields = json.loads(raw)
         tools = fields.get("tools") or fields.get("functions")
-        return Chat(normal_line(fields), tools or None, fields.get("chat_template_kwargs") or {})
+        variables = fields.get("chat_template_kwargs") or {}
+        return Chat(normal_line(fields), tools or None, variables, named_source(fields))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError, IndexError):
         raise ValueError(
             f"--chat: {place_of(line)} is no chat; give lines such as "
@@ -125,7 +131,7 @@ def read_chat(line: Document) -> Chat:
 
 def is_chat(line: dict[str, Any]) -> bool:
     """Return whether a line of a file is a chat and no text."""
-    return "messages" in line or "conversations" in line
+    return any(key in line for key in CHATS)
 
 
 def place_of(line: Document) -> str:
@@ -215,9 +221,8 @@ class ChatEncoder:
         self._added = tokenizer.added_tokens_decoder.keys()
         self._known = deque[Tokenized](maxlen=len(MODES))
 
-    def documents(self, line: Document, left_out: Counter[str] | None = None) -> list[Counted]:
+    def documents(self, line: Document, chat: Chat, left_out: Counter[str] | None = None) -> list[Counted]:
         """The documents of the chat in a line; none where nothing counts. Raises ValueError where it is refused."""
-        chat = read_chat(line)
         try:
             return self.encode(chat, left_out)
         except TurnError as error:
@@ -514,11 +519,12 @@ def write_chats(
         ValueError: lines are no chats or are refused, or nothing counts in any.
     """
     counted, without, left_out, bad = 0, 0, Counter[str](), list[str]()
+    source_of = sources_of_files({line.path for line in lines})
     start = functools.partial(
         _chat_work, encoder.folder, encoder.trust_remote_code, counts_empty_thinking, masks_history
     )
     with worked(start, lines, workers) as encoded, dataset_writer(prefix, encoder, has_modes=True) as writer:
-        for _, (of_chat, of_reasons, refusal) in encoded:
+        for line, (of_chat, of_reasons, source, refusal) in encoded:
             without += not of_chat
             left_out += of_reasons
             if refusal is not None:
@@ -527,7 +533,7 @@ def write_chats(
             for ids, spans in of_chat:
                 sizes = np.diff([0, *(edge for span in spans for edge in span)]).tolist()
                 parts = [(size, place % 2) for place, size in enumerate(sizes) if size]
-                writer.add(ids, *zip(*parts, strict=True))
+                writer.add(ids, source or source_of[line.path], *zip(*parts, strict=True))
                 counted += sum(sizes[1::2])
         if bad and not skips_bad_lines:
             raise ValueError(_refusal(bad, left_out["bad_lines"], len(lines)))
@@ -598,11 +604,13 @@ class Made(NamedTuple):
     Attributes:
         documents: tokens, and the spans of them that count.
         left_out: counts of what does not count, by the names in `LEFT_OUT`.
+        source: that the line names, if it does.
         refusal: why the line is refused; None where it is not.
     """
 
     documents: list[tuple[np.ndarray, list[tuple[int, int]]]]
     left_out: Counter[str]
+    source: str | None = None
     refusal: str | None = None
 
 
@@ -612,10 +620,11 @@ def _chat_work(folder: str, trust_remote_code: bool, counts_empty_thinking: bool
     def encode(line: Document) -> Made:
         left_out = Counter[str]()
         try:
-            documents = encoder.documents(line, left_out)
+            chat = read_chat(line)
+            documents = encoder.documents(line, chat, left_out)
         except ValueError as error:
-            return Made([], Counter(), str(error))
-        return Made([(np.array(ids, dtype=np.int32), spans) for ids, spans in documents], left_out)
+            return Made([], Counter(), refusal=str(error))
+        return Made([(np.array(ids, dtype=np.int32), spans) for ids, spans in documents], left_out, chat.source)
 
     return lambda chunk: [encode(line) for line in chunk]
 

@@ -5,7 +5,8 @@ In:  files, folders and globs. A `.jsonl` file has one document per line; any ot
 
 Out: PREFIX.bin  the tokens of all documents, one after the other, each document ended by the EOD id
      PREFIX.idx  Megatron's index: one sequence per document
-     PREFIX.json the sidecar: counts, highest token id, tokenizer and the settings that made them
+     PREFIX.json the sidecar: counts, highest token id, tokenizer, sources and the settings that made them
+     PREFIX.sources.npy  the source of each document (data/sources.py)
      PREFIX.answers.npy  of texts that continue prompts: where each answer begins and ends, two int32 a document
 PREFIX.idx appears last: if it exists, all files are whole.
 """
@@ -33,6 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_mtp.data.checks import vocabulary_digest
+from megatron_mtp.data.sources import SOURCES, named_source, sources_of_files
 from megatron_mtp.data.tokenizer import Encode, Encoder
 from megatron_mtp.files import written_beside
 
@@ -85,12 +87,13 @@ def write_corpus(
     """
     eod, tokens = np.array([encoder.eod_id], dtype=np.int32), list[np.ndarray]()
     every = [part for document in documents for part in parts(document)]
+    source_of = sources_of_files({document.path for document in documents})
     start = functools.partial(_text_work, encoder, json_key)
     with worked(start, every, workers) as encoded, dataset_writer(prefix, encoder) as writer:
-        for part, part_tokens in encoded:
+        for part, (part_tokens, source) in encoded:
             tokens.append(part_tokens)
             if part.ends and any(ids.size for ids in tokens):
-                writer.add(np.concatenate([*tokens, eod]))
+                writer.add(np.concatenate([*tokens, eod]), source or source_of[part.path])
             if part.ends:
                 tokens.clear()
         if not writer.record["tokens"]:
@@ -101,6 +104,7 @@ def write_corpus(
 def write_sequences(
     sequences: Iterable[Sequence[int]],
     answers: Sequence[tuple[int, int]],
+    sources: Sequence[str],
     encoder: Encoder,
     prefix: str,
     settings: dict[str, Any],
@@ -109,12 +113,13 @@ def write_sequences(
 
     Args:
         answers: the first token of every document's answer, and the one behind its last, which may be the EOD.
+        sources: of every document.
         encoder: the tokenizer that the ids are of.
         prefix, settings: as in `write_corpus`, whose result this has.
     """
     with dataset_writer(prefix, encoder, "answers.npy") as writer:
-        for ids in sequences:
-            writer.add(np.array([*ids, encoder.eod_id], dtype=np.int32))
+        for ids, source in zip(sequences, sources, strict=True):
+            writer.add(np.array([*ids, encoder.eod_id], dtype=np.int32), source)
         with open(writer.paths["answers.npy"], "wb") as file:
             np.save(file, np.array(answers, dtype=np.int32))
         return writer.finish(settings)
@@ -131,7 +136,7 @@ def dataset_writer(prefix: str, encoder: Encoder, *more: str, has_modes: bool = 
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     with ExitStack() as renamed:
         # Without its index a dataset is unreadable: the old index goes first, the new one, entered first, comes last.
-        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin", *more)}
+        targets = {kind: Path(f"{prefix}.{kind}") for kind in ("idx", "json", "bin", SOURCES, *more)}
         paths = {kind: str(renamed.enter_context(written_beside(target))) for kind, target in targets.items()}
         yield DatasetWriter(paths, encoder, has_modes)
         targets["idx"].unlink(missing_ok=True)
@@ -154,9 +159,13 @@ class DatasetWriter:
         self._builder = IndexedDatasetBuilder(paths["bin"], dtype=dtype, multimodal=has_modes)
         self.paths, self._encoder, self._started = paths, encoder, time.monotonic()
         self.record = {"documents": 0, "tokens": 0, "max_token_id": 0}
+        self._places, self._sources = dict[str, int](), list[int]()
 
-    def add(self, ids: np.ndarray, sizes: Sequence[int] | None = None, modes: Sequence[int] | None = None) -> None:
-        """Add a document, of one sequence or of sequences of these sizes and modes."""
+    def add(
+        self, ids: np.ndarray, source: str, sizes: Sequence[int] | None = None, modes: Sequence[int] | None = None
+    ) -> None:
+        """Add a document of a source, of one sequence or of sequences of these sizes and modes."""
+        self._sources.append(self._places.setdefault(source, len(self._places)))
         self._builder.add_document(ids, [len(ids)] if sizes is None else sizes, modes)
         self.record["documents"] += 1
         self.record["tokens"] += len(ids)
@@ -165,10 +174,13 @@ class DatasetWriter:
     def finish(self, settings: dict[str, Any], **counts: Any) -> dict[str, Any]:
         """Write index and sidecar, with these counts and settings in it; returns the sidecar."""
         self._builder.finalize(self.paths["idx"])
+        with open(self.paths[SOURCES], "wb") as file:
+            np.save(file, np.array(self._sources, dtype=np.int32))
         encoder = self._encoder
         made = {
             **self.record,
             **counts,
+            "sources": list(self._places),
             "bin_bytes": os.path.getsize(self.paths["bin"]),
             "vocab_size": encoder.vocab_size,
             "eod_token": encoder.eod_token,
@@ -253,6 +265,15 @@ def read_document(document: Document, json_key: str) -> str:
     """Read the text of a document as UTF-8, with invalid bytes replaced.
 
     Raises:
+        ValueError: as `read_with_source`.
+    """
+    return read_with_source(document, json_key)[0]
+
+
+def read_with_source(document: Document, json_key: str) -> tuple[str, str | None]:
+    """The text of a document, and the source that its line names, if it does.
+
+    Raises:
         ValueError: the file cannot be read, or a line of a .jsonl file is no object with a string under `json_key`.
     """
     try:
@@ -264,7 +285,7 @@ def read_document(document: Document, json_key: str) -> str:
             f"--input: cannot read '{document.path}' ({error.strerror}); remove it or allow reading it."
         ) from error
     text = raw.decode("utf-8", errors="replace")
-    return _json_text(document, text, json_key) if document.line else text
+    return _json_text(document, text, json_key) if document.line else (text, None)
 
 
 def parts(document: Document) -> Iterator[Document]:
@@ -298,7 +319,7 @@ def _walk(folder: str, include: Sequence[str], seen_folders: set[str]) -> Iterat
                 yield path
 
 
-def _json_text(document: Document, line: str, json_key: str) -> str:
+def _json_text(document: Document, line: str, json_key: str) -> tuple[str, str | None]:
     place = f"'{document.path}', line {document.line}"
     try:
         fields = json.loads(line)
@@ -307,7 +328,7 @@ def _json_text(document: Document, line: str, json_key: str) -> str:
     text = fields.get(json_key) if isinstance(fields, dict) else None
     if isinstance(text, str):
         # JSON can contain half of a surrogate pair, which no tokenizer can encode.
-        return text.encode("utf-8", errors="replace").decode("utf-8")
+        return text.encode("utf-8", errors="replace").decode("utf-8"), named_source(fields)
     keys = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
     raise ValueError(f"--json-key: {place} has no text under '{json_key}' (it has: {keys}); name the key of the text.")
 
@@ -368,11 +389,11 @@ def _text_work(encoder: Encoder, json_key: str) -> Work:
     return lambda chunk: _encode_chunk(encode, chunk, json_key)
 
 
-def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[np.ndarray]:
-    texts = [read_document(document, json_key) for document in chunk]
+def _encode_chunk(encode: Encode, chunk: list[Document], json_key: str) -> list[tuple[np.ndarray, str | None]]:
+    read = [read_with_source(document, json_key) for document in chunk]
     # A blank document has no tokens, but a blank part of a long file keeps them.
-    texts = [text if text.strip() or not document.ends else "" for document, text in zip(chunk, texts, strict=True)]
-    return [np.array(ids, dtype=np.int32) for ids in encode(texts)]
+    texts = [text if text.strip() or not document.ends else "" for document, (text, _) in zip(chunk, read, strict=True)]
+    return [(np.array(ids, dtype=np.int32), source) for ids, (_, source) in zip(encode(texts), read, strict=True)]
 
 
 # Set by the executor's initializer, which has no other way to pass objects to the tasks.

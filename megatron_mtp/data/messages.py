@@ -26,6 +26,9 @@ ROLES = {
 }
 """Roles, and their names in published data, in any case; a call is the assistant's."""
 
+CHATS = ("messages", "conversations", "turns")
+"""Keys of a line under which its chat is."""
+
 NAMES = {name: role for role, names in ROLES.items() for name in names.split()}
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -93,7 +96,8 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         ValueError: the line has two messages of the system, or asks for another weight or mask than the usual one.
     """
-    messages = fields.get("messages") or fields["conversations"]
+    *others, last = CHATS
+    messages = next((fields[key] for key in others if fields.get(key)), None) or _asked(fields[last])
     weight, mask, system = fields.get("weight"), fields.get("mask"), fields.get("system")
     if weight is not None and weight != 1:
         raise ValueError(
@@ -109,6 +113,13 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
     if first.get("content", first.get("value")) != system:
         raise ValueError("the line has 'system', and its first message is another one of the system; remove one")
     return list(messages)
+
+
+def _asked(turns: list[str]) -> list[dict[str, Any]]:
+    """Messages of the user. Raises TypeError where they are none."""
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise TypeError
+    return [{"role": "user", "content": turn} for turn in turns]
 
 
 def normal_tools(given: Any) -> list[dict[str, Any]] | None:

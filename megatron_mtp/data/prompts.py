@@ -7,6 +7,7 @@ Prompt i is of document i of a shuffled order; where all were taken, another ord
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +15,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_mtp.data.chat import check_template, place_of, read_chat
 from megatron_mtp.data.checks import part_of, read_index
-from megatron_mtp.data.corpus import find_files, list_documents
+from megatron_mtp.data.corpus import Document, find_files, list_documents
+from megatron_mtp.data.sources import read_sources, sources_of_files
 from megatron_mtp.data.tokenizer import apply_template
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ class Prompts(Protocol):
     """
 
     documents: int
+
+    def source(self, number: int) -> str:
+        """The source of a prompt's document (data/sources.py)."""
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of a prompt."""
@@ -50,7 +55,7 @@ class Beginnings:
 
     def __init__(self, prefix: str, length: int, seed: int, split: str, part: str, anywhere: bool = False) -> None:
         _check_corpus(prefix)
-        self._data = IndexedDataset(prefix)
+        self._data, (self._names, self._sources) = IndexedDataset(prefix), read_sources(prefix)
         self._length, self._seed, self._anywhere = length, seed, anywhere
         every = part_of(len(self._data), split, part)
         self._long = [number for number in every if self._data.sequence_lengths[number] > length]
@@ -61,9 +66,13 @@ class Beginnings:
                 "longer; give fewer."
             )
 
+    def source(self, number: int) -> str:
+        """The source of a prompt's document."""
+        return self._names[self._sources[self._document(number)]]
+
     def prompt(self, number: int) -> list[int]:
         """Token ids of a prompt."""
-        document = self._long[drawn(self._seed, self.documents, number)]
+        document = self._document(number)
         start = 0
         if self._anywhere:
             last = int(self._data.sequence_lengths[document]) - self._length
@@ -71,9 +80,14 @@ class Beginnings:
         found: list[int] = self._data.get(document, offset=start, length=self._length).tolist()
         return found
 
+    def _document(self, number: int) -> int:
+        return self._long[drawn(self._seed, self.documents, number)]
+
 
 class UserTurns:
     """Conversations up to a turn of the user, by the tokenizer's chat template.
+
+    Of turns of the user that follow each other the first is asked: the others are about its answer.
 
     Args:
         files: of JSON lines, as `read_chat` takes them.
@@ -91,13 +105,20 @@ class UserTurns:
         check_template(tokenizer)
         every = list_documents(find_files(files, ["*.jsonl"], "--chat"))
         self._lines = [every[number] for number in part_of(len(every), split, part)]
+        self._source_of = sources_of_files({line.path for line in every})
         self._tokenizer, self._seed, self.documents = tokenizer, seed, len(self._lines)
+
+    def source(self, number: int) -> str:
+        """The source of a prompt's conversation."""
+        line = self._line(number)
+        return read_chat(line).source or self._source_of[line.path]
 
     def prompt(self, number: int) -> list[int]:
         """Token ids of a prompt. Raises ValueError for a line that is no conversation."""
-        line = self._lines[drawn(self._seed, self.documents, number)]
+        line = self._line(number)
         chat = read_chat(line)
-        turns = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+        roles = [None, *(message["role"] for message in chat.messages)]
+        turns = [place for place, pair in enumerate(pairwise(roles)) if pair[1] == "user" != pair[0]]
         if not turns:
             raise ValueError(f"--chat: {place_of(line)} has no turn of the user; remove it.")
         asked, prompted = chat.messages[: turns[number // self.documents % len(turns)] + 1], chat.variables
@@ -107,6 +128,9 @@ class UserTurns:
             raise ValueError(f"--chat: the chat template refuses {place_of(line)} ({error}); correct it.") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
+
+    def _line(self, number: int) -> Document:
+        return self._lines[drawn(self._seed, self.documents, number)]
 
 
 def drawn(seed: int, documents: int, number: int) -> int:

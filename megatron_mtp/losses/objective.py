@@ -55,11 +55,13 @@ class HeadOutput:
         loss: its part of the scalar that goes to Megatron's schedule.
         depths: of depth 1 .. D.
         acceptance: counts [4, D] of `count_acceptance`, where they were asked for.
+        documents: numbers [N] of the documents in the corpus, and their counts [N, 4, D], where the batch has them.
     """
 
     loss: Tensor
     depths: list[LossSum]
     acceptance: Tensor | None = None
+    documents: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,13 @@ class HeadObjective:
         later = self.later_positions(drafted.batch.positions_S, len(drafted.hidden), drafted.batch.blocks_A)
         drafted = replace(drafted, batch=drafted.batch.of_blocks())
         loss, depths = self.of_depths(hidden_SBH.detach(), drafted, later)
-        acceptance = None
-        if self.measures_acceptance:
-            assert later is not None
-            mask_DBS = drafted.batch.loss_mask_DBS
-            acceptance = count_acceptance(hidden_SBH, drafted.hidden, drafted.head, mask_DBS, later)
-        return HeadOutput(loss, depths, acceptance)
+        if not self.measures_acceptance:
+            return HeadOutput(loss, depths)
+        assert later is not None
+        batch = drafted.batch
+        counts_4DSB = accepted_positions(hidden_SBH, drafted.hidden, drafted.head, batch.loss_mask_DBS, later)
+        documents = None if batch.document_BS is None else sums_of_documents(counts_4DSB, batch.document_BS)
+        return HeadOutput(loss, depths, counts_4DSB.sum((2, 3)), documents)
 
     def later_positions(
         self, positions_S: Tensor, depths: int, chosen_A: Tensor | None = None
@@ -315,9 +318,19 @@ def count_acceptance(
 ) -> Tensor:
     """Counts [4, D], float, over this rank's positions, the same on every tensor-parallel rank; `stats_of` reads them.
 
-    A row each: positions that are not masked, those of them where the depths before were accepted, those where this
-    depth is accepted too, and the sum of sum_v min(p, q). A position that is masked at a depth is not reached by later
-    ones. Add counts over microbatches and ranks before asking for rates.
+    They are sums of `accepted_positions`. Add counts over microbatches and ranks before asking for rates.
+    """
+    return accepted_positions(hidden_SBH, depth_hidden, head, loss_mask_DBS, later).sum((2, 3))
+
+
+@torch.no_grad()
+def accepted_positions(
+    hidden_SBH: Tensor, depth_hidden: list[Tensor], head: Head, loss_mask_DBS: Tensor, later: LaterPositions
+) -> Tensor:
+    """What every position adds to the counts of acceptance, [4, D, S, B], float.
+
+    A row each: whether it is not masked, whether the depths before were accepted there, whether this depth is accepted
+    too, and sum_v min(p, q). A position that is masked at a depth is not reached by later ones.
     """
     trunk_TBH = later.lookup(head.whole(hidden_SBH))
     depths = [head.whole_drafts(state_SBH) for state_SBH in depth_hidden]
@@ -333,8 +346,15 @@ def count_acceptance(
     accepted_DSB = (valid_DSB & agree_DSB).cumprod(dim=0) > 0
     reached_DSB = valid_DSB.clone()
     reached_DSB[1:] &= accepted_DSB[:-1]
-    counted = (valid_DSB, reached_DSB, accepted_DSB, overlap_DSB * valid_DSB)
-    return torch.stack([each_DSB.sum(dim=(1, 2)).float() for each_DSB in counted])
+    return torch.stack([valid_DSB.float(), reached_DSB.float(), accepted_DSB.float(), overlap_DSB * valid_DSB])
+
+
+def sums_of_documents(counts_4DSB: Tensor, document_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers [N] of documents, and their sums [N, 4, D] over positions."""
+    numbers_N, place_SB = document_BS.t().unique(return_inverse=True)
+    sums_4DN = counts_4DSB.new_zeros(*counts_4DSB.shape[:2], len(numbers_N))
+    sums_4DN.index_add_(2, place_SB.flatten(), counts_4DSB.flatten(2))
+    return numbers_N, sums_4DN.permute(2, 0, 1)
 
 
 def _judge(trunk_LBH: Tensor, where_DC: Tensor, depths: list[Tensor], head: Head) -> tuple[Tensor, Tensor]:

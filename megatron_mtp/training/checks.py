@@ -37,7 +37,8 @@ from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tok
 from megatron_mtp.drafters import DRAFTERS, STEPS
 from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers
 from megatron_mtp.runtime import transformer_engine_works
-from megatron_mtp.training.datasets import counted_part, example, named_prefixes, read_answers
+from megatron_mtp.training.datasets import counted_part, example, read_answers
+from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import CHAT_FLAGS
 from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.short_log import say

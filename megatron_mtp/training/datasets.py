@@ -1,7 +1,7 @@
 """Training, validation and test sets: Megatron's, by Megatron's flags.
 
-Two of Megatron's classes are extended: `AnswersDataset` masks all but the answers that a model has written itself, and
-`PackedChats` packs chats.
+Megatron's classes are extended: a sample of `TextDataset` says which document each position is of, `AnswersDataset`
+masks all but the answers that a model has written itself, and `PackedChats` packs chats.
 """
 
 import os
@@ -35,8 +35,10 @@ from megatron_mtp.data.chat import (
 )
 from megatron_mtp.data.checks import read_index, read_sidecar
 from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
+from megatron_mtp.data.sources import first_number
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.files import one_writer
+from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.forward_step import reads_data
 
 
@@ -62,7 +64,7 @@ def _kind(args: Namespace) -> type[GPTDataset]:
         return MockGPTDataset
     if args.mtp_mask_prompts:
         return AnswersDataset
-    return GPTDataset
+    return TextDataset
 
 
 _SAME_NAME = (
@@ -91,10 +93,42 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     return GPTDatasetConfig(**settings)
 
 
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+class TextDataset(GPTDataset):
+    """Megatron's, with the document of every position."""
+
+    def __init__(self, indexed_dataset: Any, dataset_path: str, *others: Any) -> None:
+        super().__init__(indexed_dataset, dataset_path, *others)
+        self._first = first_number(dataset_path)
+
+    @override
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(idx)
+        number_T, _ = self.places(idx or 0)
+        number_S = number_T[: self.config.sequence_length]
+        padded_S = np.pad(number_S, (0, self.config.sequence_length - len(number_S)), mode="edge")
+        return {**sample, "documents": torch.from_numpy(self._first + padded_S)}
+
+    def places(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """The document of every token that a sample is made of, and its place there; one more than positions, or less
+        at the end."""
+        place = self.shuffle_index[idx]
+        (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
+        numbers, tokens = list[np.ndarray](), list[np.ndarray]()
+        for document in range(first, last + 1):
+            number = self.document_index[document]
+            stop = end + 1 if document == last else self.dataset.sequence_lengths[number]
+            tokens.append(np.arange(start if document == first else 0, stop))
+            numbers.append(np.full(len(tokens[-1]), number, dtype=np.int64))
+        return np.concatenate(numbers), np.concatenate(tokens)
+
+
 # --- answers of the model itself -------------------------------------------------------------------------------------
 
 
-class AnswersDataset(GPTDataset):
+class AnswersDataset(TextDataset):
     """Megatron's, over sequences whose answers are known: labels outside of them are masked.
 
     `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The depths' masks are shifted
@@ -121,15 +155,9 @@ class AnswersDataset(GPTDataset):
 
     def _chosen(self, idx: int) -> np.ndarray:
         """Return whether the label of every position, which is the next token, belongs to an answer: [S]."""
-        place = self.shuffle_index[idx]
-        (first, start), (last, end) = self.sample_index[place], self.sample_index[place + 1]
-        found: list[np.ndarray] = []
-        for document in range(first, last + 1):
-            number = self.document_index[document]
-            stop = end + 1 if document == last else self.dataset.sequence_lengths[number]
-            token = np.arange(start if document == first else 0, stop)
-            found.append((self._answers[number, 0] <= token) & (token < self._answers[number, 1]))
-        labels = np.concatenate(found)[1 : self.config.sequence_length + 1]
+        number_T, token_T = self.places(idx)
+        begin_T, stop_T = self._answers[number_T].T
+        labels = ((begin_T <= token_T) & (token_T < stop_T))[1 : self.config.sequence_length + 1]
         return np.pad(labels, (0, self.config.sequence_length - len(labels)))
 
 
@@ -176,12 +204,6 @@ def reads_chats(args: Namespace) -> bool:
     if len(kinds) > 1:
         raise ValueError("--data-path names datasets of chats and of text, whose rows differ; give one kind.")
     return kinds == {True}
-
-
-def named_prefixes(args: Namespace) -> list[str]:
-    """The prefixes of all data sets that flags name."""
-    blend, per_split = get_blend_and_blend_per_split(args)
-    return [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
 
 
 def make_chats(args: Namespace) -> None:
@@ -231,6 +253,9 @@ def _await(prefix: str, done: Path, minutes: int) -> None:
         sleep(1)
 
 
+OF_POSITIONS = ("tokens", "labels", "loss_mask", "position_ids", "documents")
+
+
 class PackedChats(MegatronDataset):
     """Rows of chats: each is a document, and the labels that count are the tokens that count.
 
@@ -256,7 +281,7 @@ class PackedChats(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self._multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
         lengths, counted = lengths_and_counted(dataset, config.sequence_length)
-        self._documents = indices[counted[indices] > 0]
+        self._documents, self._first = indices[counted[indices] > 0], first_number(dataset_path)
         held = self._held(np.minimum(lengths[self._documents] - 1, config.sequence_length))
         self._rows = best_fit(held, config.sequence_length)
         if not self._rows:
@@ -285,7 +310,7 @@ class PackedChats(MegatronDataset):
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         length = self.config.sequence_length
         epoch, place = divmod(idx, len(self._rows))
-        row = {name: np.zeros(length, dtype=np.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        row = {name: np.zeros(length, dtype=np.int64) for name in OF_POSITIONS}
         ends: list[int] = []
         for number in self._rows[_order(self.config.random_seed, len(self._rows), epoch)[place]]:
             ids, counts = tokens_and_counts(self.dataset, self._documents[number])
@@ -294,6 +319,7 @@ class PackedChats(MegatronDataset):
                 row[name][begin : begin + count] = values[:count]
             ends.append(begin + int(self._held(count)))
             row["position_ids"][begin : ends[-1]] = np.arange(ends[-1] - begin)
+            row["documents"][begin : ends[-1]] = self._first + self._documents[number]
         offsets = np.full(length + 1, length, dtype=np.int32)  # as many in every row, so that rows can be stacked
         offsets[: len(ends) + 1] = [0, *ends]
         sample = {name: torch.from_numpy(values) for name, values in row.items()}

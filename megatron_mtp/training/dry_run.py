@@ -53,7 +53,7 @@ from megatron_mtp.model.recurrent import PortableGatedDeltaNet
 from megatron_mtp.model.specs import having
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data, check_hub, check_trunk
-from megatron_mtp.training.datasets import named_prefixes
+from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser
 
 GIB = 2**30

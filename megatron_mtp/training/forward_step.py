@@ -132,13 +132,15 @@ class ForwardStep:
             loss = loss * args.context_parallel_size  # Megatron takes the mean over ranks, each with a part of the sum
         _validate(loss)
         report = {"lm loss": output.main.report()}
-        counts = {}
+        counts, documents = {}, {}
         for learner, made in zip(self._learners, output.heads, strict=True):
             name = learner.figures
             report |= {f"{name}_{depth} loss": sums.report() for depth, sums in enumerate(made.depths, start=1)}
             if made.acceptance is not None:
                 counts[name] = made.acceptance
-        self.metrics.add(report, counts)
+            if made.documents is not None:
+                documents[name] = made.documents
+        self.metrics.add(report, counts, documents)
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
 
@@ -265,6 +267,9 @@ def get_batch(
     if batch["labels"] is not None:
         mask_ignored_labels(batch)
         depths = depth_batch(batch, count, document_BS)
+        if tp_rank == 0 and not torch.is_grad_enabled() and "documents" in loaded:
+            numbers_BS = to_device(loaded["documents"].view_as(batch["labels"]), batch["labels"].device)
+            depths = replace(depths, document_BS=numbers_BS)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]

@@ -22,11 +22,19 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, record_of
+from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import HEADS
 from megatron_mtp.files import written_beside
-from megatron_mtp.training.run_files import METRICS, append, drop_rows_after, write_run_record
+from megatron_mtp.training.documents import Documents, by_source, gathered
+from megatron_mtp.training.run_files import (
+    DOCUMENTS,
+    METRICS,
+    append,
+    drop_rows_after,
+    write_documents,
+    write_run_record,
+)
 from megatron_mtp.training.short_log import say
 
 MTP, DRAFTER = HEADS.values()
@@ -45,12 +53,15 @@ class Window:
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     acceptance: dict[str, Tensor] = field(default_factory=dict)
+    documents: dict[str, list[Documents]] = field(default_factory=dict)
 
-    def add(self, report: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+    def add(self, report: dict[str, Tensor], counts: dict[str, Tensor], documents: dict[str, Documents]) -> None:
         """Add what a step reported: sums and counts by name, and counts of acceptance [4, D] if they were measured."""
         for sums, new in ((self.losses, report), (self.acceptance, counts)):
             for name, each in new.items():
                 sums[name] = sums.get(name, 0) + each
+        for name, of_documents in documents.items():
+            self.documents.setdefault(name, []).append(of_documents)
 
     @property
     def idle(self) -> list[str]:
@@ -123,6 +134,7 @@ class Metrics:
 
     Attributes:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
+        sources: the documents' counts of what drafts in the last evaluation, by source, where data sets name documents.
         has_trained: a step is done, and the loop has gone on to the next one.
         mtp_grad_norm: that of the MTP layers in the last step, if it is apart from the rest.
     """
@@ -131,6 +143,7 @@ class Metrics:
         self.folder = folder
         self._reporter = reporter or PrintedTables()
         self.evaluated: tuple[dict[str, Any], str] | None = None
+        self.sources: BySource = {}
         self._training = Window()
         self._evaluation = Window()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
@@ -146,12 +159,14 @@ class Metrics:
         self._record: dict[str, Any] | None = None  # of the last evaluation, which is not written yet
         self._idle = set[str]()  # losses of which it was said that nothing counts
 
-    def add(self, report: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+    def add(
+        self, report: dict[str, Tensor], counts: dict[str, Tensor], documents: dict[str, Documents] | None = None
+    ) -> None:
         """Take in a microbatch, in training (where gradients are recorded) or in evaluation."""
         if torch.is_grad_enabled():
-            self._training.add(report, counts)
+            self._training.add(report, counts, {})
             return
-        self._evaluation.add(report, counts)
+        self._evaluation.add(report, counts, documents or {})
         if is_last_rank():
             self._reporter.evaluated_batch()
 
@@ -218,9 +233,15 @@ class Metrics:
                 *self.evaluated, "after the run" if self._is_after_run else f"at step {iteration}"
             )
         if rates and split != "training":
-            records = {what: record_of(stats, iteration, split) for what, stats in rates.items()}
-            self._record = {**records.pop(MTP), **records}
+            documents = {
+                what: {number: stats_of(counts_4D) for number, counts_4D in of.items()}
+                for what, of in gathered(window.documents).items()
+            }
+            apart: dict[str, BySource] = {what: by_source(of, get_args()) for what, of in documents.items()}
+            records = {what: record_of(stats, iteration, split, apart.get(what)) for what, stats in rates.items()}
+            self._record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
             self._keep_record()
+            self._keep_documents(iteration)
         if self._closing:
             return
         if MTP_GRAD_NORM in row:
@@ -241,6 +262,13 @@ class Metrics:
         with self._going_on_without(Path(folder) / RECORD), written_beside(Path(folder) / RECORD) as beside:
             beside.write_text(json.dumps(self._record, indent=2) + "\n")
         self._record = None
+
+    def _keep_documents(self, iteration: int) -> None:
+        """Write the counts of an evaluation by document, for comparisons of the same documents."""
+        if self.folder is None or not self.sources or not is_last_rank():
+            return
+        with self._going_on_without(self.folder / DOCUMENTS):
+            write_documents(self.folder, iteration, self.sources)
 
     def _name_idle(self, names: list[str]) -> None:
         """Say once of every loss that it is shown as 0 because nothing counts, not because all is learned."""

@@ -9,6 +9,11 @@ run.json: how the run was started. A resumed run adds a start; `arguments` are t
 
     {"starts": [{"date": "2026-01-31T12:00:00+00:00", "iteration": 0, "command": ["train", ...], "versions": {...}}],
      "arguments": {"num_layers": 4, ...}}
+
+documents.json: the counts of acceptance of every document in an evaluation, by source and number; by depth, how often
+drafts were offered, how often those before were accepted, and how often this one too.
+
+    {"iteration": 50, "sources": {"code": {"12": [[64, 63], [64, 40], [40, 20]], ...}}}
 """
 
 import json
@@ -24,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp import __version__
+from megatron_mtp.acceptance import AcceptanceStats, BySource
 from megatron_mtp.files import written_beside
 from megatron_mtp.training.short_log import say
 
-METRICS, RECORD = "metrics.jsonl", "run.json"
+METRICS, RECORD, DOCUMENTS = "metrics.jsonl", "run.json", "documents.json"
 SPLIT = re.compile("training|(validation|test)(-.+)?")
 
 Row = dict[str, Any]
@@ -70,6 +76,37 @@ def _row(line: str | bytes) -> Row | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # also numbers with thousands of digits
         return None
     return dict(row) if whole else None
+
+
+def write_documents(folder: Path, iteration: int, sources: BySource) -> None:
+    """Write documents.json."""
+    counts = {
+        source: {number: [stats.offered_at, stats.reached_at, stats.accepted_at] for number, stats in documents.items()}
+        for source, documents in sources.items()
+    }
+    with written_beside(folder / DOCUMENTS) as beside:
+        beside.write_text(json.dumps({"iteration": iteration, "sources": counts}))
+
+
+def read_documents(folder: Path) -> BySource:
+    """The counts in a folder's documents.json; none without one.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = folder / DOCUMENTS
+    if not file.is_file():
+        return {}
+    try:
+        return {
+            source: {
+                int(number): AcceptanceStats(offered_at=offered, reached_at=reached, accepted_at=accepted)
+                for number, (offered, reached, accepted) in documents.items()
+            }
+            for source, documents in json.loads(file.read_text())["sources"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it, and evaluate again.") from error
 
 
 def append(file: Path, row: str) -> None:

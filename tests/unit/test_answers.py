@@ -13,7 +13,7 @@ from megatron.core.datasets.utils import Split
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.data.corpus import write_sequences
 from megatron_mtp.training import datasets, megatron_lm
-from megatron_mtp.training.datasets import AnswersDataset, read_answers
+from megatron_mtp.training.datasets import AnswersDataset, TextDataset, read_answers
 
 pytestmark = pytest.mark.usefixtures("megatron")
 EOD = 0
@@ -28,7 +28,7 @@ def config(length: int, **changes: Any) -> GPTDatasetConfig:
 
 def written(place: Path, documents: list[list[int]], answers: list[tuple[int, int]]) -> str:
     encoder: Any = Namespace(vocab_size=999, eod_id=EOD, eod_token="<eod>", folder=str(place))
-    write_sequences(documents, answers, encoder, str(place / "own"), {})
+    write_sequences(documents, answers, ["own"] * len(documents), encoder, str(place / "own"), {})
     return str(place / "own")
 
 
@@ -82,7 +82,7 @@ def test_only_answers_count_of_megatrons_rows(length: int, changes: dict[str, An
 def test_the_flag_chooses_the_data_set() -> None:
     given = Namespace(mock_data=False, reads_chats=False, mtp_mask_prompts=True)
     assert datasets._kind(given) is AnswersDataset
-    assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is GPTDataset
+    assert datasets._kind(Namespace(**{**vars(given), "mtp_mask_prompts": False})) is TextDataset
 
 
 def test_data_without_answers_is_refused(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_template_whose_prompt_does_not_begin_the_turn_is_refused(
     encoder = ChatEncoder(SHAPES[shape].tokenizer(tmp_path, tagged=False))
     _, line = lines_of(tmp_path / "chats.jsonl", {"messages": ONE.messages}, {"messages": messages})
     with pytest.raises(ValueError, match="refuses") as raised:
-        encoder.documents(line)
+        encoder.documents(line, read_chat(line))
     assert f"the chat template of '{tmp_path}' refuses '{tmp_path}/chats.jsonl', line 2 (" in str(raised.value)
     assert because in str(raised.value)
 

@@ -14,7 +14,7 @@ import pytest
 from chat_cases import SHAPES, SYSTEM, TOOLS, said, user
 from transformers import PreTrainedTokenizerBase
 
-from megatron_mtp.data.chat import ChatEncoder, Counted
+from megatron_mtp.data.chat import ChatEncoder, Counted, read_chat
 from megatron_mtp.data.corpus import list_documents
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -141,10 +141,10 @@ def test_every_token_that_counts_is_marked(
     encoder = ChatEncoder(tokenizer, masks_history=shape == "mask_history")
     if first.startswith("REFUSED "):
         with pytest.raises(ValueError, match=first.removeprefix("REFUSED ")):
-            encoder.documents(line)
+            encoder.documents(line, read_chat(line))
         return
     expected = [tokens(tokenizer, marked) for marked in EXPECTED[family][shape]]
-    assert [counted(tokenizer, document) for document in encoder.documents(line)] == expected
+    assert [counted(tokenizer, document) for document in encoder.documents(line, read_chat(line))] == expected
 
 
 def test_every_family_has_every_shape() -> None:

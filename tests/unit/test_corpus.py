@@ -75,7 +75,7 @@ def test_each_document_is_its_tokens_then_eod(tmp_path: Path, letters: Path) -> 
     expected = {"documents": 2, "tokens": 8, "max_token_id": 27, "vocab_size": 31, "eod_token": "<eod>", "eod_id": 0}
     assert {name: sidecar[name] for name in expected} == expected
     assert sidecar["bin_bytes"] == 8 * 2 == (tmp_path / "out/c.bin").stat().st_size
-    assert sorted(os.listdir(tmp_path / "out")) == ["c.bin", "c.idx", "c.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["c.bin", "c.idx", "c.json", "c.sources.npy"]
 
 
 @pytest.mark.parametrize("special", [True, False])

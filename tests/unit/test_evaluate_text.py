@@ -26,3 +26,10 @@ def test_the_corpus_is_made_with_the_tokenizers_code_where_that_is_trusted(
     with pytest.raises(SystemExit):
         evaluate.main(["--load", str(source), "--text", str(tmp_path), *trust], "megatron-mtp evaluate")
     assert [word for word in given if word.startswith("--trust")] == trust
+
+
+@pytest.mark.usefixtures("megatron")
+def test_mock_data_has_no_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["--load", "x", "--mock-data", "--by-source"], "megatron-mtp evaluate")
+    assert "--by-source was given with --mock-data, which has no documents; drop one" in capsys.readouterr().err

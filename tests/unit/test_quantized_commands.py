@@ -23,6 +23,9 @@ pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("quantized")
     (folder / "text.txt").write_text("some words to make a vocabulary of " * 60)
+    for source in ("code", "prose"):
+        (folder / "texts" / source).mkdir(parents=True)
+        shutil.copy(folder / "text.txt", folder / "texts" / source)
     return readable_pair(folder, request.param)
 
 
@@ -35,7 +38,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
 
 def evaluated(checkpoint: Path, text: Path) -> dict[str, Any]:
     line = [sys.executable, "-m", "megatron_mtp", "evaluate", "--load", checkpoint, "--text", text, "--json"]
-    done = subprocess.run([*map(str, line), "--seq-length", "64"], capture_output=True, text=True)
+    done = subprocess.run([*map(str, line), "--seq-length", "64", "--by-source"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     return {name: value for name, value in row.items() if name != "load"}
@@ -75,13 +78,16 @@ def test_evaluate_and_attach_of_what_convert_reads(
     for folder in pair:
         place = tmp_path / folder.name
         told(capsys, "hf-to-mcore", folder, place)
-        rows.append(evaluated(place, folder.parent / "text.txt"))
+        rows.append(evaluated(place, folder.parent / "texts"))
         trunk = trunk_of(folder, tmp_path / f"{folder.name}-trunk")
         with_keys(trunk, num_nextn_predict_layers=0)
         told(capsys, "hf-to-mcore", trunk, f"{place}-trunk-mcore")
         told(capsys, "attach-mtp", f"{place}-trunk-mcore", f"{place}-attached", "--mtp-num-layers", 2)
     assert rows[0] == rows[1]
     assert 0 <= rows[0]["mtp_1 acceptance"] <= 1
+    assert {name: each["documents"] for name, each in rows[0]["sources"].items()} == {"code": 1, "prose": 1}
+    lengths = [each["expected accepted length"] for each in rows[0]["sources"].values()]
+    assert min(lengths) <= rows[0]["expected accepted length"] <= max(lengths)
     checked = [check_of(folder, tmp_path) for folder in pair]
     assert checked[0] == checked[1]
     for end in ("", "-trunk-mcore", "-attached"):

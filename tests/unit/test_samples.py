@@ -25,7 +25,7 @@ from megatron_mtp.decoding.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("megatron")
 
 EOD, POSITIONS = 0, 64
-CORPUS = ["own.bin", "own.idx", "own.json", "own.answers.npy"]
+CORPUS = ["own.bin", "own.idx", "own.json", "own.answers.npy", "own.sources.npy"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -105,6 +105,18 @@ def test_prompts_of_chats_end_where_the_answer_begins(scene: Path, tmp_path: Pat
     said = [tokenizer.decode(prompts.prompt(number)) for number in range(3)]
     assert said[0] == said[2] == "user: a\nassistant:"
     assert said[1] == "user: a\nassistant: b\nuser: c\nassistant:"
+
+
+def test_a_line_of_speed_bench_asks_its_first_turn_and_names_its_category(scene: Path, tmp_path: Path) -> None:
+    """The second turn is about the answer to the first, which the line does not have."""
+    line = {"question_id": "7", "category": "coding", "sub_category": "x", "source": "y", "src_id": "z"}
+    line |= {"turns": ["a", "b"], "difficulty": "hard", "multiturn": True}
+    (tmp_path / "bench.jsonl").write_text(json.dumps(line) + "\n")
+    tokenizer = read_tokenizer(scene / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    prompts = UserTurns([str(tmp_path / "bench.jsonl")], tokenizer, 1, "1", "training")
+    assert [tokenizer.decode(prompts.prompt(number)) for number in range(2)] == ["user: a\nassistant:"] * 2
+    assert prompts.source(1) == "coding"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

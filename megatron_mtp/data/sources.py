@@ -1,0 +1,93 @@
+"""The source of every document of a corpus, by which acceptance is measured apart: code, chat, another language.
+
+A line of JSON lines names its own: `category`, as the lines of SPEED-Bench do, else `source`. Any other document is of
+the folder below the one that holds all files, or of its .jsonl file there:
+
+    texts/code/a/one.py     code
+    texts/prose/two.txt     prose
+    texts/chats.jsonl       chats
+    texts/three.txt         texts
+
+PREFIX.sources.npy has a number for every document, int32: a place among the names, `sources` in PREFIX.json.
+
+Training numbers the documents of all its corpora: a corpus' first number follows from its prefix, whatever others
+there are.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_mtp.data.checks import read_index, read_sidecar
+
+SOURCES = "sources.npy"
+"""Ending of the file."""
+
+MOST_DOCUMENTS = 2**31
+"""Of one corpus."""
+
+KEYS = ("category", "source")
+"""Keys of a line that name its source; the first that is there counts."""
+
+
+def named_source(fields: Any) -> str | None:
+    """The source that a line names; None if it names none."""
+    found = (fields.get(key) for key in KEYS) if isinstance(fields, dict) else ()
+    return next((name for name in found if isinstance(name, str) and name), None)
+
+
+def sources_of_files(paths: Iterable[str]) -> dict[str, str]:
+    """The source of documents that name none, by the path of their file."""
+    files = {path: Path(os.path.abspath(path)) for path in paths}
+    if not files:
+        return {}
+    common = Path(os.path.commonpath([file.parent for file in files.values()]))
+
+    def source(file: Path) -> str:
+        folders = file.relative_to(common).parts[:-1]
+        if folders:
+            return folders[0]
+        return file.stem if file.suffix == ".jsonl" else common.name or str(common)
+
+    return {path: source(file) for path, file in files.items()}
+
+
+def read_sources(prefix: str) -> tuple[list[str], np.ndarray]:
+    """The names of a corpus' sources, and the place of every document's among them, [documents] or more.
+
+    A corpus that was made without them is one source, named by its prefix.
+
+    Raises:
+        ValueError: the file of sources is damaged, or of another corpus.
+    """
+    names = read_sidecar(prefix).get("sources")
+    if names is None:
+        return [Path(prefix).name], np.broadcast_to(np.int32(0), MOST_DOCUMENTS)
+    file = Path(f"{prefix}.{SOURCES}")
+    try:
+        numbers: np.ndarray = np.load(file, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        numbers = np.empty(0)
+    is_whole = numbers.shape == (read_index(prefix).documents,) and numbers.dtype == np.int32
+    if not is_whole or numbers.min(initial=0) < 0 or numbers.max(initial=0) >= len(names):
+        raise ValueError(f"'{file}' is damaged, or of another corpus than '{prefix}.idx'; make the corpus again.")
+    return names, numbers
+
+
+def first_number(prefix: str) -> int:
+    """The number of a corpus' first document in training."""
+    return zlib.crc32(prefix.encode()) * MOST_DOCUMENTS
+
+
+def sources_of(numbers: Iterable[int], prefixes: Iterable[str]) -> list[str]:
+    """The sources of documents by their numbers in training, which are of these corpora."""
+    corpora = {first_number(prefix): read_sources(prefix) for prefix in set(prefixes)}
+    found = []
+    for number in numbers:
+        names, places = corpora[number - number % MOST_DOCUMENTS]
+        found.append(names[places[number % MOST_DOCUMENTS]])
+    return found

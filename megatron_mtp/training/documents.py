@@ -1,0 +1,74 @@
+"""Counts of acceptance by document: gathered over the ranks of an evaluation, put by source, and shown.
+
+A sample's "documents", [S], has the number of every position's document (data/sources.py).
+
+Letters in names: N documents, D depths.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
+
+from megatron_mtp.acceptance import EXPECTED_LENGTH, BySource, figures_of
+from megatron_mtp.data.sources import sources_of
+
+Documents = tuple[Tensor, Tensor]
+"""Numbers of documents [N], and their counts of acceptance [N, 4, D]."""
+
+
+def named_prefixes(args: Namespace) -> list[str]:
+    """The prefixes of all data sets that flags name."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    return [prefix for one in (blend, *(per_split or ())) if one is not None for prefix in one[0]]
+
+
+def gathered(documents: Mapping[str, Sequence[Documents]]) -> dict[str, dict[int, Tensor]]:
+    """The counts [4, D] of every document, by its number, over all ranks that share the evaluation.
+
+    The first tensor-parallel rank alone knows the documents; the others receive them. Documents of which no position
+    counts are left out.
+
+    Args:
+        documents: of every batch of this rank, by the name of what drafts.
+    """
+    own = {name: [(numbers_N.cpu(), counts.cpu()) for numbers_N, counts in of] for name, of in documents.items()}
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    of_ranks: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(of_ranks, own, group=group)
+    source, ranks = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
+    torch.distributed.broadcast_object_list(of_ranks, source, ranks)
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, of in (pair for of_rank in of_ranks for pair in of_rank.items()):
+        sums = found.setdefault(name, {})
+        for numbers_N, counts_N4D in of:
+            for number, counts_4D in zip(numbers_N.tolist(), counts_N4D, strict=True):
+                sums[number] = sums[number] + counts_4D if number in sums else counts_4D
+    return {
+        name: {number: sums[number] for number in sorted(sums) if sums[number][0].any()} for name, sums in found.items()
+    }
+
+
+def by_source(documents: Mapping[int, Any], args: Namespace) -> dict[str, dict[int, Any]]:
+    """Something of every document by its source; `args` name the data sets."""
+    found: dict[str, dict[int, Any]] = {}
+    for (number, each), source in zip(
+        documents.items(), sources_of(list(documents), named_prefixes(args)), strict=True
+    ):
+        found.setdefault(source, {})[number] = each
+    return dict(sorted(found.items()))
+
+
+def source_table(sources: BySource) -> str:
+    """Expected accepted length and acceptance by source, with standard errors of bootstraps over documents."""
+    lines = [f"{'source':24} documents   {EXPECTED_LENGTH}   acceptance by depth"]
+    for name, documents in sources.items():
+        figures = figures_of(list(documents.values()))
+        rates = " ".join(f"{rate:.1%}" for rate in figures["acceptance"])
+        length = f"{figures[EXPECTED_LENGTH]:.3f} ± {figures['error']:.3f}"
+        lines.append(f"{name[:24]:24} {len(documents):9}   {length:>24}   {rates}")
+    return "\n".join(lines)

@@ -1,9 +1,11 @@
 """The backend `cpu_rows`: up to 64 rows in compiled code, where the model is on a CPU in float32 or bfloat16."""
 
+import logging
 from collections.abc import Sequence
 from typing import override
 
-from torch import Tensor
+import psutil
+from torch import Tensor, nn
 
 from megatron_mtp.decoding.backend import Modules, Pass, Stack, Unfit
 from megatron_mtp.decoding.cached_attention import Scope
@@ -13,9 +15,14 @@ from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.extensions.cpu_rows.compiled import library
-from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, is_compiled
+from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, head_of, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product
 from megatron_mtp.model.trunk import MTPTrunk
+
+MOST_OF_FREE_MEMORY = 0.5
+"""Part of the free memory that packed weights may take."""
+
+_logger = logging.getLogger(__name__)
 
 
 class CpuRows(Modules):
@@ -25,16 +32,18 @@ class CpuRows(Modules):
         few_rows: of each stack; None for those with layers that are not compiled.
 
     Raises:
-        Unfit: there is no compiled code, or none for weights of this kind.
+        Unfit: there is no compiled code, or none for weights of this kind, or no memory for packed weights.
     """
 
     def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
         if not is_compiled(model.embedding.word_embeddings.weight) or library() is None:
             raise Unfit
+        if not _has_room(model):
+            raise Unfit
         super().__init__(model, scope, positions, head_VH)
         self.few_rows = [self._few_rows_of(stack) for stack in self.stacks]
-        self._drafts = None if head_VH is None else greedy_drafts(self.few_rows[1:], head_VH)
-        self._head_VH = head_VH if head_VH is not None and is_compiled(head_VH) else None
+        self._head = head_of(head_VH)
+        self._drafts = None if self._head is None else greedy_drafts(self.few_rows[1:], self._head)
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
         if self.embedding_VH is None or not stack.is_short or self.model.drafter is not None:
@@ -63,6 +72,19 @@ class CpuRows(Modules):
     def accept(self, sequences: Sequences, draft: Draft) -> StepOutput | None:
         compiled, most = self.few_rows[0], (draft.nodes + 1) * len(sequences.token_ids)
         is_chain = draft.is_chain and draft.valid_BN is None
-        if compiled is None or self._head_VH is None or most > MOST_ROWS or not (is_chain and sequences.all_live):
+        if compiled is None or self._head is None or most > MOST_ROWS or not (is_chain and sequences.all_live):
             return None
-        return compiled.accept(sequences, draft, self._head_VH)
+        return compiled.accept(sequences, draft, self._head)
+
+
+def _has_room(model: nn.Module) -> bool:
+    """True if the weights fit into the free memory once more; else a warning says so."""
+    needed, free = sum(weight.nbytes for weight in model.parameters()), psutil.virtual_memory().available
+    if needed > MOST_OF_FREE_MEMORY * free:
+        _logger.warning(
+            "decoding runs without compiled code, which is slower: packed weights need %.1f GiB, and %.1f GiB are free",
+            needed / 2**30,
+            free / 2**30,
+        )
+        return False
+    return True

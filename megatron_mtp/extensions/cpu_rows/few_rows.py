@@ -1,9 +1,11 @@
 """Few rows through a stack of layers in one call of compiled code (native/few_rows.cpp).
 
 A forward of few rows takes as long as reading the weights; on a small model, as long as calling its operations. The
-compiled code reads the weights of the modules where they are, and computes what `dense_layer` computes, for the layers
-that `dense_layer` knows: with RMSNorm and a gated SiLU, in float32 or bfloat16. All others run as before, and so do
-more rows than `MOST_ROWS`. Recurrent layers keep their rows' inputs where `recurrent_layers` does.
+compiled code computes what `dense_layer` computes, for the layers that `dense_layer` knows: with RMSNorm and a gated
+SiLU, in float32 or bfloat16. All others run as before, and so do more rows than `MOST_ROWS`. Recurrent layers keep
+their rows' inputs where `recurrent_layers` does.
+
+Weights are packed for it, which takes their memory once more: the modules' own still run more rows.
 
 Sums, norms, softmax and the residual stream are in float32 also in bfloat16, where torch rounds after each operation. A
 row's result does not depend on the rows that run beside it, so bfloat16 drafts as plain decoding does.
@@ -55,7 +57,7 @@ class _Recurrent(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("qkv", "proj", "fc1", "fc2")),
+        *((name, _P) for name in ("qkv", "proj", "gate", "up", "down")),
         *((name, _Norm) for name in ("mixing", "mlp", "query", "key")),
         ("scale", ctypes.c_float),
         ("recurrent", ctypes.POINTER(_Recurrent)),
@@ -101,16 +103,27 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     if compiled is None:
         return None
     function = _function(compiled, "product", weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
-    outputs, inputs = weight.shape
+    (outputs, inputs), packed = weight.shape, pack(compiled, weight)
 
     def multiply(hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
         result = hidden.new_empty(*hidden.shape[:-1], outputs)
         rows, threads = hidden.numel() // inputs, torch.get_num_threads()
-        function(weight.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
+        function(packed.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
         return result
 
     return multiply
+
+
+def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
+    """A weight as the compiled code's products read it."""
+    sizes, suffix = weight_VH.shape, SUFFIX[weight_VH.dtype]
+    count = compiled[f"packed_size_{suffix}"]
+    count.argtypes, count.restype = [_N, _N], _N
+    packed = weight_VH.new_empty(count(*sizes))
+    run = _function(compiled, "pack", weight_VH.dtype, [_P, _N, _N, _P, _N])
+    run(weight_VH.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
+    return packed
 
 
 def is_compiled(weight: Tensor) -> bool:
@@ -144,7 +157,7 @@ class FewRows:
         compiled = library() if is_compiled(embedding) else None
         if compiled is None:
             raise NotImplementedError("no compiled code")
-        self.dtype, self._held = embedding.dtype, list[Tensor]()
+        self.dtype, self._held, self._compiled = embedding.dtype, list[Tensor](), compiled
         self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
         self._accept = _function(compiled, "accept", self.dtype, [_P, _P, _P, _N, _P, _P, _N])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
@@ -193,7 +206,7 @@ class FewRows:
         self._run(self.place, ctypes.addressof(call), torch.get_num_threads())
         return states_SBH
 
-    def accept(self, sequences: Sequences, draft: Draft, head_VH: Tensor) -> StepOutput:
+    def accept(self, sequences: Sequences, draft: Draft, head: "Head") -> StepOutput:
         """Run t_m and a chain of drafts, and append to every sequence what `verifiers.greedy` accepts."""
         drafted_BN, cache = draft.tokens_BN, sequences.memory.cache
         batch, drafts = drafted_BN.shape
@@ -202,8 +215,8 @@ class FewRows:
         if self.is_recurrent:
             self.room_for(cache, sequences.chain(sequences.newest_B, drafts + 1, drafts), drafts + 1)
             self.remember(call, cache, sequences.tables)
-        head, made = (head_VH.data_ptr(), head_VH.size(0)), (best_BR.data_ptr(), count_B.data_ptr())
-        self._accept(self.place, ctypes.addressof(call), *head, *made, torch.get_num_threads())
+        made = best_BR.data_ptr(), count_B.data_ptr()
+        self._accept(self.place, ctypes.addressof(call), *head.place, *made, torch.get_num_threads())
         return StepOutput(draft, best_BR, count_B)
 
     def in_place(self, sequences: Sequences, one: Pass, cache: KVCache, drafted_BN: Tensor, window: int) -> _Rows:
@@ -279,7 +292,8 @@ class FewRows:
         if (mlp := mlp_of(layer)) is not None:
             if not mlp.config.gated_linear_unit or mlp.config.activation_func is not torch.nn.functional.silu:
                 raise NotImplementedError("another activation")
-            made.fc1, made.fc2 = map(self._weight, (mlp.linear_fc1, mlp.linear_fc2))
+            made.gate, made.up = map(self._packed, mlp.linear_fc1.weight.detach().chunk(2))
+            made.down = self._weight(mlp.linear_fc2)
             made.mlp = self._norm(layer.pre_mlp_layernorm)
         elif not isinstance(getattr(layer, "mlp", None), IdentityOp | None):
             raise NotImplementedError("experts")
@@ -311,10 +325,12 @@ class FewRows:
         )
 
     def _weight(self, module: Any) -> int:
-        weight = module.weight.detach()
+        return self._packed(module.weight.detach())
+
+    def _packed(self, weight: Tensor) -> int:
         if weight.dtype != self.dtype or not is_compiled(weight):
             raise NotImplementedError("another type of weights")
-        return self._pointer(weight)
+        return self._pointer(pack(self._compiled, weight))
 
     def _norm(self, norm: Any) -> _Norm:
         if norm is None:
@@ -339,15 +355,14 @@ class GreedyDrafts:
     """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
 
     Args:
-        compiled: the library.
         depths: compiled, by number.
-        head_VH: the rows of the tokens that may be drafted, of the depths' type.
+        head: the tokens that may be drafted, of the depths' type.
     """
 
-    def __init__(self, compiled: ctypes.CDLL, depths: Sequence[FewRows], head_VH: Tensor) -> None:
-        self._depths, self._head_VH = depths, head_VH
+    def __init__(self, depths: Sequence[FewRows], head: "Head") -> None:
+        self._depths, self._head = depths, head
         self._are_recurrent = any(one.is_recurrent for one in depths)
-        self._run = _function(compiled, "draft", head_VH.dtype, [_P, _N, _P, _N, _N, _N])
+        self._run = _function(head.compiled, "draft", head.dtype, [_P, _N, _P, _N, _N, _N])
 
     def __call__(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor:
         """The token after the last row of every pass, [B, N]."""
@@ -364,8 +379,7 @@ class GreedyDrafts:
             place = drafted_BN.data_ptr() + number * drafted_BN.element_size()
             array[number] = _Pass(depth.place, ctypes.addressof(call), place)
             calls.append(call)
-        head_VH, threads = self._head_VH, torch.get_num_threads()
-        self._run(array, len(passes), head_VH.data_ptr(), head_VH.size(0), drafted_BN.stride(0), threads)
+        self._run(array, len(passes), *self._head.place, drafted_BN.stride(0), torch.get_num_threads())
         return drafted_BN
 
     def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
@@ -379,13 +393,28 @@ class GreedyDrafts:
         return self._depths[(one.depth - 1) % len(self._depths)]
 
 
-def greedy_drafts(depths: Sequence[FewRows | None], head_VH: Tensor) -> GreedyDrafts | None:
-    """`GreedyDrafts`; None where a depth or the head has no compiled code, or they are of different types."""
-    known = [one for one in depths if one is not None and one.dtype == head_VH.dtype]
-    compiled = library() if is_compiled(head_VH) else None
-    if compiled is None or not known or len(known) < len(depths):
-        return None
-    return GreedyDrafts(compiled, known, head_VH)
+class Head:
+    """The output head, packed.
+
+    Attributes:
+        place: pointer to the packed weight, and number of tokens.
+    """
+
+    def __init__(self, compiled: ctypes.CDLL, weight_VH: Tensor) -> None:
+        self.compiled, self.dtype, self._packed = compiled, weight_VH.dtype, pack(compiled, weight_VH)
+        self.place = self._packed.data_ptr(), weight_VH.size(0)
+
+
+def head_of(weight_VH: Tensor | None) -> Head | None:
+    """`Head`; None where there is no such weight, or no compiled code for it."""
+    compiled = library() if weight_VH is not None and is_compiled(weight_VH) else None
+    return None if compiled is None or weight_VH is None else Head(compiled, weight_VH)
+
+
+def greedy_drafts(depths: Sequence[FewRows | None], head: Head) -> GreedyDrafts | None:
+    """`GreedyDrafts`; None where a depth has no compiled code, or another type than the head."""
+    known = [one for one in depths if one is not None and one.dtype == head.dtype]
+    return GreedyDrafts(known, head) if known and len(known) == len(depths) else None
 
 
 def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:

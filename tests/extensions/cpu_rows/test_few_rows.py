@@ -3,8 +3,10 @@
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from drafting_single import draft_one_by_one, model_of, prefilled, prompts_of, runs, tree_of
@@ -223,6 +225,18 @@ def test_layers_of_other_kinds_run_as_before(kind: str) -> None:
     runner = Runner(model_of(name, dtype=torch.float32, **changes))
     assert not any(compiled_stacks(runner))
     assert generate(runner, prompts_of(1), 4).token_ids
+
+
+def test_without_memory_for_packed_weights_the_modules_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("gqa", dtype=torch.float32)
+    needed = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * needed - 1))
+    assert not any(compiled_stacks(Runner(model)))
+    assert "packed weights need 0.0 GiB, and 0.0 GiB are free" in caplog.text
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * needed))
+    assert all(compiled_stacks(Runner(model)))
 
 
 def test_rows_before_the_first_leave_no_trace() -> None:

@@ -11,13 +11,16 @@ from megatron_mtp.extensions.cpu_rows.products import TIMED_ROWS, WAYS
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_of_rows_gives_the_product(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(96, 64), (101, 63)], ids=["whole vectors", "parts of vectors"])
+def test_every_number_of_rows_gives_the_product(
+    name: str, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "fastest", lambda *_: name)
     torch.manual_seed(0)
-    weight = torch.randn(96, 64).to(dtype)
+    weight = torch.randn(shape).to(dtype)
     multiply = products.product(weight)
     for rows in (1, 3, 4, TIMED_ROWS[-1], TIMED_ROWS[-1] + 1):
-        hidden = torch.randn(rows, 1, 64).to(dtype)
+        hidden = torch.randn(rows, 1, shape[1]).to(dtype)
         right = linear(hidden.double(), weight.double())
         torch.testing.assert_close(
             multiply(hidden).double(), right, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.2

@@ -1,7 +1,8 @@
 // Few rows through a stack of layers: every weight is read once, as fast as memory gives it, and nothing else takes time.
 //
-// In:  a Stack (sizes and pointers, filled by ../few_rows.py, which mirrors the structs below), tokens or states of some
-//      rows, where they stand, the caches of keys and values, and what recurrent layers remember.
+// In:  a Stack (sizes and pointers, filled by ../few_rows.py, which mirrors the structs below; all weights but the
+//      embedding are packed), tokens or states of some rows, where they stand, the caches of keys and values, and what
+//      recurrent layers remember.
 // Out: states of the rows after the last norm; the rows' keys, values and inputs of recurrent layers in their slots.
 //
 // Float is the type of weights, states and caches: float, or bfloat16. Sums, norms, softmax and the residual stream are
@@ -23,11 +24,12 @@
 #include <immintrin.h>
 #endif
 #ifdef __AVX512F__
-constexpr int LANES = 16, MOST_ROWS = 4, WIDE = 8, NARROW = 4;
+constexpr int LANES = 16, MOST_ROWS = 4, WIDE = 8, NARROW = 4, STRIPS = 6;
 #else
-constexpr int LANES = 8, MOST_ROWS = 2, WIDE = 4, NARROW = 4;
+constexpr int LANES = 8, MOST_ROWS = 2, WIDE = 4, NARROW = 4, STRIPS = 4;
 #endif
-// Of a block of a product: LANES numbers in a vector, at most MOST_ROWS rows; WIDE outputs of up to two rows, else NARROW.
+// Of a block of a product: LANES numbers in a vector, at most MOST_ROWS rows. With a packed weight STRIPS strips of LANES
+// outputs, 8 for one row; with cached keys WIDE slots for up to two rows, else NARROW.
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -140,7 +142,143 @@ inline Vector exponential(Vector x) {
     return (Vector)((Signed)e + (__builtin_convertvector(n, Signed) << 23));
 }
 
-// ---- products
+// ---- products with packed weights
+
+struct Share {  // of a thread: from `first` to `last` of `count` things
+    long first, last;
+    Share(long count, long thread, long threads, long unit = 1) {
+        long units = (count + unit - 1) / unit;
+        first = units * thread / threads * unit;
+        last = units * (thread + 1) / threads * unit;
+        if (last > count) last = count;
+        if (first > count) first = count;
+    }
+    Share part(long from, long most) const {  // of this share, at most so many from one on
+        Share made = *this;
+        made.first = from;
+        made.last = std::min(from + most, last);
+        return made;
+    }
+};
+
+// A weight [outputs, inputs] is packed in strips of LANES outputs. A strip has a vector for every `PAIR` inputs: LANES
+// times PAIR of its entries. So a sum of a row is a lane, and needs no addition across lanes: of a model in cache, three
+// rows take as long as one. Outputs and inputs that fill the last strip and the last vector are zero.
+template <class Float>
+struct Packed {
+    typedef Vector Read;
+    static constexpr int PAIR = 1;
+    static Read read(const Float* from) { return load(from); }
+    static Read spread(const Float* x, long) { return all(to_float(*x)); }
+    static Vector add(Vector sum, Read weight, Read x) { return fused(sum, weight, x); }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Packed<bfloat16> {
+    typedef __m512bh Read;
+    static constexpr int PAIR = 2;
+    static Read read(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Read spread(const bfloat16* x, long left) {
+        int pair = x->bits;
+        if (left > 1) memcpy(&pair, x, sizeof pair);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static Vector add(Vector sum, Read weight, Read x) { return (Vector)_mm512_dpbf16_ps((__m512)sum, weight, x); }
+};
+#endif
+
+// Keeps a value in a register. g++ would read it from memory for each multiplication, and a core reads one vector a cycle.
+template <class Value>
+inline void hold(Value& value) {
+#ifdef __AVX__
+    asm("" : "+v"(value));
+#endif
+}
+
+template <class Float>
+long strip_size(long inputs) {
+    constexpr int PAIR = Packed<Float>::PAIR;
+    return (inputs + PAIR - 1) / PAIR * PAIR * LANES;
+}
+
+inline long strips_of(long outputs) { return (outputs + LANES - 1) / LANES; }
+
+template <class Float>
+void pack(const Float* weight, long outputs, long inputs, Float* to, long threads) {
+    constexpr int PAIR = Packed<Float>::PAIR;
+    const long size = strip_size<Float>(inputs);
+#pragma omp parallel for num_threads(threads)
+    for (long strip = 0; strip < strips_of(outputs); strip++)
+        for (long in = 0; in < size / LANES; in += PAIR)
+            for (long lane = 0; lane < LANES; lane++)
+                for (long next = 0; next < PAIR; next++) {
+                    const long out = strip * LANES + lane;
+                    const bool is_filled = out < outputs && in + next < inputs;
+                    to[strip * size + in * LANES + lane * PAIR + next] =
+                        is_filled ? weight[out * inputs + in + next] : Float{};
+                }
+}
+
+// ROWS rows of x times COUNT strips; `write(row, strip, LANES values)`.
+template <int ROWS, int COUNT, class Float, class Write>
+inline void packed_block(const Float* strips, const Float* x, long inputs, Write write) {
+    typedef Packed<Float> P;
+    const long size = strip_size<Float>(inputs);
+    Vector sum[ROWS][COUNT] = {};
+    for (long at = 0; at < inputs; at += P::PAIR) {
+        typename P::Read a[ROWS];
+        for (int row = 0; row < ROWS; row++) hold(a[row] = P::spread(x + row * inputs + at, inputs - at));
+        for (int strip = 0; strip < COUNT; strip++) {
+            auto b = P::read(strips + strip * size + at * LANES);
+            if (ROWS > 1) hold(b);
+            for (int row = 0; row < ROWS; row++) sum[row][strip] = P::add(sum[row][strip], b, a[row]);
+        }
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int strip = 0; strip < COUNT; strip++) {
+            float values[LANES];
+            store(values, sum[row][strip]);
+            write(row, strip, values);
+        }
+}
+
+template <int COUNT, class Float, class Write>
+inline void packed_rows(const Float* strips, const Float* x, long rows, long inputs, Write write) {
+    for (long row = 0; row < rows;) {
+        auto from_row = [&](int r, int strip, const float* values) { write(row + r, strip, values); };
+        const Float* from = x + row * inputs;
+        switch (rows - row) {
+            case 1: packed_block<1, COUNT>(strips, from, inputs, from_row); row += 1; break;
+#if defined(__AVX512F__)
+            case 2: packed_block<2, COUNT>(strips, from, inputs, from_row); row += 2; break;
+            case 3: packed_block<3, COUNT>(strips, from, inputs, from_row); row += 3; break;
+#endif
+            default: packed_block<MOST_ROWS, COUNT>(strips, from, inputs, from_row); row += MOST_ROWS;
+        }
+    }
+}
+
+// x [rows, inputs] times a thread's outputs of a packed weight; `write(row, output, values, count)` for LANES at most.
+template <class Float, class Write>
+void product(const Float* packed, const Float* x, long rows, long inputs, Share mine, Write write) {
+    auto some = [&](auto count, long strip) {
+        auto from_strip = [&](long row, int s, const float* values) {
+            const long out = (strip + s) * LANES;
+            write(row, out, values, (int)std::min<long>(LANES, mine.last - out));
+        };
+        packed_rows<decltype(count)::value>(packed + strip * strip_size<Float>(inputs), x, rows, inputs, from_strip);
+    };
+    long strip = mine.first / LANES;
+    const long last = strips_of(mine.last);
+    if (rows == 1)
+        for (; strip + 8 <= last; strip += 8) some(std::integral_constant<int, 8>(), strip);
+    for (; strip + STRIPS <= last; strip += STRIPS) some(std::integral_constant<int, STRIPS>(), strip);
+    for (; strip + 3 <= last; strip += 3) some(std::integral_constant<int, 3>(), strip);
+    for (; strip < last; strip++) some(std::integral_constant<int, 1>(), strip);
+}
+
+// ---- products with keys, as they lie in the cache
 
 template <class Float>
 struct Step {  // what a product reads at once
@@ -159,14 +297,6 @@ struct Step<bfloat16> {
     static Vector add(Vector sum, Read a, Read b) { return (Vector)_mm512_dpbf16_ps((__m512)sum, a, b); }
 };
 #endif
-
-// Keeps a value in a register. g++ would read it from memory for each multiplication, and a core reads one vector a cycle.
-template <class Value>
-inline void hold(Value& value) {
-#ifdef __AVX__
-    asm("" : "+v"(value));
-#endif
-}
 
 template <class Float>
 typename Step<Float>::Read read_part(const Float* from, long count) {
@@ -224,30 +354,19 @@ inline void all_rows(const Float* weight, const Float* x, long rows, long inputs
     }
 }
 
-// x [rows, inputs] times outputs `first` to `last` of the weight [.., inputs].
+// x [rows, inputs] times the first `count` keys [.., inputs].
 template <class Float, class Write>
-void product(const Float* weight, const Float* x, long rows, long inputs, long first, long last, Write write) {
+void key_product(const Float* keys, const Float* x, long rows, long inputs, long count, Write write) {
     auto some = [&](auto outs, long out) {
         auto from_out = [&](long row, int o, const float* four, int count) { write(row, out + o, four, count); };
-        all_rows<decltype(outs)::value>(weight + out * inputs, x, rows, inputs, from_out);
+        all_rows<decltype(outs)::value>(keys + out * inputs, x, rows, inputs, from_out);
     };
-    long out = first;
+    long out = 0;
     if (rows <= 2)
-        for (; out + WIDE <= last; out += WIDE) some(std::integral_constant<int, WIDE>(), out);
-    for (; out + NARROW <= last; out += NARROW) some(std::integral_constant<int, NARROW>(), out);
-    for (; out < last; out++) some(std::integral_constant<int, 1>(), out);
+        for (; out + WIDE <= count; out += WIDE) some(std::integral_constant<int, WIDE>(), out);
+    for (; out + NARROW <= count; out += NARROW) some(std::integral_constant<int, NARROW>(), out);
+    for (; out < count; out++) some(std::integral_constant<int, 1>(), out);
 }
-
-struct Share {  // of a thread: from `first` to `last` of `count` things
-    long first, last;
-    Share(long count, long thread, long threads, long unit = 1) {
-        long units = (count + unit - 1) / unit;
-        first = units * thread / threads * unit;
-        last = units * (thread + 1) / threads * unit;
-        if (last > count) last = count;
-        if (first > count) first = count;
-    }
-};
 
 // `count` values to where they belong.
 template <class Float>
@@ -287,7 +406,7 @@ struct Recurrent {
 };
 
 struct Layer {  // of the parts that are not null
-    const void *qkv, *proj, *fc1, *fc2;
+    const void *qkv, *proj, *gate, *up, *down;
     Norm mixing, mlp, query, key;  // `mixing` is before attention or the recurrence
     float scale;
     const Recurrent* recurrent;
@@ -476,7 +595,7 @@ class Forward {
             asked = memory.take<float>(2 * all * most.shared);
             overlap = memory.take<float>(2 * all * most.overlaps);
             scratch = memory.take<float>(threads * most.scratch);
-            halves = memory.take<float>(threads * all * 2 * 8 * WIDE);
+            halves = memory.take<float>(threads * all * 2 * 2 * STRIPS * LANES);
             if (memory.bytes.size() < memory.used) memory.bytes.resize(memory.used);
         }
         if (r.remembered)
@@ -489,7 +608,7 @@ class Forward {
         for (long layer = 0; layer < s.layers; layer++) {
             if (s.layer[layer].recurrent) recurrent(layer, x, thread, threads);
             if (s.layer[layer].qkv) attention(layer, x, thread, threads);
-            if (s.layer[layer].fc1) mlp(s.layer[layer], x, thread, threads);
+            if (s.layer[layer].gate) mlp(s.layer[layer], x, thread, threads);
         }
         Share mine(all, thread, threads);
         for (long row = mine.first; row < mine.last; row++) {
@@ -565,8 +684,8 @@ class Forward {
                 normalize(embedded(row), s.embedded, s.hidden, x + 2 * row * s.hidden);
                 normalize(given(row), s.given, s.hidden, x + (2 * row + 1) * s.hidden);
             }
-            Share mine(s.hidden, thread, threads, WIDE);
-            product((const Float*)s.merge, x, all, 2 * s.hidden, mine.first, mine.last,
+            Share mine(s.hidden, thread, threads, LANES);
+            product((const Float*)s.merge, x, all, 2 * s.hidden, mine,
                     [&](long row, long out, const float* four, int n) { keep(residual + row * s.hidden + out, four, n); });
         } else {
             Share mine(all, thread, threads);
@@ -584,8 +703,8 @@ class Forward {
     }
 
     void add_product(const void* weight, const Float* x, long inputs, long thread, long threads) {
-        Share mine(s.hidden, thread, threads, WIDE);
-        product((const Float*)weight, x, all, inputs, mine.first, mine.last,
+        Share mine(s.hidden, thread, threads, LANES);
+        product((const Float*)weight, x, all, inputs, mine,
                 [&](long row, long out, const float* four, int n) {
                     float* to = residual + row * s.hidden + out;
                     for (int i = 0; i < n; i++) to[i] += four[i];
@@ -596,8 +715,8 @@ class Forward {
     void attention(long number, Float* x, long thread, long threads) {
         const Layer& layer = s.layer[number];
         normalized(layer.mixing, x);
-        Share outputs(mixed, thread, threads, WIDE);
-        product((const Float*)layer.qkv, x, all, s.hidden, outputs.first, outputs.last,
+        Share outputs(mixed, thread, threads, LANES);
+        product((const Float*)layer.qkv, x, all, s.hidden, outputs,
                 [&](long row, long out, const float* four, int n) { keep(qkv + row * mixed + out, four, n); });
 #pragma omp barrier
         Share heads(s.groups * all, thread, threads);
@@ -654,7 +773,7 @@ class Forward {
         for (long from = 0; from < seen; from += r.size) {
             const Float* keys = (const Float*)r.keys[number] + in_cache(text, group, from);
             float* to = score + from;
-            product(keys, queries, r.rows, s.channels, 0, std::min(seen - from, (long)r.size),
+            key_product(keys, queries, r.rows, s.channels, std::min(seen - from, (long)r.size),
                     [&](long row, long slot, const float* four, int n) { keep(to + row * scores + slot, four, n); });
         }
         for (long row = 0; row < r.rows; row++) {
@@ -690,21 +809,21 @@ class Forward {
 
     void mlp(const Layer& layer, Float* x, long thread, long threads) {
         normalized(layer.mlp, x);
-        Share mine(s.ffn, thread, threads, WIDE);
-        const Float *gate = (const Float*)layer.fc1, *up = gate + s.ffn * s.hidden;
-        const long some = 8 * WIDE;  // outputs whose two halves are put together while they are in the core's own cache
+        Share mine(s.ffn, thread, threads, LANES);
+        const Float *gate = (const Float*)layer.gate, *up = (const Float*)layer.up;
+        const long some = 2 * STRIPS * LANES;  // outputs whose two halves are put together while they are in the core's own cache
         float *gates = halves + 2 * thread * all * some, *ups = gates + all * some;
         for (long first = mine.first; first < mine.last; first += some) {
-            long last = std::min(first + some, mine.last);
-            product(gate, x, all, s.hidden, first, last,
+            Share part = mine.part(first, some);
+            product(gate, x, all, s.hidden, part,
                     [&](long row, long out, const float* four, int n) { keep(gates + row * some + out - first, four, n); });
-            product(up, x, all, s.hidden, first, last,
+            product(up, x, all, s.hidden, part,
                     [&](long row, long out, const float* four, int n) { keep(ups + row * some + out - first, four, n); });
             for (long row = 0; row < all; row++)
-                gated(gates + row * some, ups + row * some, last - first, shared + row * s.ffn + first);
+                gated(gates + row * some, ups + row * some, part.last - first, shared + row * s.ffn + first);
         }
 #pragma omp barrier
-        add_product(layer.fc2, shared, s.ffn, thread, threads);
+        add_product(layer.down, shared, s.ffn, thread, threads);
     }
 
     // Where a text's rows stand for recurrent layers, and that they have run.
@@ -724,8 +843,8 @@ class Forward {
         const Remembered& memory = r.remembered[number];
         const long columns = one.columns();
         normalized(s.layer[number].mixing, x);
-        Share outputs(columns, thread, threads, WIDE);
-        product((const Float*)one.in, x, all, s.hidden, outputs.first, outputs.last,
+        Share outputs(columns, thread, threads, LANES);
+        product((const Float*)one.in, x, all, s.hidden, outputs,
                 [&](long row, long out, const float* four, int n) { keep(projected + row * columns + out, four, n); });
 #pragma omp barrier
         Share channels(one.convolved(), thread, threads, LANES);
@@ -788,7 +907,7 @@ class Forward {
         }
         for (long side = 0; side < (one.is_delta() ? 2 : 1); side++) {
             float* to = overlaps(unit, side);
-            product((const float*)keys, (const float*)queries + side * r.rows * key, r.rows, key, 0, seen,
+            key_product((const float*)keys, (const float*)queries + side * r.rows * key, r.rows, key, seen,
                     [&](long i, long at, const float* four, int n) { keep(to + i * r.kept + at, four, n); });
         }
     }
@@ -894,8 +1013,8 @@ void multiply(const void* weight, const void* x, void* to, long rows, long input
     Float* result = (Float*)to;
 #pragma omp parallel num_threads(threads)
     {
-        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), WIDE);
-        product((const Float*)weight, (const Float*)x, rows, inputs, mine.first, mine.last,
+        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), LANES);
+        product((const Float*)weight, (const Float*)x, rows, inputs, mine,
                 [&](long row, long out, const float* four, int n) { keep(result + row * outputs + out, four, n); });
     }
 }
@@ -910,9 +1029,9 @@ void most_probable(const Float* weight, const Float* x, long rows, long inputs, 
     std::vector<Best> best(threads * rows);
 #pragma omp parallel num_threads(threads)
     {
-        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), WIDE);
+        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), LANES);
         Best* own = best.data() + omp_get_thread_num() * rows;
-        product(weight, x, rows, inputs, mine.first, mine.last, [&](long row, long out, const float* four, int n) {
+        product(weight, x, rows, inputs, mine, [&](long row, long out, const float* four, int n) {
             for (int i = 0; i < n; i++)
                 if (four[i] > own[row].value) own[row] = {four[i], out + i};
         });
@@ -996,6 +1115,19 @@ void draft_float32(const Pass* passes, int64_t count, const void* head, int64_t 
 void draft_bfloat16(const Pass* passes, int64_t count, const void* head, int64_t vocabulary, int64_t stride,
                     int64_t threads) {
     draft<bfloat16>(passes, count, head, vocabulary, stride, threads);
+}
+
+// Numbers of a packed weight.
+int64_t packed_size_float32(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<float>(inputs); }
+
+int64_t packed_size_bfloat16(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<bfloat16>(inputs); }
+
+void pack_float32(const void* weight, int64_t outputs, int64_t inputs, void* to, int64_t threads) {
+    pack((const float*)weight, outputs, inputs, (float*)to, threads);
+}
+
+void pack_bfloat16(const void* weight, int64_t outputs, int64_t inputs, void* to, int64_t threads) {
+    pack((const bfloat16*)weight, outputs, inputs, (bfloat16*)to, threads);
 }
 
 // x [rows, inputs] @ weight [outputs, inputs]^T

@@ -13,7 +13,6 @@ random numbers depend on its seed and positions. So a sequence depends on its re
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,24 +132,17 @@ class Scheduler:
         self.block_manager.forget()
         self._kept = KeptTensors()
 
-    def schedule(self) -> Iterator[PrefillBatch | DecodeBatch]:
+    def schedule(self) -> list[PrefillBatch] | list[DecodeBatch]:
         """The batches of a step: at most one chunk of prompts, or all sequences that are decoded, by turns.
 
         So the first token of a prompt waits for no more than the step that runs when it comes.
         """
-        rows, had_prompts = self.settings.chunk, False
-        if self._prompts_turn or not self.decoded:
-            while rows > 0 and (parts := self._next_parts(rows)):
-                had_prompts = True
-                seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
-                tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
-                sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
-                yield PrefillBatch(seqs, counts, sequences)
-                rows -= max(sum(counts), 1)
-        self._prompts_turn = not had_prompts
-        if not had_prompts:
-            self._make_room()
-            yield from [*self.decoded.values()]
+        prompts = self._prompts() if self._prompts_turn or not self.decoded else []
+        self._prompts_turn = not prompts
+        if prompts:
+            return prompts
+        self._make_room()
+        return [*self.decoded.values()]
 
     def accept(self, batch: PrefillBatch | DecodeBatch, updates: list[Update]) -> None:
         """Let the sequences of a batch that has run go on, or leave."""
@@ -251,18 +243,34 @@ class Scheduler:
 
     # ---- prompts
 
-    def _next_parts(self, rows: int) -> list[tuple[Sequence, int]]:
-        """Prompts that run in a forward of at most so many rows, and how many rows of each.
+    def _prompts(self) -> list[PrefillBatch]:
+        """Forwards of prompts, of a chunk of rows in all; a sequence that runs alone has one of its own."""
+        rows, batches, left = self.settings.chunk, list[PrefillBatch](), self._admitted(self.settings.chunk)
+        while rows > 0 and left:
+            parts = self._parts(left, rows)
+            seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
+            tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
+            sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
+            batches.append(PrefillBatch(seqs, counts, sequences))
+            rows -= max(sum(counts), 1)
+            numbers = {seq.number for seq in seqs}
+            left = [seq for seq in left if seq.number not in numbers]
+        return batches
+
+    def _admitted(self, rows: int) -> list[Sequence]:
+        """All sequences whose prompts run, after as many more have a place as so many rows are enough for."""
+        wanted = self._wanted(rows)
+        while wanted < rows and (seq := self._admit()):
+            wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
+        return self.prefilled
+
+    def _parts(self, seqs: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+        """Which of these run in a forward of at most so many rows, and how many rows of each.
 
         The oldest prompt gets half of the rows. Of the others those with the fewest rows left go first, and the oldest
         gets what they leave. So a short prompt does not wait for a long one, and a long one goes on whatever comes.
         """
-        wanted = self._wanted(rows)
-        while wanted < rows and (seq := self._admit()):
-            wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
-        if not self.prefilled:
-            return []
-        oldest, *others = self.prefilled
+        oldest, *others = seqs
         if oldest.alone:
             return [(oldest, min(oldest.rows_left, rows))]
         others = [seq for seq in others if not seq.alone]

@@ -253,6 +253,21 @@ def test_a_long_prompt_does_not_stall_others() -> None:
     drained(engine)
 
 
+def test_a_step_is_planned_before_any_of_it_runs() -> None:
+    """Prompts of 3, 2, 4 and 5 tokens in a chunk of 12 rows; the second and third run alone."""
+    engine = engine_of(chunk=12)
+    for length in (3, 2, 4, 5):
+        engine.add(request_of([7] * length, 4, "plain"))
+    for number in (1, 2):
+        engine.scheduler.seqs[number].alone = True
+    plan = engine.scheduler.schedule()
+    assert [[*zip([seq.number for seq in one.seqs], one.counts, strict=True)] for one in plan] == [
+        [(0, 3), (3, 5)],
+        [(1, 2)],
+        [(2, 2)],
+    ]
+
+
 def test_a_first_token_waits_for_no_other_text() -> None:
     engine = engine_of()
     others = [engine.add(request_of([number], 40, "plain")) for number in range(3)]
@@ -479,7 +494,7 @@ def test_without_reuse_nothing_is_known() -> None:
 
 def soak(requests_count: int) -> Engine:
     """Random requests, of which many go away while they wait, run or are put back."""
-    chance, engine = random.Random(3), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
+    chance, engine = random.Random(5), engine_of(running=6, blocks=9, chunk=48, waiting=1000)
     live: list[int] = []
     left = 100 * requests_count  # steps; so many that none are left if a block is lost
     for number in range(requests_count):

@@ -30,7 +30,7 @@ from megatron_mtp.decoding.sampling import (
     penalized,
     sampling_of,
 )
-from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
+from megatron_mtp.decoding.sequences import BatchShapes, KeptTensors, Progress, Sequences
 from megatron_mtp.decoding.verifiers import Rule, Verifier
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class PrefillBatch:
         self.seqs, self.counts, self.sequences = seqs, counts, sequences
         self.stats = AcceptanceStats()
         sequences.progress = [seq.progress for seq in seqs]
-        sequences.packs = not sequences.few_shapes
 
     def step(self) -> list[Update]:
         """Run the rows; every sequence has its first token, or an update without any while its prompt runs."""
@@ -166,8 +165,8 @@ class PrefillBatch:
             if any(seq.run and count < most for seq, count in each):  # rows in front of these have run
                 place_BR = first_B.unsqueeze(1) + torch.arange(most, device=first_B.device)
                 live_BR = place_BR >= self._tensor([seq.run for seq in self.seqs]).unsqueeze(1)
-            window = min(rounded(max(ends), sequences.few_shapes), sequences.capacity)
-            rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.packs)
+            window = min(rounded(max(ends), sequences.shapes.few), sequences.capacity)
+            rows = Rows(first_B, most, window, sequences.tables, live_BR, sequences.shapes.packs)
             hidden_SBH = self.runner.trunk(sequences.tokens_at(first_B, most), rows, sequences.memory.cache)
             for row, (seq, count) in enumerate(each):
                 top, after = seq.request.prompt_logprobs, seq.request.prompt[seq.run + 1 :][:count]
@@ -315,16 +314,14 @@ class DecodeBatch:
             and can_record(proposer.runner, proposer, own.count)
         )
         ended = _few_sizes(len(rows)) - len(rows) if records else 0
-        if rows != [*range(len(sequences.live))] or ended:
-            sequences.select(rows + rows[:1] * ended)
+        shapes = BatchShapes(fixed=records)
+        if sequences.shapes.few:
+            shapes = BatchShapes(True, own.count + 1, proposer.nodes(own.count) + 1, fixed=records)
+        self.sequences = sequences = sequences.only(rows + rows[:1] * ended, shapes)
         self._rows = seqs + seqs[:1] * ended
         for row in range(len(seqs), len(self._rows)):
             sequences.end(row)
         self.method = replace(own, sampling=sampling, verifier=with_penalties(own.verifier, seqs))
-        sequences.fixed = False
-        if sequences.few_shapes:
-            sequences.growth = own.count + 1
-            sequences.reach = proposer.nodes(own.count) + 1
         if records:
             recorded = self._kept.move(sequences, (own.config, sampling))
             from megatron_mtp.decoding.graphs import GraphedStep

@@ -87,12 +87,11 @@ class GraphedStep:
     def __call__(self, count: int) -> StepOutput:
         """Take a step with K = `count`; the output's tensors hold until the next one."""
         sequences, graphs = self._sequences, self._graphs
-        sequences.fixed = self._proposer.missed(sequences, count) <= sequences.growth
-        if self.failed or not sequences.fixed:
+        if self.failed or self._proposer.missed(sequences, count) > sequences.shapes.growth:
             self.is_steady = True
             return self._step(count)
         run = sequences.tables.run
-        key = count, sequences.growth, sequences.window(0), None if run is None else run.start
+        key = count, sequences.shapes.growth, sequences.window(0), None if run is None else run.start
         self.is_steady = graphs.get(key) is not None
         if key not in graphs:
             graphs[key] = None

@@ -24,7 +24,7 @@ from megatron_mtp.decoding.block_tables import BEYOND, BLOCK, BlockTables
 from megatron_mtp.decoding.kv_cache import Memory
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.rows import CHUNK
-from megatron_mtp.decoding.sequences import KeptTensors, Progress, Sequences
+from megatron_mtp.decoding.sequences import BatchShapes, KeptTensors, Progress, Sequences, wants_few_shapes
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Scheduler:
         self.block_manager = BlockManager(settings.blocks, size, runner.depths, spare)
         self.memory: Memory = runner.new_memory(self._tables, drafter)
         self._kept = KeptTensors()
+        few = wants_few_shapes(runner.device)
+        self._shapes = BatchShapes(few, packs=not few)
         self.seqs: dict[int, Sequence] = {}
         self.waiting: list[int] = []
         self.prefilled: list[Sequence] = []
@@ -250,7 +252,7 @@ class Scheduler:
             parts = self._parts(left, rows)
             seqs, counts = [seq for seq, _ in parts], [count for _, count in parts]
             tokens, seeds = [seq.tokens for seq in seqs], [seq.request.seed for seq in seqs]
-            sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs))
+            sequences = Sequences(tokens, seeds, self.memory, self.block_tables_of(seqs), self._shapes)
             batches.append(PrefillBatch(seqs, counts, sequences))
             rows -= max(sum(counts), 1)
             numbers = {seq.number for seq in seqs}
@@ -338,7 +340,6 @@ class Scheduler:
         numbers = {seq.number for seq in over}
         self.prefilled = [seq for seq in self.prefilled if seq.number not in numbers]
         group, sequences = over[0].group, prompts.part(over)
-        sequences.packs = False
         if group in self.decoded:
             self.decoded[group].join(over, sequences)
         else:

@@ -36,6 +36,27 @@ def wants_few_shapes(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@dataclass(frozen=True)
+class BatchShapes:
+    """Shapes of the forwards of a batch.
+
+    Attributes:
+        few: whether shapes should be few rather than small; see `wants_few_shapes`.
+        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
+            tokens that a step may add, so that shapes do not follow what was accepted.
+        reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
+            that any forward of a step needs, so that its forwards have one window.
+        fixed: whether a step must hold for sequences of which any may have ended, and not for those that go on now.
+        packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
+    """
+
+    few: bool = False
+    growth: int = 1
+    reach: int = 0
+    fixed: bool = False
+    packs: bool = False
+
+
 @dataclass
 class Progress:
     """Progress of drafters with a sequence.
@@ -56,24 +77,23 @@ class Sequences:
         memory, tables: of the engine, and where the sequences' slots are in it.
         capacity: slots of a sequence.
         token_ids, live, progress: on the host, of each: its tokens, whether it goes on, and what proposers remember.
-        few_shapes: whether shapes should be few rather than small; see `wants_few_shapes`.
-        growth: rows that a drafter has missed are run so many at least. Where few shapes are wanted, these are the most
-            tokens that a step may add, so that shapes do not follow what was accepted.
-        reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
-            that any forward of a step needs, so that its forwards have one window.
-        fixed: whether a step must hold for sequences of which any may have ended, and not for those that go on now.
-        packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
+        shapes: of its forwards.
     """
 
-    def __init__(self, prompts: list[list[int]], seeds: list[int], memory: Memory, tables: BlockTables) -> None:
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        memory: Memory,
+        tables: BlockTables,
+        shapes: BatchShapes | None = None,
+    ) -> None:
         device, batch = tables.table_BL.device, len(prompts)
-        self.few_shapes, self.capacity = wants_few_shapes(device), tables.capacity
-        self.memory, self.tables = memory, tables
+        self.memory, self.tables, self.capacity = memory, tables, tables.capacity
+        self.shapes = shapes or BatchShapes()
         self.token_ids = [list(prompt) for prompt in prompts]
         self.live = [True] * batch
         self.progress = [Progress() for _ in prompts]
-        self.growth, self.reach, self.fixed = 1, 0, False
-        self.packs = False
         tokens_BT = torch.zeros(batch, self.capacity + 1, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
@@ -103,9 +123,10 @@ class Sequences:
         entries, firsts = (tuple(known[row] for row in rows) if known else () for known in (old.entries, old.firsts))
         self.tables = replace(old, table_BL=old.table_BL[index_B], entries=entries, firsts=firsts)
 
-    def only(self, rows: list[int]) -> "Sequences":
-        """Some of the sequences as a batch of their own, for a forward that the others do not need."""
+    def only(self, rows: list[int], shapes: BatchShapes | None = None) -> "Sequences":
+        """Some of the sequences, in this order, as a batch of their own, with other shapes where these are given."""
         made = copy.copy(self)
+        made.shapes = shapes or self.shapes
         made.select(rows)
         return made
 
@@ -125,13 +146,13 @@ class Sequences:
         return max((len(ids) for ids, live in zip(self.token_ids, self.live, strict=True) if live), default=1)
 
     def growth_since(self, cache: int) -> int:
-        """The most tokens that a live sequence has gained since a drafter's cache last ran; `growth` if more."""
+        """The most tokens that a live sequence has gained since a drafter's cache last ran; `shapes.growth` if more."""
         behind = [
             len(ids) - one.seen[cache]
             for ids, one, live in zip(self.token_ids, self.progress, self.live, strict=True)
             if live
         ]
-        return max([self.growth, *behind])
+        return max([self.shapes.growth, *behind])
 
     def mark_seen(self, *caches: int) -> None:
         """These caches of drafters have run the rows of all tokens so far."""
@@ -140,8 +161,8 @@ class Sequences:
 
     def window(self, beyond: int) -> int:
         """Number of slots that a forward looks at whose last row is `beyond` rows after the newest token; `rounded`."""
-        beyond = max(beyond, self.growth, self.reach)
-        return min(rounded(self.longest + beyond, self.few_shapes), self.capacity)
+        beyond = max(beyond, self.shapes.growth, self.shapes.reach)
+        return min(rounded(self.longest + beyond, self.shapes.few), self.capacity)
 
     def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False) -> Rows:
         """Rows from slot `first_B` on; those of sequences that have ended leave no trace.
@@ -150,7 +171,7 @@ class Sequences:
             inside: whether none of them stands before slot 0.
         """
         live_BR = None if self.all_live else self.live_B.unsqueeze(1).expand(-1, rows)
-        return Rows(first_B, rows, self.window(beyond), self.tables, live_BR, self.packs, inside=inside)
+        return Rows(first_B, rows, self.window(beyond), self.tables, live_BR, self.shapes.packs, inside=inside)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -219,7 +240,7 @@ class Sequences:
     @property
     def all_live(self) -> bool:
         """True if the host knows that no sequence has ended; a fixed step must hold for any."""
-        return not self.fixed and all(self.live)
+        return not self.shapes.fixed and all(self.live)
 
     def _places(self, first_B: Tensor, count: int) -> Tensor:
         """`count` consecutive places from `first_B` on, [B, count]."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.batch import depth_batch
-from megatron_mtp.decoding import backend, batch, dense_layer, sequences
+from megatron_mtp.decoding import backend, batch, dense_layer, scheduler
 from megatron_mtp.decoding import engine as engines
 from megatron_mtp.decoding.backend import BACKENDS, Modules
 from megatron_mtp.decoding.batch import DecodeBatch, Sequence
@@ -30,7 +30,7 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.sequences import BatchShapes, Sequences
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
@@ -208,7 +208,7 @@ def draft_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def want_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    for module in (sequences, engines):
+    for module in (scheduler, engines):
         monkeypatch.setattr(module, "wants_few_shapes", lambda _: True)
 
 
@@ -300,11 +300,17 @@ def tree_of(base_B: Tensor, depth_BR: Tensor, ancestors_BRA: Tensor, window: int
     return Rows(base_B, depth_BR.size(1), window, tables, depth_BR=depth_BR, ancestors_BRA=ancestors_BRA)
 
 
-def sequences_of(runner: Runner, prompts: list[list[int]], capacity: int, drafter: Runner | None = None) -> Sequences:
+def sequences_of(
+    runner: Runner,
+    prompts: list[list[int]],
+    capacity: int,
+    drafter: Runner | None = None,
+    shapes: BatchShapes | None = None,
+) -> Sequences:
     """A batch whose prompts have not run."""
     tables = runs(len(prompts), capacity)
     tables = replace(tables, table_BL=tables.table_BL.to(runner.device))
-    return Sequences(prompts, list(range(len(prompts))), runner.new_memory(tables, drafter), tables)
+    return Sequences(prompts, list(range(len(prompts))), runner.new_memory(tables, drafter), tables, shapes)
 
 
 def two_steps(kind: str) -> None:
@@ -313,9 +319,8 @@ def two_steps(kind: str) -> None:
     model = model_of(kind, dtype=torch.bfloat16)
     with FakeTensorMode() as fakes:
         target = Runner(without_numbers(model, fakes))
-        sequences = sequences_of(target, prompts, 60)
         chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 3}), Sampling())
-        sequences.growth, sequences.fixed = chosen.count + 1, True
+        sequences = sequences_of(target, prompts, 60, shapes=BatchShapes(growth=chosen.count + 1, fixed=True))
         for _ in range(2):
             batch.step(sequences, chosen, chosen.count)
 

@@ -46,7 +46,7 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.sequences import BatchShapes, Sequences
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -402,9 +402,8 @@ def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: 
     kind = {"eagle3": "eagle3-own-head", "dspark": "dspark-own-head"}.get(method, kind_for(method))
     target, drafter, prompts = runner_of(kind), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        sequences = sequences_of(target, prompts, 60, drafter)
+        sequences = sequences_of(target, prompts, 60, drafter, BatchShapes(growth=4, fixed=True))
         chosen = make_method(target, config, Sampling(temperature), drafter)
-        sequences.growth, sequences.fixed = 4, True
         for _ in range(2):
             step(sequences, chosen, chosen.count)
             assert sequences.length_B.shape == (3,)
@@ -420,9 +419,8 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
     model = model_of("gqa").to("meta")
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")  # made on the device, and no buffer
     target, sampling = Runner(model), Sampling(temperature, top_k=20, top_p=0.9, min_p=0.1)
-    sequences = sequences_of(target, prompts_of(3), 60)
+    sequences = sequences_of(target, prompts_of(3), 60, shapes=BatchShapes(growth=3, fixed=True))
     chosen = make_method(target, config_from({"method": method, "num_speculative_tokens": 2}), sampling)
-    sequences.growth, sequences.fixed = 3, True
     step(sequences, chosen, chosen.count)
     monkeypatch.setattr(Sequences, "newest_B", torch.tensor([1, 2, 3]))  # planted
     with pytest.raises(RuntimeError, match="device"):
@@ -434,10 +432,9 @@ def test_every_tensor_is_on_the_models_device(method: str, temperature: float, m
 def test_static_shapes_change_no_token(method: str) -> None:
     target, prompts = runner_of(), prompts_of(3)
     batch = prefilled(target, prompts, {"method": method, "num_speculative_tokens": 3})
-    chosen, sequences = batch.method, batch.sequences
+    chosen, sequences = batch.method, batch.sequences.only([0, 1, 2], BatchShapes(growth=4, fixed=True))
     chosen.proposer = Agreeing(chosen.proposer, plain(target, prompts, 40))
-    for number in range(8):
-        sequences.growth, sequences.fixed = 4, number > 0
+    for _ in range(8):
         for row, gained in enumerate(read_back(sequences)):
             sequences.settle(row, gained, ended=False)
         step(sequences, chosen, chosen.count)

@@ -41,7 +41,7 @@ from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
-from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.decoding.sequences import BatchShapes, Sequences
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -274,7 +274,7 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
 
     def watched(self: Sequences, beyond: int) -> int:
         found = window(self, beyond)
-        if self.reach:  # not the prompts' own
+        if self.shapes.reach:  # not the prompts' own
             windows.setdefault(tuple(map(len, self.token_ids)), set()).add(found)
         return found
 
@@ -526,8 +526,7 @@ def test_the_tape_sees_a_length_that_is_not_written_in_place(in_place: bool, mon
         monkeypatch.setattr(Sequences, "_grow", grow)
     target, prompts = runner_of(), prompts_of(2)
     begun = prefilled(target, prompts, settings_of("mtp", 2))
-    sequences, chosen = begun.sequences, begun.method
-    sequences.growth = 3
+    sequences, chosen = begun.sequences.only([0, 1], BatchShapes(growth=3, fixed=True)), begun.method
     step = lambda count: batch.step(sequences, chosen, count)  # noqa: E731
     taken = GraphedStep(step, sequences, chosen.proposer, {}, record_on_tape)
     lengths = []
@@ -556,8 +555,7 @@ def test_the_graphs_of_a_batch_share_their_memory(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    sequences = sequences_of(runner_of(), [[1, 2]], 60)
-    sequences.growth = 4
+    sequences = sequences_of(runner_of(), [[1, 2]], 60, shapes=BatchShapes(growth=4))
     proposer = SimpleNamespace(missed=lambda *_: 0, mark_seen=lambda *_: None)
     kept_BR = torch.ones(1, 1, dtype=torch.bool)
     output = sequences.accept(Draft(sequences.tokens_BT[:, :0]), Verdict(kept_BR, sequences.seed_B))

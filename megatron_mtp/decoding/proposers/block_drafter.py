@@ -111,7 +111,7 @@ class DSpark(DFlash):
         draft = chain_of(picked)
         if not self.settings.min_confidence:
             return draft
-        return self._ended(draft, torch.stack(confidences, dim=1).sigmoid(), sequences.few_shapes)
+        return self._ended(draft, torch.stack(confidences, dim=1).sigmoid(), sequences.shapes.few)
 
     def _bias(self, layer: Any, before_BM: Tensor) -> Tensor:
         """[B, V] of the tokens before; tokens that may not be drafted have none."""

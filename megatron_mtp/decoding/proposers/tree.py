@@ -106,7 +106,7 @@ class Grower(Eagle):
         states_SBH = run(self.runner, newest)[-1:]
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
         shape, started = (len(sequences.token_ids), 1, self._rows_run(widths, most)), 0
-        least = max(_level_rows(widths[:-1], most), default=0) if sequences.few_shapes else 0
+        least = max(_level_rows(widths[:-1], most), default=0) if sequences.shapes.few else 0
         ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
         for depth, width in enumerate(widths[1:]):
             level = levels[-1]

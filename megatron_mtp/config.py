@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_mtp.drafter_sizes import OWN_SIZES, parsed_scaling
 from megatron_mtp.drafters import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
 
 ARCHITECTURES = ("sequential", "parallel")
@@ -17,6 +18,7 @@ INITS = ("random", "last-layer")
 DRAFTER_SETTINGS = (
     *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
+    *(*OWN_SIZES, "drafter_rope_scaling", "drafter_idle_rows"),
 )
 """What a model with a drafter is built from."""
 
@@ -241,7 +243,8 @@ class MTPConfig:
     )
     drafter_layers: Sequence[int] | None = _flag(
         None,
-        "Layers of the trunk whose states the drafter reads, counted from 1. Default: of a drafter of one layer the "
+        "Layers of the trunk whose states the drafter reads, counted from 1; of a hybrid, a mixer with the MLP or MoE "
+        "behind it is one where all are such pairs, none with Mamba. Default: of a drafter of one layer the "
         "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
         "of others as many as they have layers, from the second to the third from the end.",
         type=int,
@@ -250,6 +253,40 @@ class MTPConfig:
     )
     drafter_ffn_hidden_size: int | None = _flag(
         None, "Hidden size of the drafter's MLP. Default: --ffn-hidden-size.", allowed=FROM_1, metavar="F"
+    )
+    drafter_num_attention_heads: int | None = _flag(
+        None,
+        "Heads of the drafter's attention. Default: the trunk's; behind latent attention as many as fill the hidden "
+        "size.",
+        allowed=FROM_1,
+        metavar="N",
+    )
+    drafter_num_query_groups: int | None = _flag(
+        None,
+        "Heads of its keys and values. Default: the trunk's; behind latent attention a quarter of its heads.",
+        allowed=FROM_1,
+        metavar="G",
+    )
+    drafter_kv_channels: int | None = _flag(
+        None,
+        "Channels of its heads. Default: the trunk's; behind latent attention 128, or fewer for a small hidden size.",
+        allowed=FROM_1,
+        metavar="C",
+    )
+    drafter_norm_epsilon: float | None = _flag(
+        None, "Epsilon of its norms. Default: the trunk's.", allowed=FROM_0, metavar="EPS"
+    )
+    drafter_rotary_base: float | None = _flag(
+        None,
+        "Base of its rotary angles, which turn whole heads. Default: --rotary-base.",
+        allowed=FROM_1,
+        metavar="THETA",
+    )
+    drafter_rope_scaling: str | None = _flag(
+        None,
+        'Scaling of these angles, as rope_scaling of a config.json, such as {"rope_type": "yarn", "factor": 16}; '
+        '{"rope_type": "default"} has none. Default: the trunk\'s.',
+        metavar="JSON",
     )
     drafter_num_layers: int | None = _flag(
         None, f"Layers of a block drafter. Default: {BLOCK_LAYERS}.", allowed=FROM_1, metavar="N"
@@ -267,6 +304,13 @@ class MTPConfig:
         f"{MARKOV_RANK}.",
         allowed=FROM_1,
         metavar="R",
+    )
+    drafter_idle_rows: int | None = _flag(
+        None,
+        "1: the row of the newest token drafts nothing, as sample_from_anchor false of a config.json says, and masks "
+        "draft the tokens of their own places. Default: 0, every row drafts the token after it.",
+        allowed=("0 or 1", lambda number: number in (0, 1)),
+        metavar="N",
     )
     drafter_blocks: int | None = _flag(
         None,
@@ -292,6 +336,8 @@ class MTPConfig:
             if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
+        if self.drafter_rope_scaling is not None:
+            parsed_scaling(self.drafter_rope_scaling)
         is_constant = self.mtp_loss_schedule == "constant"
         for is_wrong, sentence in (
             (

@@ -53,13 +53,14 @@ class DrafterKind:
         called: what a sentence calls it.
         line: what it does, for --help.
         architecture, model_type: of its folder's config.
+        also_called: other architectures of folders with the same computation.
         block: its module in a model, "module:class".
         default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1.
         weights: from K to the weights of the losses of draft 1 .. K.
         loss: what it learns unless --mtp-loss says otherwise, as settings.
         settings: arguments that drafters of its kind read and others do not, with their defaults.
         reads: the number of layers that it reads; None where it may be any.
-        idle_rows: rows of a block that draft nothing.
+        idle_rows: rows of a block that draft nothing, unless `drafter_idle_rows` says otherwise.
         has_confidence: whether it learns how many of its drafts are accepted, from a loss that knows that.
         can_be_fitted: whether `fit-drafter` makes one.
     """
@@ -74,6 +75,7 @@ class DrafterKind:
     weights: Callable[[int], list[float]]
     loss: dict[str, str]
     settings: dict[str, int | None] = field(default_factory=dict)
+    also_called: tuple[str, ...] = ()
     reads: int | None = None
     idle_rows: int = 0
     has_confidence: bool = False
@@ -130,6 +132,7 @@ _ROWS = (
         default_layers=eagle3_layers,
         weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
         loss={"mtp_loss": "kd"},
+        also_called=("Eagle3Speculator", "Eagle3DraftModel"),
         reads=EAGLE3_LAYERS,
         can_be_fitted=True,
     ),
@@ -144,6 +147,7 @@ _ROWS = (
         weights=_halving,
         loss={"mtp_loss": "ce"},
         settings=_OF_BLOCKS,
+        also_called=("DFlashSpeculator",),
         idle_rows=1,
     ),
     DrafterKind(
@@ -156,7 +160,8 @@ _ROWS = (
         default_layers=spread_layers,
         weights=_halving,
         loss={"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
-        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
+        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
+        also_called=("DSparkSpeculator", "DSparkDraftModel"),
         has_confidence=True,
     ),
 )

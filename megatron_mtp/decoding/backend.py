@@ -115,6 +115,33 @@ def in_tensors(sequences: Sequences, passes: Sequence[Pass]) -> tuple[list[MTPRo
     return made, tokens_BT[:, known:]
 
 
+class _Turns:
+    """Rotary angles of all positions.
+
+    Args:
+        dtype: of cosines and sines.
+        angles_L11C: Megatron's.
+        scale: YaRN's factor of cosines and sines.
+
+    Attributes:
+        turns_L211C: cosine and signed sine.
+    """
+
+    def __init__(self, dtype: torch.dtype, angles_L11C: Tensor, scale: float) -> None:
+        self.angles_L11C, self.turns_L211C = angles_L11C, turns(angles_L11C, dtype, scale)
+        self._rows: Rows | None = None
+        self._made: tuple[Tensor | None, Angles | None] = None, None
+
+    def of(self, rows: Rows, has_modules: bool) -> tuple[Tensor | None, Angles | None]:
+        """Inputs of Megatron's modules, where there are some, and of short layers; kept for these rows."""
+        if rows is not self._rows:
+            place_SB = rows.positions_BR.transpose(0, 1)
+            cosine, signed_sine = self.turns_L211C[place_SB].unbind(2)
+            rotary_SB1C = self.angles_L11C[place_SB, 0] if has_modules else None
+            self._rows, self._made = rows, (rotary_SB1C, (cosine, signed_sine))
+        return self._made
+
+
 class Modules:
     """The trained modules.
 
@@ -145,12 +172,11 @@ class Modules:
         self.embedding_VH = model.embedding.word_embeddings.weight.detach() if _looks_up(model) else None
         self._last_norms = [None if one.last is None else short_norm(one.last) for one in self.stacks]
         self._merges = [_merge(stack.mtp, self.product) if stack.is_short else None for stack in self.stacks]
-        self.turns_L211C: Tensor | None = None
-        if model.turns_heads:
-            self._angles_L11C, scale = model.rotary_angles(positions)
-            self.turns_L211C = turns(self._angles_L11C, model.embedding.word_embeddings.weight.dtype, scale)
-        self._turned_rows: Rows | None = None
-        self._turned: tuple[Tensor | None, Angles | None] = None, None
+        dtype = model.embedding.word_embeddings.weight.dtype
+        trunk = _Turns(dtype, *model.rotary_angles(positions)) if model.turns_heads else None
+        self.turns_L211C = None if trunk is None else trunk.turns_L211C
+        own = trunk if model.drafter is None else _Turns(dtype, *model.heads[0].angles(positions, packed_seq=True))
+        self._turns = [trunk, *(own for _ in mtp_layers)]
 
     def product(self, weight: Tensor) -> Multiply:
         """x [..., in] to x @ weight.T [..., out]."""
@@ -181,7 +207,7 @@ class Modules:
 
         if (own := rows.without_padding()) is not None:
             feature_SBH, rows = own.packed(feature_SBH, 1, 0), own
-        _, angles = self._rotary(rows)
+        _, angles = self._rotary(1, rows)
         for number, layer in enumerate(self.stacks[1].layers):
             key_SBGC, value_SBGC = context_keys(layer.self_attention, feature_SBH)
             if angles is not None:
@@ -209,7 +235,7 @@ class Modules:
     def _run(self, number: int, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
         self.scope.enter(cache, rows)
         stack, merge, normalize = self.stacks[number], self._merges[number], self._last_norms[number]
-        rotary, angles = self._rotary(rows)
+        rotary, angles = self._rotary(number, rows)
         if stack.mtp is not None and not stack.is_short:
             embedded_SBH = self._embed(tokens_BR) if self.model.mtp.sequential else None
             made_SBH: Tensor = stack.mtp(given_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=rotary))
@@ -240,14 +266,10 @@ class Modules:
         embedded_SBH: Tensor = self.model.embedding(input_ids=tokens_BR, position_ids=None)
         return embedded_SBH
 
-    def _rotary(self, rows: Rows) -> tuple[Tensor | None, Angles | None]:
-        """Rotary inputs of Megatron's modules, and of short layers; kept for further forwards of these rows."""
-        if self.turns_L211C is not None and rows is not self._turned_rows:
-            place_SB = rows.positions_BR.transpose(0, 1)
-            cosine, signed_sine = self.turns_L211C[place_SB].unbind(2)
-            rotary_SB1C = None if self.all_short else self._angles_L11C[place_SB, 0]
-            self._turned_rows, self._turned = rows, (rotary_SB1C, (cosine, signed_sine))
-        return self._turned
+    def _rotary(self, number: int, rows: Rows) -> tuple[Tensor | None, Angles | None]:
+        """Rotary inputs of a stack: of Megatron's modules, and of short layers."""
+        turns = self._turns[number]
+        return (None, None) if turns is None else turns.of(rows, not self.all_short)
 
     def _stack(self, layers: list[Any], last: Any, mtp: Any = None) -> Stack:
         return Stack(layers, [lean(layer, self.product) for layer in layers], last, mtp)

@@ -23,7 +23,6 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
@@ -155,14 +154,14 @@ class PositionedRotary(torch.nn.Module):
         return angles_SB1C if self.mscale is None else (angles_SB1C, self.mscale)
 
 
-def attach(layers: Iterable[torch.nn.Module], scope: Scope, config: TransformerConfig, positions: int) -> None:
+def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
     """Give every transformer layer an attention over its own part of the cache.
 
     Raises:
         ValueError: a layer's attention cannot run over a cache of all keys.
     """
     for index, layer in enumerate(layers):
-        attention = layer.self_attention
+        attention, config = layer.self_attention, layer.config
         if not isinstance(attention, Attention):
             raise ValueError(
                 f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}; draft with "

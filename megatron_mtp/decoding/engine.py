@@ -183,7 +183,7 @@ def warm_up(engine: Engine) -> None:
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
     """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
-    kept = sum(one.attending * _slot_numbers(of) * of.dtype.itemsize for of, one in _keeping(runner, drafter))
+    kept = sum(one.numbers * of.dtype.itemsize for of, one in _keeping(runner, drafter))
     return (kept + runner.state_size * runner.dtype.itemsize) * BLOCK
 
 
@@ -218,15 +218,6 @@ def blocks_for(running: int, runner: Runner, drafter: Runner | None = None) -> i
     """Blocks that so many sequences of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
     each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
     return min(running * each, blocks_in(MOST_GIB, running, runner, drafter))
-
-
-def _slot_numbers(runner: Runner) -> int:
-    """Numbers that a layer keeps of a token."""
-    config = runner.model.config
-    if config.multi_latent_attention:
-        return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
-    groups = config.num_query_groups or config.num_attention_heads
-    return int(2 * config.kv_channels * groups // config.tensor_model_parallel_size)
 
 
 @dataclass(frozen=True)

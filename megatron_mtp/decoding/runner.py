@@ -15,6 +15,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_mtp.acceptance import Alarm
@@ -47,11 +48,11 @@ class Keeping(NamedTuple):
     """Memory that the layers of a trunk or a depth keep of a sequence.
 
     Attributes:
-        attending: layers with keys and values.
+        numbers: of keys and values of a token, in all layers.
         states: sizes of the layers with a state.
     """
 
-    attending: int
+    numbers: int
     states: "list[Sizes]"
 
 
@@ -202,8 +203,8 @@ class Runner:
                 states.append(made.sizes)
             elif not isinstance(own, IdentityOp):  # an MLP or experts alone
                 attending.append(layer)
-        attach(attending, self._scope, self.model.config, self.positions + BEYOND)
-        return Keeping(len(attending), states)
+        attach(attending, self._scope, self.positions + BEYOND)
+        return Keeping(sum(_kept_numbers(layer.config) for layer in attending), states)
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
         """The layers of the trunk, and of every depth."""
@@ -278,3 +279,11 @@ class Runner:
 
     def _has_whole_head(self) -> bool:
         return self.model.config.tensor_model_parallel_size == 1 and self.model.output_layer.bias is None
+
+
+def _kept_numbers(config: TransformerConfig) -> int:
+    """Numbers of the keys and values that attention keeps of a token on this rank."""
+    if isinstance(config, MLATransformerConfig):
+        return config.kv_lora_rank + config.qk_pos_emb_head_dim
+    groups = config.num_query_groups or config.num_attention_heads
+    return 2 * int(config.kv_channels or 0) * groups // config.tensor_model_parallel_size

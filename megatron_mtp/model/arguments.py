@@ -5,11 +5,12 @@ Patterns of hybrids are read here too, without building a model.
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import arguments as megatrons
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models import gpt as megatron_gpt
@@ -27,6 +28,7 @@ from megatron_mtp.config import (
     stands_beside,
     trained_depths,
 )
+from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Things that a machine may lack."""
@@ -116,6 +118,8 @@ MODEL_ARGUMENTS = (
     "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv mtp_architecture vocab_size "
     "drafter drafter_beside_mtp drafter_steps drafter_layers drafter_ffn_hidden_size "
     "drafter_num_layers drafter_mask_token drafter_markov_rank "
+    "drafter_num_attention_heads drafter_num_query_groups drafter_kv_channels drafter_norm_epsilon drafter_rotary_base "
+    "drafter_rope_scaling drafter_idle_rows "
     "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout"
 ).split()
 """Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.
@@ -255,6 +259,21 @@ def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
     return trunk, depths
 
 
+CHANNEL_MIXERS = Symbols.MLP + Symbols.MOE
+"""Layers that mix no positions."""
+
+
+def symbols_of_a_layer(pattern: str | None) -> int:
+    """Symbols of one layer of a model's folder: 2 where each is a mixer without Mamba and its MLP or MoE, else 1.
+
+    G-G-*-      three layers, as in Qwen3.5          M-M-*-      six, as in Nemotron-H
+    """
+    kinds = "" if pattern is None else trunk_and_depths(pattern)[0]
+    mixers, channels = set(kinds[::2]), set(kinds[1::2])
+    is_paired = kinds and not len(kinds) % 2 and channels <= set(CHANNEL_MIXERS)
+    return 2 if is_paired and mixers.isdisjoint({*CHANNEL_MIXERS, Symbols.MAMBA}) else 1
+
+
 # --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------
 
 
@@ -278,5 +297,99 @@ def alone(args: Namespace, is_drafter: bool) -> Namespace:
     if not stands_beside(args):
         return args
     steps: int = drafted_steps(args)
-    changes = as_mtp_layers(steps) if is_drafter else {"drafter": None, BESIDE_MTP: False}
+    of_drafter = as_mtp_layers(steps) | without_mtp_layers(args)
+    changes = of_drafter if is_drafter else {"drafter": None, BESIDE_MTP: False}
     return Namespace(**{**vars(args), **changes})
+
+
+def without_mtp_layers(args: Namespace) -> dict[str, Any]:
+    """The pattern of a hybrid trunk alone, as an argument; nothing of a GPT."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return {} if pattern is None else {"hybrid_layer_pattern": pattern.split(Symbols.MTP_SEPARATOR)[0]}
+
+
+def layers_to_read(args: Namespace) -> int | None:
+    """Layers of the trunk as drafters count them; None where a checkpoint's arguments are still to come."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return len(trunk_and_depths(pattern)[0]) // symbols_of_a_layer(pattern)
+    layers: int | None = args.num_layers
+    return layers
+
+
+def drafter_sizes(args: Namespace, settings: object | None = None) -> AttentionSizes:
+    """Sizes of the drafter behind a trunk of these arguments.
+
+    Args:
+        settings: have the drafter's own as attributes; None for the arguments.
+    """
+    heads = args.num_attention_heads
+    trunk = AttentionSizes(
+        heads,
+        args.num_query_groups if args.group_query_attention else heads,
+        args.kv_channels or args.hidden_size // heads,
+        args.layernorm_epsilon,
+        args.rotary_base,
+        _scaling(
+            _has_latent(args),
+            lambda name: getattr(args, name.removeprefix("yarn_") if name in _UNPREFIXED else name, None),
+            getattr(args, "position_embedding_type", None) == "yarn",
+            args.rope_scaling_factor if getattr(args, "use_rope_scaling", False) else None,
+            getattr(args, "rotary_seq_len_interpolation_factor", None),
+        ),
+    )
+    return own_sizes(args.hidden_size, trunk, _has_latent(args), args if settings is None else settings)
+
+
+def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSizes:
+    """The same from a model's configuration."""
+    own = config.transformer
+    is_latent = own.multi_latent_attention
+    trunk = AttentionSizes(
+        own.num_attention_heads,
+        own.num_query_groups or own.num_attention_heads,
+        own.kv_channels or own.hidden_size // own.num_attention_heads,
+        own.layernorm_epsilon,
+        own.rotary_base if isinstance(own, MLATransformerConfig) else config.rotary_base,
+        _scaling(
+            is_latent,
+            lambda name: getattr(own, name, None),
+            config.position_embedding_type == "yarn",
+            config.rope_scaling_factor if getattr(config, "rope_scaling", False) else None,
+            config.seq_len_interpolation_factor,
+        ),
+    )
+    return own_sizes(own.hidden_size, trunk, is_latent, settings)
+
+
+_UNPREFIXED = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+"""Settings of YaRN outside of latent attention whose arguments have no prefix."""
+
+
+def _has_latent(args: Namespace) -> bool:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    is_latent = getattr(args, "multi_latent_attention", False)
+    return bool(is_latent) or not {Symbols.MLA, Symbols.DS_ATTENTION}.isdisjoint(pattern)
+
+
+def _scaling(
+    is_latent: bool, setting: Callable[[str], Any], has_yarn: bool, llama3: float | None, linear: float | None
+) -> dict[str, Any] | None:
+    """The scaling of a trunk's angles; `setting` looks up one of YaRN's numbers."""
+    if is_latent:
+        has_yarn, prefix = setting("rope_type") == "yarn", ""
+    else:
+        prefix = "yarn_"
+    if has_yarn:
+        factor = float(setting(f"{prefix}rotary_scaling_factor") or 1)
+        mscale, whole = (setting(f"{prefix}{name}") for name in ("mscale", "mscale_all_dim"))
+        fixed = yarn_factor(factor, 1 if mscale is None else mscale) / yarn_factor(factor, whole or 0)
+        keys = {"original_max_position_embeddings", "beta_fast", "beta_slow"}
+        made = {"rope_type": "yarn", "factor": factor, **{name: setting(f"{prefix}{name}") for name in keys}}
+        if not is_latent:  # there the factor changes the scores as well
+            made["attention_factor"] = fixed
+            made["truncate"] = setting("yarn_correction_range_round_to_int") is not False
+        return scaling_of(made) if factor != 1 else None
+    if llama3 is not None:
+        return scaling_of({"rope_type": "llama3", "factor": llama3})
+    return None if linear is None else scaling_of({"rope_type": "linear", "factor": linear})

@@ -7,6 +7,7 @@ Let t_a be the newest token. The trunk's states before it make the context, and 
 
     DFlash   the row at a + k drafts t_{a+k}, the token of its own place: K + 1 rows for K drafts
     DSpark   the row at a + k - 1 drafts t_{a+k}, the token after it: K rows. A draft knows the one before it:
+             (with an idle row, as in DFlash: the row at a + k)
              logits  head(norm(x)) + W2 W1[t_{a+k-1}]     confidence  sigmoid(w [norm(x); W1[t_{a+k-1}]] + b)
 
 The layers are Qwen3's; the embedding and, without a draft vocabulary, the head are the trunk's. The confidence learns
@@ -40,7 +41,6 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
@@ -211,12 +211,12 @@ class BlockDrafter(DrafterBlock):
     def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
         self.takes_slices, self.cp_group = config.sequence_parallel, others[1].cp
-        self.rows = self.depths + DRAFTERS[drafter.kind].idle_rows
+        self.rows = self.depths + drafter.idle_rows
 
     @classmethod
     @override
-    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
-        spec = layer_spec(layer_config(config, **cls.settings), {PortableAttention: BlockAttention})
+    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        spec = layer_spec(layer_config(config, drafter, **cls.settings), {PortableAttention: BlockAttention})
         norm = partial(HeadNorm, is_summed=config.qk_layernorm)
         attention = spec.submodules.self_attention
         attention.submodules = replace(attention.submodules, q_layernorm=norm, k_layernorm=norm)
@@ -243,7 +243,7 @@ class BlockDrafter(DrafterBlock):
         positions_S, place_A = (to_device(each, states_SBX.device) for each in (batch.positions_S, blocks_A))
         before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
         feature_SBH = self.layer.feature(self._whole(states_SBX, positions_S))
-        turned = trunk.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
+        turned, _ = self.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
         self._give_context(feature_SBH, turned, _visible(trunk.attention, place_A, position_A, len(feature_SBH)))
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])

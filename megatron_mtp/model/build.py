@@ -29,7 +29,7 @@ from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, drafter_sizes_of, symbols_of_a_layer
 from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.heads import BLOCKS, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
@@ -188,7 +188,7 @@ def _head_plan(
     layer, drafter = mtp_layer, _drafter(config, head)
     if drafter is not None:
         kind = BLOCKS[drafter.kind]
-        block, layer = partial(kind, drafter), kind.submodules(config.transformer)
+        block, layer = partial(kind, drafter), kind.submodules(drafter, config.transformer)
     assert layer is not None
     return HeadPlan(
         name=head.name,
@@ -208,7 +208,8 @@ def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
         ValueError: the trunk does not have them.
     """
     settings = head.settings
-    kind, layers = settings.kind, config.transformer.num_layers
+    kind, symbols = settings.kind, symbols_of_a_layer(getattr(config, "hybrid_layer_pattern", None))
+    layers = config.transformer.num_layers // symbols
     if kind is None:
         return None
     if config.transformer.mtp_standalone:
@@ -228,7 +229,9 @@ def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
         raise ValueError(f"--drafter-mask-token is {mask}, and the vocabulary has {tokens} tokens; give one of those.")
     rank = settings.drafter_markov_rank or kind.settings.get("drafter_markov_rank")
     width = settings.drafter_ffn_hidden_size
-    return Drafter(kind.name, chosen, head.depths, width, depth or 1, mask, tokens, rank)
+    sizes, numbers = drafter_sizes_of(config, settings), tuple(symbols * number for number in chosen)
+    idle = kind.idle_rows if settings.drafter_idle_rows is None else settings.drafter_idle_rows
+    return Drafter(kind.name, numbers, sizes, head.depths, width, depth or 1, mask, tokens, rank, idle)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:

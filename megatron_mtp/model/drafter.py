@@ -6,8 +6,7 @@ runs one layer in K passes, block_drafter.py several layers once for K tokens.
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, override
 
 import torch
@@ -23,9 +22,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megatron_mtp.drafter_sizes import AttentionSizes
 from megatron_mtp.model.head import DRAFTER, Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.rope import rotary_of, yarn_settings
 from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
@@ -35,36 +36,52 @@ class Drafter:
 
     Attributes:
         kind: a name of `drafters.DRAFTERS`.
-        layers: numbers of the trunk's layers that it reads, from 1.
+        layers: Megatron's numbers of the trunk's layers that it reads, from 1.
+        sizes: of its attention.
         steps: tokens that it drafts.
         ffn_hidden_size: of its MLPs; None for the trunk's.
         depth: its own layers.
         mask_token: whose embedding stands at the places of a block that are to be drafted.
         vocabulary: tokens of the trunk.
         markov_rank: of the bias by the token before; None without.
+        idle_rows: the first rows of a block, which draft nothing.
     """
 
     kind: str
     layers: tuple[int, ...]
+    sizes: AttentionSizes
     steps: int
     ffn_hidden_size: int | None = None
     depth: int = 1
     mask_token: int = 0
     vocabulary: int = 0
     markov_rank: int | None = None
+    idle_rows: int = 0
 
 
-def layer_config(config: TransformerConfig, ffn_hidden_size: int | None = None, **others: Any) -> TransformerConfig:
-    """The trunk's configuration, for dense layers as in Llama.
+def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> TransformerConfig:
+    """The trunk's configuration with the drafter's sizes, for dense layers as in Llama.
 
     Args:
-        ffn_hidden_size: of their MLPs; None for the trunk's.
         others: further settings.
     """
-    made = copy.copy(config)
+    made, sizes = object.__new__(TransformerConfig), drafter.sizes
+    of_latents = {one.name for one in fields(config)} - {one.name for one in fields(TransformerConfig)}
+    kept = {name: value for name, value in vars(config).items() if name not in of_latents and name[:5] != "yarn_"}
+    has_own_width = sizes.channels != config.kv_channels or config.multi_latent_attention
     changes: dict[str, Any] = {
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.groups,
+        "kv_channels": sizes.channels,
+        "layernorm_epsilon": sizes.epsilon,
+        "softmax_scale": None if has_own_width else config.softmax_scale,
+        "multi_latent_attention": False,
+        "experimental_attention_variant": None,
+        "is_hybrid_model": False,
+        "no_rope_freq": None,
+        "rotary_interleaved": False,
         "num_moe_experts": None,
-        "ffn_hidden_size": ffn_hidden_size or config.ffn_hidden_size,
+        "ffn_hidden_size": drafter.ffn_hidden_size or config.ffn_hidden_size,
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": False,
         "gated_linear_unit": True,
@@ -88,8 +105,9 @@ def layer_config(config: TransformerConfig, ffn_hidden_size: int | None = None, 
         "mtp_use_repeated_layer": True,
         "mtp_detach_heads": False,
     }
-    for name, value in (changes | others).items():
-        setattr(made, name, value)
+    if sizes.scaling is not None and sizes.scaling["rope_type"] == "yarn":
+        changes |= yarn_settings(sizes.scaling)
+    vars(made).update(kept | changes | others)
     return made
 
 
@@ -144,6 +162,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     Attributes:
         settings: of the drafter's layers, beside those of `layer_config`.
+        rotary: makes its angles; the trunk's heads may have others, or none.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -158,8 +177,9 @@ class DrafterBlock(MultiTokenPredictionBlock):
         draft_vocabulary: Tensor | None = None,
     ) -> None:
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
-        own = layer_config(config, drafter.ffn_hidden_size, **self.settings, mtp_num_layers=drafter.steps)
+        own = layer_config(config, drafter, **self.settings, mtp_num_layers=drafter.steps)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
+        self.rotary = rotary_of(drafter.sizes, own, pg_collection.cp)
         self.sequential = True
 
     @property
@@ -168,9 +188,19 @@ class DrafterBlock(MultiTokenPredictionBlock):
         return True
 
     @classmethod
-    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         """The spec of its layers on a trunk of this configuration."""
         raise NotImplementedError
+
+    def angles(self, length: int, **others: Any) -> tuple[Tensor, float]:
+        """Rotary angles [length, 1, 1, C] of its first positions, and YaRN's factor of cosines and sines, else 1.
+
+        Args:
+            length: number of positions.
+            others: further arguments of Megatron's module.
+        """
+        made = self.rotary(length, **others)
+        return made if isinstance(made, tuple) else (made, 1.0)
 
     @property
     def layer(self) -> Any:

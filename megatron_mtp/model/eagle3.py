@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.drafters import EAGLE3_LAYERS
 from megatron_mtp.model.attention import PortableAttention
-from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import SharingAttention, recomputed
@@ -126,8 +126,9 @@ class Eagle3Block(DrafterBlock):
 
     @classmethod
     @override
-    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
-        spec = layer_spec(layer_config(config), {PortableAttention: SharingAttention}, input_layernorm=InputNorms)
+    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        own = layer_config(config, drafter)
+        spec = layer_spec(own, {PortableAttention: SharingAttention}, input_layernorm=InputNorms)
         attention = spec.submodules.self_attention
         wide = replace(attention, submodules=replace(attention.submodules, linear_qkv=_from_both))
         spec = ModuleSpec(spec.module, submodules=replace(spec.submodules, self_attention=wide))
@@ -139,8 +140,15 @@ class Eagle3Block(DrafterBlock):
 
     @override
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
-        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding, trunk.attention
-        return self(self.read_states(trunk), *given, angles=self.later_angles(trunk)), None
+        packed = trunk.attention.packed_seq_params
+        length = self.groups.cp.size() * trunk.position_ids_BS.size(1) if packed is None else packed.max_seqlen_q
+
+        def turned(later: int) -> Tensor:
+            return self.angles(length, offset=later, packed_seq=packed is not None)[0]
+
+        attention = replace(trunk.attention, rotary_pos_emb=turned(0))
+        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding, attention
+        return self(self.read_states(trunk), *given, angles=turned), None
 
     @override
     def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:

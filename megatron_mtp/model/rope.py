@@ -1,4 +1,4 @@
-"""Rotary positions: Megatron's rotary modules at positions that are not 0, 1, 2, ..."""
+"""Rotary positions: Megatron's rotary modules of any scaling, and at positions that are not 0, 1, 2, ..."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +7,52 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
+
+from megatron_mtp.drafter_sizes import AttentionSizes, yarn_factor
+
+
+def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
+    """The module with the angles of attention of these sizes, in halves of the whole head."""
+    scaling = sizes.scaling or {"rope_type": "default"}
+    given: dict[str, Any] = {
+        "kv_channels": sizes.channels,
+        "rotary_percent": 1.0,
+        "rotary_base": sizes.theta,
+        "use_cpu_initialization": config.use_cpu_initialization,
+        "cp_group": cp_group,
+    }
+    match scaling["rope_type"]:
+        case "yarn":
+            settings = yarn_settings(scaling)
+            return YarnRotaryEmbedding(
+                **given,
+                **{name.removeprefix("yarn_").removeprefix("rotary_"): value for name, value in settings.items()},
+            )
+        case "linear":
+            given["seq_len_interpolation_factor"] = scaling["factor"]
+    made = RotaryEmbedding(**given)
+    if scaling["rope_type"] == "llama3":
+        numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
+        made.inv_freq = made._apply_scaling(made.inv_freq, **numbers)
+    return made
+
+
+def yarn_settings(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's settings of YaRN, which its attention reads from the configuration as well."""
+    each, fixed = yarn_factor(scaling["factor"]) - 1, scaling.get("attention_factor")
+    return {
+        "yarn_rotary_scaling_factor": scaling["factor"],
+        "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+        "yarn_beta_fast": scaling["beta_fast"],
+        "yarn_beta_slow": scaling["beta_slow"],
+        "yarn_mscale": 1.0 if fixed is None or not each else (fixed - 1) / each,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": scaling.get("truncate", True),
+    }
 
 
 def place(module: torch.nn.Module, positions: Sequence[int]) -> None:

@@ -35,7 +35,14 @@ from megatron_mtp.config import (
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.drafters import DRAFTERS, STEPS
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, RECURRENT, as_mtp_layers
+from megatron_mtp.model.arguments import (
+    MODEL_ARGUMENTS,
+    RECURRENT,
+    as_mtp_layers,
+    drafter_sizes,
+    layers_to_read,
+    without_mtp_layers,
+)
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training.datasets import counted_part, example, read_answers
 from megatron_mtp.training.documents import named_prefixes
@@ -405,8 +412,6 @@ def of_drafter(args: Namespace) -> dict[str, Any]:
         (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
         (is_alone and args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
         (is_alone and args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
-        (args.hybrid_layer_pattern, PATTERN, "it reads layers of a GPT"),
-        (args.multi_latent_attention, "--multi-latent-attention", "its heads are turned as the trunk's"),
         (
             args.overlap_moe_expert_parallel_comm,
             "--overlap-moe-expert-parallel-comm",
@@ -428,9 +433,10 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     sizes = {
         name: getattr(args, name) or kind.settings.get(name) for name in ("drafter_num_layers", "drafter_markov_rank")
     }
-    if args.num_layers is not None:
-        chosen = list(chosen or kind.default_layers(args.num_layers, sizes["drafter_num_layers"]))
-        kind.check_layers(tuple(chosen), args.num_layers)
+    if (layers := layers_to_read(args)) is not None:
+        chosen = list(chosen or kind.default_layers(layers, sizes["drafter_num_layers"]))
+        kind.check_layers(tuple(chosen), layers)
+        _check_heads(args)
     return {
         "drafter_layers": chosen,
         **sizes,
@@ -440,7 +446,19 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
 
 def _in_their_place(args: Namespace) -> dict[str, Any]:
     loss = DRAFTERS[args.drafter].loss if args.mtp_loss == "ce" else {}
-    return {**loss, **as_mtp_layers(args.drafter_steps or STEPS)}
+    return {**loss, **as_mtp_layers(args.drafter_steps or STEPS), **without_mtp_layers(args)}
+
+
+def _check_heads(args: Namespace) -> None:
+    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads."""
+    if args.num_attention_heads is None:
+        return
+    sizes, ranks = drafter_sizes(args), args.tensor_model_parallel_size
+    if sizes.heads % ranks or sizes.groups % ranks:
+        raise ValueError(
+            f"the drafter has {sizes.heads} heads in {sizes.groups} groups, which {ranks} tensor-parallel ranks cannot "
+            "share; give --drafter-num-attention-heads and --drafter-num-query-groups that they can."
+        )
 
 
 def without_depths(args: Namespace) -> dict[str, Any]:
@@ -471,7 +489,7 @@ def counted_depths(args: Namespace) -> int | None:
     for old in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         if getattr(args, old) is not None:
             raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
-    if args.hybrid_layer_pattern is None:
+    if args.hybrid_layer_pattern is None or (args.drafter is not None and not stands_beside(args)):
         return args.mtp_num_layers or None
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
     if args.mtp_num_layers == 0 and depths:

@@ -16,6 +16,10 @@ _DRAFTER = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
 _SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
+_OWN_SIZES = (
+    "--drafter-num-attention-heads 4 --drafter-num-query-groups 2 --drafter-kv-channels 6 --drafter-rotary-base 500 "
+    '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}'
+)
 _DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
 _PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
 _DISTILLED = (
@@ -128,6 +132,13 @@ MODELS: dict[str, Model] = {
         frozen=True,
         passes=3,
     ),
+    "drafter-latent": Model(0, f"{_LATENT} {_DRAFTER} {_OWN_SIZES} {_DRAFTED}", attention="", frozen=True, passes=3),
+    "drafter-delta-spark": Model(
+        0, f"--hybrid-layer-pattern G-*-G- {_DELTA} {_SPARK} {_OWN_SIZES}", frozen=True, passes=3
+    ),
+    "drafter-mamba-flash": Model(
+        0, f"--hybrid-layer-pattern M*-M {_MAMBA} {_FLASH} {_OWN_SIZES}", frozen=True, passes=3
+    ),
     "beside-d2": Model(2, f"{_DRAFTER} {_UNTIED} {_DRAFTED} --mtp-loss tv", frozen=True, beside=3),
     "beside-trained-d2": Model(2, f"{_DRAFTER} --calculate-per-token-loss", beside=3),
     "beside-spark-d2": Model(2, f"{_SPARK} {_DRAFTED}", frozen=True, beside=3),
@@ -170,7 +181,8 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
-        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark beside-d2 beside-trained-d2",
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark beside-d2 beside-trained-d2 "
+        "drafter-latent drafter-delta-spark drafter-mamba-flash",
     ),
     "tp2-sp": Layout(
         tp=2,
@@ -185,13 +197,13 @@ LAYOUTS: dict[str, Layout] = {
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
         "hybrid-frozen-d2 drafter-padded drafter drafter-spark drafter-spark-padded drafter-flash-documents "
-        "beside-d2 beside-trained-d2 beside-spark-d2",
+        "beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark drafter-mamba-flash",
     ),
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-spark drafter-flash-documents drafter-moe "
-        "beside-d2 beside-trained-d2 beside-spark-d2",
+        "beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark drafter-mamba-flash",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -203,7 +215,8 @@ LAYOUTS: dict[str, Layout] = {
     "dp2": Layout(
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
-        "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2",
+        "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2 "
+        "drafter-latent drafter-delta-spark drafter-mamba-flash",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),

@@ -25,6 +25,7 @@ from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.proposers import block_drafter, mtp
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
@@ -373,6 +374,22 @@ class Agreeing(Proposer):
 
     def observe(self, sequences: Sequences, draft: Draft, logits_BRV: Tensor) -> None:
         self.inner.observe(sequences, draft, logits_BRV)
+
+
+class Recorder:
+    """Logits of every draft, with the lengths of the texts and the position in the draft."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafts: list[tuple[list[int], int, Tensor]] = []
+        run_every_step_in_python(monkeypatch)
+        real = mtp.pick
+
+        def pick(logits_BV: Tensor, round: Any, position: int) -> tuple[Tensor, Tensor | None]:
+            self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
+            return real(logits_BV, round, position)
+
+        for module in (mtp, block_drafter):
+            monkeypatch.setattr(module, "pick", pick)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from drafting_single import (
     KINDS,
     Agreeing,
+    Recorder,
     first_rows,
     kind_for,
     method_of,
@@ -22,7 +23,6 @@ from drafting_single import (
     prompts_of,
     read_back,
     run,
-    run_every_step_in_python,
     runner_of,
     sequences_of,
     trained_forward,
@@ -39,7 +39,6 @@ from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import Engine, check_prompts, generate
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import block_drafter, mtp
 from megatron_mtp.decoding.proposers.ngram import continuation
 from megatron_mtp.decoding.proposers.tree import Beam
 from megatron_mtp.decoding.requests import Request
@@ -139,22 +138,6 @@ def test_drafters_change_no_token_of_requests_that_come_and_go(
     for number, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         assert prompt + made[number] == answers[number][: len(prompt) + budget]
     assert engine.stats.accepted_length > 1.3
-
-
-class Recorder:
-    """Logits of every draft, with the lengths of the texts and the position in the draft."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.drafts: list[tuple[list[int], int, Tensor]] = []
-        run_every_step_in_python(monkeypatch)
-        real = mtp.pick
-
-        def pick(logits_BV: Tensor, round: Any, position: int) -> tuple[Tensor, Tensor | None]:
-            self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
-            return real(logits_BV, round, position)
-
-        for module in (mtp, block_drafter):
-            monkeypatch.setattr(module, "pick", pick)
 
 
 def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorder: Recorder) -> list[Tensor]:

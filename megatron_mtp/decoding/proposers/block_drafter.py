@@ -37,9 +37,6 @@ class DFlash(OneCache):
     at_once = True
     limit = "the tokens of the blocks that its drafter was trained on"
     remedy = "train one with more --drafter-steps"
-    beside: ClassVar[int] = 1
-    """Rows that draft nothing, the first ones."""
-
     runner: "Runner"
 
     @property
@@ -59,8 +56,9 @@ class DFlash(OneCache):
     def block(self, sequences: "Sequences", count: int) -> Tensor:
         """States [K, B, H] of the rows that draft, before the norm."""
         self._keep_context(sequences)
-        newest_B1 = sequences.tokens_at(sequences.newest_B, 1)
-        tokens_BR = pad(newest_B1, (0, count + self.beside - 1), value=self.runner.model.drafter.mask_token)
+        newest_B1, drafter = sequences.tokens_at(sequences.newest_B, 1), self.runner.model.drafter
+        assert drafter is not None
+        tokens_BR = pad(newest_B1, (0, count + drafter.idle_rows - 1), value=drafter.mask_token)
         place_BR = torch.arange(tokens_BR.size(1), device=tokens_BR.device).expand_as(tokens_BR)
         all_BRR = torch.ones_like(place_BR, dtype=torch.bool).unsqueeze(1).expand(-1, tokens_BR.size(1), -1)
         rows = sequences.tree(place_BR, all_BRR)
@@ -95,7 +93,6 @@ class DSpark(DFlash):
     line = "a DSpark drafter, whose block is sampled from left to right; K is at most that of its training"
     depths = "dspark"
     settings_kind = DSparkSettings
-    beside = 0
     settings: DSparkSettings
 
     @override

@@ -1,0 +1,162 @@
+"""Sizes and rotary positions of a drafter's layers: those of the settings, else the trunk's.
+
+They are attention with grouped queries, whatever the trunk has: latent attention, recurrent layers, windows, positions
+in a part of each head. So a drafter has its own heads and its own angles. This file imports nothing of the package.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
+"""Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
+
+SCALINGS: dict[str, dict[str, float | None]] = {
+    "default": {},
+    "linear": {"factor": None},
+    "llama3": {
+        "factor": None,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": None, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+"""Scalings of rotary angles by transformers' names, and their numbers with the defaults; None has none."""
+
+FURTHER = {"yarn": ("attention_factor", "truncate")}
+"""Settings of a scaling that are kept where they are not the default."""
+
+WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
+"""Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
+
+
+def scaling_of(keys: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The scaling that `rope_scaling` or `rope_parameters` of a config describe, complete; None without one.
+
+    Raises:
+        ValueError: it is of a type, or has a setting, that is not computed here; the message begins with that.
+    """
+    kind = str(keys.get("rope_type", keys.get("type", "default")))
+    kind = "default" if kind == "mrope" else kind
+    if kind not in SCALINGS:
+        raise ValueError(f"a rope_type '{kind:.40}'; known are {', '.join(SCALINGS)}")
+    if keys.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"a partial_rotary_factor of {keys['partial_rotary_factor']}; a drafter turns whole heads")
+    mscale, whole = keys.get("mscale") or 0, keys.get("mscale_all_dim") or 0
+    known = {*SCALINGS[kind], *FURTHER.get(kind, ()), *WITHOUT_EFFECT, "partial_rotary_factor"}
+    known |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    if unknown := sorted(keys.keys() - known):
+        raise ValueError(f"a setting '{unknown[0]:.40}' of rope_type '{kind}'; known are {', '.join(sorted(known))}")
+    if kind == "default":
+        return None
+    made: dict[str, Any] = {"rope_type": kind}
+    for name, usual in SCALINGS[kind].items():
+        made[name] = value = usual if keys.get(name) is None else keys[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"a setting '{name}' {value!r:.40} of rope_type '{kind}', which is a number above 0")
+    if kind == "yarn":
+        usual = yarn_factor(made["factor"])
+        given = keys.get("attention_factor")
+        if given is None and mscale and whole:
+            given = yarn_factor(made["factor"], mscale) / yarn_factor(made["factor"], whole)
+        made |= {} if given in (None, usual) else {"attention_factor": given}
+        made |= {} if keys.get("truncate", True) else {"truncate": False}
+    return made
+
+
+def yarn_factor(factor: float, mscale: float = 1) -> float:
+    """YaRN's factor of cosines and sines (arXiv:2309.00071, eq. 22) of a scaling by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def parsed_scaling(text: str) -> dict[str, Any] | None:
+    """The scaling that --drafter-rope-scaling spells out in JSON.
+
+    Raises:
+        ValueError: it is no JSON object, or as of `scaling_of`.
+    """
+    example = """'{"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 4096}'"""
+    try:
+        keys = json.loads(text)
+    except ValueError:
+        keys = None
+    if not isinstance(keys, dict):
+        raise ValueError(f"--drafter-rope-scaling is {text:.60}, which is no JSON object; give for example {example}.")
+    try:
+        return scaling_of(keys)
+    except ValueError as error:
+        raise ValueError(f"--drafter-rope-scaling has {error}; give for example {example}.") from None
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes and positions of attention with grouped queries.
+
+    Attributes:
+        heads, groups, channels: query heads, key heads, channels of a head.
+        epsilon: of the norms.
+        theta: base of the rotary angles.
+        scaling: of these, from `scaling_of`; None without one.
+    """
+
+    heads: int
+    groups: int
+    channels: int
+    epsilon: float
+    theta: float
+    scaling: dict[str, Any] | None = None
+
+
+OWN_SIZES = {
+    "drafter_num_attention_heads": "heads",
+    "drafter_num_query_groups": "groups",
+    "drafter_kv_channels": "channels",
+    "drafter_norm_epsilon": "epsilon",
+    "drafter_rotary_base": "theta",
+}
+"""Settings of a drafter's sizes; `drafter_rope_scaling` is that of the scaling."""
+
+
+def own_sizes(hidden: int, trunk: AttentionSizes, is_latent: bool, settings: Any) -> AttentionSizes:
+    """Sizes of a drafter's layers: those of the settings, else the trunk's.
+
+    Behind latent attention, which has other heads, a drafter has as many as fill the hidden size, and a key head for
+    four of them; where no usual width does that, as many as the trunk.
+
+    Args:
+        hidden: hidden size of both.
+        trunk: the sizes of its attention.
+        is_latent: whether that is latent attention.
+        settings: has `OWN_SIZES` and `drafter_rope_scaling` as attributes, None or absent where not given.
+
+    Raises:
+        ValueError: heads cannot be shared out to groups, or turned.
+    """
+    given = {name: getattr(settings, flag, None) for flag, name in OWN_SIZES.items()}
+    made = {name: getattr(trunk, name) if value is None else value for name, value in given.items()}
+    if is_latent:
+        fitting = next((one for one in OF_LATENT_TRUNKS if hidden % (8 * one) == 0), hidden // trunk.heads)
+        channels = given["channels"] or fitting
+        heads = given["heads"] or max(hidden // channels, 1)
+        made |= {"channels": channels, "heads": heads, "groups": given["groups"] or max(heads // 4, 1)}
+    if made["heads"] % made["groups"] or made["channels"] % 2:
+        raise ValueError(
+            f"the drafter would have {made['heads']} heads of {made['channels']} channels in {made['groups']} groups; "
+            "give an even --drafter-kv-channels, and --drafter-num-query-groups that divide "
+            "--drafter-num-attention-heads."
+        )
+    text = getattr(settings, "drafter_rope_scaling", None)
+    return AttentionSizes(**made, scaling=trunk.scaling if text is None else parsed_scaling(text))
+
+
+def size_settings(sizes: AttentionSizes, usual: AttentionSizes) -> dict[str, Any]:
+    """The settings of such sizes, by flag; None where they are the usual ones, of `own_sizes` without settings."""
+    pairs = {flag: (getattr(sizes, name), getattr(usual, name)) for flag, name in OWN_SIZES.items()}
+    text = json.dumps(sizes.scaling or {"rope_type": "default"})
+    return {
+        **{flag: None if own == default else own for flag, (own, default) in pairs.items()},
+        "drafter_rope_scaling": None if sizes.scaling == usual.scaling else text,
+    }

@@ -1,0 +1,110 @@
+"""Drafters behind trunks of all kinds, with their own heads and angles: trained as they draft, no token changed."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drafting_single import VOCABULARY, Recorder, p_value_of, prompts_of, run, trained_forward
+from hybrid_single import drafting_hybrid
+from megatron_single import LATENT, our_model
+from tiers import tiered
+
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.model.trunk import MTPTrunk
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+STEPS = 3
+OWN: dict[str, Any] = {
+    "drafter_num_attention_heads": 6,
+    "drafter_num_query_groups": 3,
+    "drafter_kv_channels": 4,
+    "drafter_norm_epsilon": 1e-3,
+    "drafter_rotary_base": 500.0,
+    "drafter_rope_scaling": json.dumps(
+        {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "beta_fast": 4}
+    ),
+}
+"""None of these is a trunk's here, and 24 channels of all heads are not its hidden size."""
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"drafter": "eagle3", "drafter_layers": (1, 2, 3)},
+    "dflash": {"drafter": "dflash", "drafter_layers": (1, 3), "drafter_num_layers": 2, "drafter_mask_token": 7},
+    "dspark": {
+        "drafter": "dspark",
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_mask_token": 7,
+        "drafter_markov_rank": 6,
+        "drafter_idle_rows": 1,
+    },
+}
+
+
+def gpt(settings: dict[str, Any], dtype: torch.dtype, **changes: Any) -> MTPTrunk:
+    own = dict(settings)
+    model = our_model(STEPS, num_layers=4, drafter_layers=own.pop("drafter_layers"), drafter=own, **changes)
+    model.max_sequence_length = 160
+    return model.to(dtype).eval()
+
+
+def hybrid(pattern: str) -> Callable[..., MTPTrunk]:
+    def make(settings: dict[str, Any], dtype: torch.dtype) -> MTPTrunk:
+        passes = {"mtp_num_layers": STEPS, "mtp_use_repeated_layer": True}
+        return drafting_hybrid(pattern, dtype, settings={**settings, "mtp_train_only": True}, **passes)
+
+    return make
+
+
+TRUNKS: dict[str, Callable[..., MTPTrunk]] = {
+    "latent": lambda settings, dtype: gpt(settings, dtype, **LATENT),
+    "pairs of delta rule and MLP": hybrid("G-G-*-G-"),
+    "Mamba": hybrid("M*EM"),
+}
+
+CASES = [(trunk, kind) for trunk in TRUNKS for kind in DRAFTERS]
+FIRST = (("latent", "eagle3"), ("pairs of delta rule and MLP", "dspark"), ("Mamba", "dflash"))
+
+
+def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) -> MTPTrunk:
+    return TRUNKS[trunk]({**DRAFTERS[kind], **OWN}, dtype)
+
+
+@pytest.mark.parametrize(("trunk", "kind"), tiered(CASES, FIRST))
+def test_drafts_change_no_token_and_are_the_training_forwards(
+    trunk: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ID and CONF along a text, after drafts that were accepted and rejected."""
+    target, twin = Runner(drafting_model(trunk, kind)), drafting_model(trunk, kind)
+    prompts, settings = prompts_of(3), {"method": kind, "num_speculative_tokens": STEPS}
+    answers = run(target, prompts, 60, None)[0].token_ids
+    assert run(target, prompts, 40, settings)[0].token_ids == [
+        text[: len(prompt) + 40] for text, prompt in zip(answers, prompts, strict=True)
+    ]
+    recorder = Recorder(monkeypatch)
+    run(target, prompts[:1], 40, settings, answers[:1])
+    drafts = {(length, position): logits_BV[0] for (length,), position, logits_BV in recorder.drafts}
+    steps = [length for length, position in drafts if position == STEPS - 1]
+    assert len(set(torch.tensor(steps).diff().tolist())) > 2
+    for length in steps:
+        drafted = [drafts[length, position] for position in range(STEPS)]
+        longer = [*answers[0][:length], *(int(logits_V.argmax()) for logits_V in drafted)]
+        for depth, trained_SV in enumerate(trained_forward(twin, longer)[1]):
+            torch.testing.assert_close(drafted[depth], trained_SV[length - 2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("trunk", "kind"), CASES)
+def test_sampled_texts_have_the_targets_distribution(trunk: str, kind: str) -> None:
+    """CHI, with the rule of rejection."""
+    pair = drafting_model(trunk, kind, torch.float32), drafting_model(trunk, kind)
+    assert p_value_of({"method": kind}, pair=pair) > 0.001
+
+
+def test_layers_of_pairs_are_counted_as_the_folders_are() -> None:
+    """Layer 3 of G-G-*-G- ends with Megatron's sixth; M*EM has four layers."""
+    assert drafting_model("pairs of delta rule and MLP", "eagle3").drafter.layers == (2, 4, 6)
+    assert drafting_model("Mamba", "eagle3").drafter.layers == (1, 2, 3)
+    assert drafting_model("latent", "eagle3").drafter.vocabulary == VOCABULARY

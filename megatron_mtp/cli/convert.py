@@ -141,7 +141,7 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
 
             if args.command == "drafter-to-hf":
                 return plan_drafter(source, how)
-            return plan_attaching_drafter(source, local_folder(args.drafter))
+            return plan_attaching_drafter(source, local_folder(args.drafter), args.drafter_layer_ids_count)
         case "fit-drafter":
             return _fit_drafter(args, how.quiet)
         case _:
@@ -285,7 +285,7 @@ def prove(args: Namespace) -> dict[str, Any]:
     if drafts:
         from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 
-        checks = verify_drafter(source, args.target)
+        checks = verify_drafter(source, args.target, count=args.drafter_layer_ids_count)
     elif not is_checkpoint(source):
         checks = verify(source, args.target, args.text, trust_remote_code=args.trust_remote_code)
     else:
@@ -385,6 +385,13 @@ VERIFIES = {
     "--text": _value("compare logits and perplexity on this text, not on random tokens", "FILE", type=named),
     "--allow-uncompared": _switch("exit with 0, not 3, if no logits can be compared"),
 }
+COUNTS_LAYERS = {
+    "--drafter-layer-ids-count": _value(
+        "what the layer ids of a drafter's config count: outputs of layers from 0, or states after so many layers "
+        "(default: as engines read the key that has them)",
+        choices=("outputs", "states"),
+    )
+}
 ATTACHES = {
     "--mtp-num-layers": _value("number of MTP layers to attach", "N", type=int, required=True),
     "--mtp-init": _value(
@@ -438,7 +445,7 @@ COMMANDS = {
         "Prove that a Hugging Face folder, of a model or of a drafter, and a Megatron checkpoint, or a GPT checkpoint "
         "and its hybrid form, are the same model, MTP layers included.",
         {"source": "HF|MCORE", "target": "MCORE"},
-        TRUSTS | VERIFIES,
+        TRUSTS | VERIFIES | COUNTS_LAYERS,
     ),
     "attach-mtp": Command(
         "Copy a Megatron checkpoint that has no MTP layers, and add some.", IN_OUT, WRITES | ATTACHES
@@ -465,7 +472,7 @@ COMMANDS = {
     "attach-drafter": Command(
         f"Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder ({', '.join(DRAFTERS)}).",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
-        WRITES,
+        WRITES | COUNTS_LAYERS,
     ),
     "fit-drafter": Command(
         f"Copy a Megatron checkpoint without its MTP layers, and add {FITTED.called} that begins as a fit to text.",

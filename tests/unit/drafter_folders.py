@@ -28,8 +28,18 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
     "eagle3-whole": (Kind("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
     "dflash": (Kind("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
     "dspark": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
+    "dspark-idle": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
 }
 """Drafters of a trunk of five layers, and their tokens."""
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0, "beta_slow": 1.0}
+OWN_SIZES = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 500.0,
+}
 
 
 def make_pairs(root: Path) -> Pairs:
@@ -38,20 +48,25 @@ def make_pairs(root: Path) -> Pairs:
     return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
 
 
-def make_trunk(root: Path) -> tuple[Path, Path]:
+def make_trunk(root: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
     """The folder and the checkpoint of a trunk, under `root`."""
-    folder = make(root / "trunk", "llama", 0, changes={"num_hidden_layers": LAYERS})
+    folder = make(root / "trunk", family, 0, changes={"num_hidden_layers": LAYERS, **changes})
     hf_to_mcore(folder, root / "trunk-mcore", QUIET)
     return folder, root / "trunk-mcore"
 
 
-def make_drafter(root: Path, name: str, trunk: Path) -> tuple[Path, Path]:
-    """The exported folder of a kind, and the checkpoint that has it, under `root`."""
+def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | None = None) -> tuple[Path, Path]:
+    """The exported folder of a kind, and the checkpoint that has it, under `root`.
+
+    Args:
+        sizes: of its layers, where they are not the usual ones.
+    """
     kind, drafted = KINDS[name]
     args = DistReader(trunk).common()["args"]
     reduced = len(drafted) < VOCABULARY
     has_head = reduced or kind.name == "eagle3"
-    form = DrafterForm(kind, sizes_of(args), torch.arange(len(drafted)), has_head, ("d2t", "t2d") if reduced else ())
+    lists = ("d2t", "t2d") if reduced else ()
+    form = DrafterForm(kind, {**sizes_of(args), **(sizes or {})}, torch.arange(len(drafted)), has_head, lists)
     torch.manual_seed(3)
     tensors = {}
     for rule in form.rules():

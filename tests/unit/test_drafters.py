@@ -1,12 +1,25 @@
 """verify/drafters.py: drafters' folders are those of their checkpoints, and planted faults are seen."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from drafter_folders import FAULTS, KINDS, Pairs, make_drafter, make_pairs, spoiled
+from drafter_folders import (
+    FAULTS,
+    KINDS,
+    LAYERS,
+    OWN_SIZES,
+    YARN,
+    Pairs,
+    make_drafter,
+    make_pairs,
+    make_trunk,
+    spoiled,
+)
 from safetensors.torch import load_file
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert import drafter_codecs
@@ -15,6 +28,13 @@ from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 from megatron_mtp.cli.convert import main
 
 pytestmark = pytest.mark.usefixtures("megatron")
+
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "deepseek_v3": {},
+    "qwen3_next": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba", "attention"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +46,28 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 def test_a_folder_is_the_drafter_of_its_checkpoint(name: str, pairs: Pairs) -> None:
     checks = verify_drafter(*pairs[name])
     assert [check for check in checks if not check.ok or not check.made] == []
-    assert len(checks) == (4 if name == "dspark" else 3)
+    assert len(checks) == (4 if name.startswith("dspark") else 3)
     assert checks[0].figure == len(load_file(pairs[name][0] / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    tiered(
+        [(family, name) for family in FAMILIES for name in ("eagle3", "dflash", "dspark")],
+        (("qwen3_next", "dspark"),),
+    ),
+)
+def test_a_drafter_with_its_own_sizes_goes_there_and_back_behind_every_trunk(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    _, trunk = make_trunk(tmp_path, family, **FAMILIES[family])
+    exported, saved = make_drafter(tmp_path, name, trunk, {**OWN_SIZES, "rope_scaling": YARN})
+    keys = json.loads((exported / "config.json").read_text())
+    assert {key: keys[key] for key in OWN_SIZES} == OWN_SIZES
+    assert (keys["rope_scaling"], keys["num_target_layers"]) == (YARN, LAYERS)
+    checks = verify_drafter(exported, saved)
+    assert [check for check in checks if not check.ok or not check.made] == []
+    assert len(checks) == (4 if name == "dspark" else 3)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -3,6 +3,7 @@
 Letters in names: N drafted tokens, V vocabulary, H hidden, M rank of the bias.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Sequence
@@ -15,13 +16,20 @@ from torch import Tensor
 from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.drafter_sizes import OWN_SIZES
 from megatron_mtp.drafters import DRAFTERS, STEPS, DrafterKind, engine_layers
-from megatron_mtp.model.arguments import as_mtp_layers
+from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, without_mtp_layers
 from megatron_mtp.model.head import DRAFTER
 
 AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
-INNER = OF_ONE_LAYER, OF_BLOCKS = "eagle_config", "dflash_config"
-"""Config keys with further keys in them."""
+STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LAYERS, "dspark_target_layer_ids")
+"""Config keys with the layers that are read. The first two count states: the number is that of the layers before the
+state, as vLLM and speculators count. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the number is
+that of the layer that returns the state, from 0, as SGLang and SpecForge count."""
+INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
+"""Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+COUNTS = {"outputs": 1, "states": 0}
+"""What layer ids may count, and what makes the layers before a state of one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Kind:
         depth: its own layers.
         mask_token: of its blocks; None without blocks.
         rank: of the bias by the token before; None without.
+        idle_rows: rows of its blocks that draft nothing, beside those of all drafters of its kind.
     """
 
     name: str
@@ -45,6 +54,7 @@ class Kind:
     depth: int = 1
     mask_token: int | None = None
     rank: int | None = None
+    idle_rows: int = 0
 
     @classmethod
     def of(cls, args: Namespace) -> "Kind":
@@ -59,14 +69,16 @@ class Kind:
             args.drafter_num_layers or own.get("drafter_num_layers") or 1,
             mask if "drafter_mask_token" in own else None,
             args.drafter_markov_rank or own.get("drafter_markov_rank"),
+            getattr(args, "drafter_idle_rows", None) or 0,
         )
 
     def arguments(self, args: Namespace) -> dict[str, Any]:
-        """The arguments of a checkpoint that has it on the trunk of these."""
+        """The arguments of a checkpoint that has it on the trunk of these, with the usual sizes of its layers."""
         own = {
             "drafter_num_layers": self.depth,
             "drafter_mask_token": self.mask_token,
             "drafter_markov_rank": self.rank,
+            "drafter_idle_rows": self.idle_rows or None,
         }
         read = DRAFTERS[self.name].settings
         return {
@@ -75,7 +87,9 @@ class Kind:
             "drafter_steps": self.steps,
             "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
             **{name: value if name in read else None for name, value in own.items()},
+            **dict.fromkeys((*OWN_SIZES, "drafter_rope_scaling")),
             **as_mtp_layers(self.steps),
+            **without_mtp_layers(args),
         }
 
 
@@ -106,7 +120,7 @@ class Codec(ABC):
 
     has_own_head = False
     stores_steps = True
-    whole_numbers: tuple[str, ...] = ("intermediate_size",)
+    whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
 
     @abstractmethod
     def keys(self, kind: Kind) -> dict[str, Any]:
@@ -123,9 +137,20 @@ class Codec(ABC):
             rows: the order of the drafted tokens.
         """
 
-    @abstractmethod
-    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
-        """Numbers of the layers that are read of a trunk of so many, from any of the keys."""
+    def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
+        """Numbers of the layers that are read of a trunk of so many, from any of the keys.
+
+        Args:
+            count: of `COUNTS`, what the numbers count; None for what their key says.
+
+        Raises:
+            ValueError: the key says one and the numbers look like the other.
+        """
+        for names, says in ((STATE_KEYS, "states"), (OUTPUT_KEYS, "outputs")):
+            for name in names:
+                if keys.get(name):
+                    return [number + COUNTS[count or says] for number in keys[name]]
+        return []
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
@@ -157,10 +182,18 @@ class OneLayer(Codec):
         return _layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, norms, 2)
 
     @override
-    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
+    def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
         inner = (keys.get(OF_ONE_LAYER) or {}).get(AUX_LAYERS)
-        found = keys.get(AUX_LAYERS) or ([number + 1 for number in inner] if inner else engine_layers(layers))
-        return [*found]
+        if inner and count is None and inner in (keys.get(AUX_LAYERS), [*engine_layers(layers)]):
+            raise ValueError(
+                f"has {AUX_LAYERS} {' '.join(map(str, inner))} within {OF_ONE_LAYER}, where numbers count the outputs "
+                "of layers from 0, and these look like states after so many layers; say which with "
+                "--drafter-layer-ids-count outputs or states, and choose by the acceptance."
+            )
+        found = super().layers(keys, layers, count)
+        if not found and inner:
+            return [number + COUNTS[count or "outputs"] for number in inner]
+        return found or [*engine_layers(layers)]
 
     @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
@@ -174,11 +207,12 @@ class OneLayer(Codec):
 class Blocks(Codec):
     """DFlash, whose `block_size` counts the rows that draft nothing too."""
 
-    whole_numbers: tuple[str, ...] = ("intermediate_size", "num_hidden_layers", "block_size", "mask_token_id")
+    whole_numbers: tuple[str, ...] = (*Codec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
 
     @override
     def keys(self, kind: Kind) -> dict[str, Any]:
-        return {"block_size": kind.steps + DRAFTERS[kind.name].idle_rows, OF_BLOCKS: self.inner(kind)}
+        rows = kind.steps + DRAFTERS[kind.name].idle_rows + kind.idle_rows
+        return {"block_size": rows, OF_BLOCKS: self.inner(kind)}
 
     def inner(self, kind: Kind) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
@@ -193,12 +227,15 @@ class Blocks(Codec):
         return rules
 
     @override
-    def layers(self, keys: dict[str, Any], layers: int) -> list[int]:
-        return [number + 1 for number in keys.get(TARGET_LAYERS) or ()]
-
-    @override
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        mask, steps = keys["mask_token_id"], keys["block_size"] - row.idle_rows
+        mask, has_choice = keys["mask_token_id"], "drafter_idle_rows" in row.settings
+        if keys.get("sample_from_anchor") and not has_choice:
+            raise ValueError(
+                f"{path / CONFIG} has sample_from_anchor, and the newest token's row of {row.called} drafts nothing; "
+                "give another."
+            )
+        idle = int(has_choice and keys.get("sample_from_anchor") is False)
+        steps = keys["block_size"] - row.idle_rows - idle
         if not 0 <= mask < args.vocab_size:
             raise ValueError(
                 f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
@@ -214,6 +251,7 @@ class Blocks(Codec):
             "depth": keys["num_hidden_layers"],
             "mask_token": mask,
             "rank": keys.get("markov_rank"),
+            "idle_rows": idle,
         }
 
 
@@ -229,6 +267,7 @@ class BiasedBlocks(Blocks):
             **self.inner(kind),
             **{"markov_rank": kind.rank, "markov_head_type": "vanilla"},
             **{"enable_confidence_head": True, "confidence_head_with_markov": True},
+            **({"sample_from_anchor": False} if kind.idle_rows else {}),
         }
 
     @override
@@ -249,12 +288,15 @@ CODECS: dict[str, Codec] = {"eagle3": OneLayer(), "dflash": Blocks(), "dspark": 
 
 
 def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config with those that block drafters have one level down."""
-    return {**keys, **(keys.get(OF_BLOCKS) or {})}
+    """The keys of a config with those that some forms have one level down."""
+    return {**(keys.get(OF_LAYERS) or {}), **keys, **(keys.get(OF_BLOCKS) or {})}
 
 
-def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> Kind:
+def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace, count: str | None = None) -> Kind:
     """The drafter that the keys of a config describe, on the trunk of these arguments.
+
+    Args:
+        count: what its layer ids count, of `COUNTS`; None for what their key says.
 
     Raises:
         ValueError: a key is missing, or the drafter is of another trunk.
@@ -262,11 +304,15 @@ def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace)
     codec = CODECS[row.name]
     if lacks := [key for key in codec.whole_numbers if type(keys.get(key)) is not int]:
         raise ValueError(f"{path / CONFIG} lacks {lacks[0]}; fetch the folder again.")
-    found = codec.layers(keys, args.num_layers)
-    if not row.can_read(found, args.num_layers):
+    layers = layers_to_read(args) or sys.maxsize
+    try:
+        found = codec.layers(keys, layers, count)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} {error}") from None
+    if not row.can_read(found, layers):
         raise ValueError(
-            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {args.num_layers} "
-            "layers; give a drafter of this trunk."
+            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
+            "drafter of this trunk."
         )
     return Kind(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, row, keys, args))
 

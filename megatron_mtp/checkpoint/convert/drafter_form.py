@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafter_codecs import (
-    AUX_LAYERS,
     CODECS,
     INNER,
-    TARGET_LAYERS,
+    OUTPUT_KEYS,
+    STATE_KEYS,
     Kind,
     Rows,
     by_token,
@@ -39,7 +39,9 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.drafter_sizes import AttentionSizes, scaling_of, size_settings
 from megatron_mtp.drafters import DRAFTERS, engine_layers
+from megatron_mtp.model.arguments import drafter_sizes
 from megatron_mtp.model.head import DRAFTER
 
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
@@ -48,23 +50,31 @@ FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
 OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "use_swa", "is_causal", "causal"), False),
-    **{"sample_from_anchor": True, "markov_head_type": "vanilla", "conv_kernel_size": None},
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "has_embed_tokens"), False),
+    **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),
+    **dict.fromkeys(("kv_lora_rank", "conv_kernel_size", "selector_rank", "aux_hidden_stream"), None),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), None),
+    **{"markov_head_type": "vanilla", "attention_mode": "gqa", "hidden_act": "silu"},
 }
 """Config keys of drafters that compute something else with another value than this one."""
+FULL = "full_attention"
+"""The type of a layer that attends to all positions."""
 LAYER = ("midlayer.", "layers.0.")
 """Names of an EAGLE-3 drafter's layer: as it is written, and another that is read."""
 
 
 def sizes_of(args: Namespace) -> dict[str, Any]:
-    """The config keys in which a drafter has to agree with its trunk, from the trunk's arguments."""
-    heads = args.num_attention_heads
+    """The config keys of the sizes of a checkpoint's drafter, or of one with the usual sizes, from its arguments."""
+    sizes = drafter_sizes(args)
     return {
         "hidden_size": args.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
-        "head_dim": args.kv_channels or args.hidden_size // heads,
-        "rms_norm_eps": args.layernorm_epsilon,
-        "rope_theta": args.rotary_base,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.groups,
+        "head_dim": sizes.channels,
+        "rms_norm_eps": sizes.epsilon,
+        "rope_theta": sizes.theta,
+        **({} if sizes.scaling is None else {"rope_scaling": sizes.scaling}),
         "vocab_size": args.vocab_size,
     }
 
@@ -126,6 +136,13 @@ class DrafterForm:
         block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
         return f"{kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens{block}"
 
+    def arguments(self, args: Namespace) -> dict[str, Any]:
+        """The arguments of a checkpoint that has it on the trunk of these."""
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+        heads, groups, channels, epsilon, theta = (self.sizes[name] for name in names)
+        sizes = AttentionSizes(heads, groups, channels, epsilon, theta, self.sizes.get("rope_scaling"))
+        return self.kind.arguments(args) | size_settings(sizes, drafter_sizes(args, Namespace()))
+
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
         hidden, kind, drafted, vocabulary = (
@@ -167,31 +184,27 @@ def head_key(reader: DistReader) -> str:
 
 
 def trunk_of(path: Path) -> Namespace:
-    """Arguments of the trunk that a drafter's config describes; without `num_target_layers`, of any depth."""
-    keys = _config(path)
-    sizes = _sizes_in(keys)
+    """What a drafter's config says of its trunk; without `num_target_layers` that is of any depth."""
+    keys = with_inner(_config(path))
     return Namespace(
         num_layers=keys.get("num_target_layers") or sys.maxsize,
-        hidden_size=sizes["hidden_size"],
-        num_attention_heads=sizes["num_attention_heads"],
-        group_query_attention=True,
-        num_query_groups=sizes["num_key_value_heads"],
-        kv_channels=sizes["head_dim"],
-        layernorm_epsilon=sizes["rms_norm_eps"],
-        rotary_base=sizes["rope_theta"],
-        vocab_size=sizes["vocab_size"],
+        hidden_size=keys.get("hidden_size"),
+        vocab_size=_vocabulary(keys),
         max_position_embeddings=keys.get("max_position_embeddings") or sys.maxsize,
     )
 
 
-def read_drafter(path: Path, args: Namespace) -> DrafterForm:
+def read_drafter(path: Path, args: Namespace, count: str | None = None) -> DrafterForm:
     """The form of a folder's drafter, checked against the trunk's arguments and the folder's tensors.
+
+    Args:
+        count: what its layer ids count, of `COUNTS`; None for what their key says.
 
     Raises:
         ValueError: it is of another kind or of another trunk, or has tensors that are not known.
     """
     folder = HFFolder(path)
-    form = form_in(path, args, folder.tensors)
+    form = form_in(path, args, folder.tensors, count)
     wanted = {tensor.name: tensor.shape for rule in form.rules() for tensor in rule.hf}
     found = {name: stored.shape for name, stored in folder.tensors.items()}
     if found != wanted:
@@ -206,20 +219,20 @@ def read_drafter(path: Path, args: Namespace) -> DrafterForm:
         raise ValueError(f"{path}: {error}.") from None
 
 
-def form_in(path: Path, args: Namespace, names: Collection[str]) -> DrafterForm:
+def form_in(path: Path, args: Namespace, names: Collection[str], count: str | None = None) -> DrafterForm:
     """The form of a folder's drafter by its config and the names of its tensors, as if drafts had their tokens' order.
 
     Raises:
         ValueError: the config lacks something, or is of another kind or of another trunk.
     """
     keys = _checked_config(path, args)
-    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], with_inner(keys), args), args.vocab_size
+    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], keys, args, count), args.vocab_size
     drafted = int(keys.get("draft_vocab_size") or vocabulary)
     has_list = "d2t" in names or drafted < vocabulary
     lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
     has_head = CODECS[kind.name].has_own_head or has_list or FOLDER_HEAD in names
     layer = LAYER[1] if any(name.startswith(LAYER[1]) for name in names) else LAYER[0]
-    return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists, layer)
+    return DrafterForm(kind, _sizes_in(path, keys), torch.arange(drafted), has_head, lists, layer)
 
 
 def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
@@ -241,24 +254,31 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 
 
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
-    """The folder's keys, which agree with the trunk."""
-    keys, name = _config(path), drafter_kind(path)
-    said = with_inner(keys)
-    if other := [key for key, plain in OTHER_FORMS.items() if said.get(key) not in (None, plain)]:
+    """The folder's keys, inner ones among them, which agree with the trunk."""
+    keys = with_inner(_config(path))
+    if other := [key for key, plain in OTHER_FORMS.items() if keys.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
-    rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
-    if CODECS[str(name)].has_unknown_layers(keys) or rope.get("rope_type", rope.get("type", "default")) != "default":
+    if {*(keys.get("layer_types") or [])} - {FULL}:
         raise ValueError(
-            f"{path / CONFIG} has several layers or a rope_scaling, which drafters here do not have; give another."
+            f"{path / CONFIG} has layer_types beside {FULL}, which drafters here do not have; give another."
         )
-    theirs = _sizes_in(keys)
-    for size, own in sizes_of(args).items():
-        if theirs[size] != own:
+    if CODECS[str(drafter_kind(path))].has_unknown_layers(keys):
+        raise ValueError(
+            f"{path / CONFIG} has num_hidden_layers {keys['num_hidden_layers']}, and drafters of its kind have one "
+            "layer here; give another."
+        )
+    of_trunk = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size, "target_hidden_size": args.hidden_size}
+    said = {**keys, "vocab_size": _vocabulary(keys)}
+    for name, own in of_trunk.items():
+        if said.get(name) != own and (name != "target_hidden_size" or said.get(name) is not None):
             raise ValueError(
-                f"{path / CONFIG} has {size} {theirs[size]}, and the trunk {own}; give a drafter of this trunk, "
-                "whose layer has the trunk's sizes and positions."
+                f"{path / CONFIG} has {name} {said.get(name)}, and the trunk {own}; give a drafter of this trunk."
             )
     return keys
+
+
+def _vocabulary(keys: dict[str, Any]) -> Any:
+    return keys.get("target_vocab_size") if keys.get("vocab_size") is None else keys["vocab_size"]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -273,22 +293,31 @@ def _config(path: Path) -> dict[str, Any]:
     wrong = {name: value for name, value in objects.items() if not isinstance(value, dict)}
     for said in [] if wrong else [keys, *objects.values()]:
         wrong |= {name: said[name] for name in SIZES if type(said.get(name) or 0) is not int}
-        lists = {name: said.get(name) or [] for name in (AUX_LAYERS, TARGET_LAYERS)}
+        lists = {name: said.get(name) or [] for name in (*STATE_KEYS, *OUTPUT_KEYS)}
         wrong |= {name: of for name, of in lists.items() if type(of) is not list or {*map(type, of)} - {int}}
     for name, value in wrong.items():
         raise ValueError(f"{path / CONFIG} has {name} {value!r}, which no drafter has; fetch the folder again.")
     return keys
 
 
-def _sizes_in(keys: dict[str, Any]) -> dict[str, Any]:
+def _sizes_in(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     """The keys of `sizes_of` in a config, with the defaults of its class."""
-    heads, rope = keys.get("num_attention_heads") or 1, keys.get("rope_parameters") or {}
-    defaults = {
+    rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
+    try:
+        scaling = scaling_of({"partial_rotary_factor": keys.get("partial_rotary_factor"), **rope})
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} has {error}; give another drafter.") from None
+    heads = keys.get("num_attention_heads") or 1
+    made: dict[str, Any] = {
+        "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": (keys.get("hidden_size") or 0) // heads,
+        "head_dim": keys["hidden_size"] // heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": rope.get("rope_theta", 10000),
-        "vocab_size": keys.get("target_vocab_size"),
     }
-    names = "hidden_size", "num_attention_heads", *defaults
-    return {name: defaults.get(name) if keys.get(name) is None else keys[name] for name in names}
+    made |= {name: keys[name] for name in made if keys.get(name) is not None}
+    for name, value in made.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < sys.maxsize:
+            raise ValueError(f"{path / CONFIG} has {name} {value!r:.40}, which is no number above 0; fetch it again.")
+    scaled = {} if scaling is None else {"rope_scaling": scaling}
+    return {"hidden_size": keys["hidden_size"], **made, **scaled, "vocab_size": _vocabulary(keys)}

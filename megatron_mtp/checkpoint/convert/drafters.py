@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafters import DRAFTERS
-from megatron_mtp.model.arguments import check_trainable
+from megatron_mtp.model.arguments import check_trainable, layers_to_read
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
@@ -65,18 +65,8 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
 
 def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
-    """The keys of config.json.
-
-    Raises:
-        ValueError: the layer has positions that this form does not say.
-    """
+    """The keys of config.json."""
     kind, row = form.kind, DRAFTERS[form.kind.name]
-    for name, plain in (("rotary_percent", 1.0), ("use_rope_scaling", False), ("rotary_interleaved", False)):
-        if (found := getattr(args, name, plain)) not in (plain, None):
-            raise ValueError(
-                f"the drafter turns heads with {name} {found}, for which {row.architecture} has no form; draft with it "
-                "by megatron-mtp generate or serve."
-            )
     return {
         "architectures": [row.architecture],
         "model_type": row.model_type,
@@ -84,7 +74,7 @@ def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
         "intermediate_size": kind.width,
         "max_position_embeddings": args.max_position_embeddings,
         "num_hidden_layers": kind.depth,
-        "num_target_layers": args.num_layers,
+        "num_target_layers": layers_to_read(args),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -107,12 +97,13 @@ def _group(rule: Rule, reader: DistReader, options: Options) -> Group:
 # --- a checkpoint with a folder's drafter -----------------------------------------------------------------------------
 
 
-def plan_attaching_drafter(source: Path, drafter: Path) -> Conversion:
+def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None) -> Conversion:
     """`attach-drafter`, from names and shapes alone.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
         drafter: the drafter's folder.
+        count: what its layer ids count, of `COUNTS`; None for what their key says.
 
     Raises:
         ValueError: the drafter is of another kind or of another trunk, or Megatron cannot run the trunk.
@@ -120,13 +111,14 @@ def plan_attaching_drafter(source: Path, drafter: Path) -> Conversion:
     reader = DistReader(source)
     args = reader.common()["args"]
     check_trainable(args, str(source))
-    form, folder = read_drafter(drafter, args), HFFolder(drafter)
+    form, folder = read_drafter(drafter, args, count), HFFolder(drafter)
     record = {
         "drafter": str(drafter.resolve()),
         "tensors": {name: one.shape for name, one in folder.tensors.items()},
+        "layers": form.kind.layers,
     }
     groups = [_stored(rule, folder) for rule in form.rules()]
-    return changed(reader, source, groups, form.kind.arguments(args), record, depths=0)
+    return changed(reader, source, groups, form.arguments(args), record, depths=0)
 
 
 def _stored(rule: Rule, folder: HFFolder) -> Group:

@@ -359,7 +359,7 @@ def drafter_kind(path: Path) -> str | None:
     named = keys.get("architectures") if isinstance(keys, dict) else None
     if not isinstance(named, list):
         return None
-    return next((row.name for row in DRAFTERS.values() if row.architecture in named), None)
+    return next((row.name for row in DRAFTERS.values() if {row.architecture, *row.also_called} & {*named}), None)
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -2,7 +2,8 @@
 
 As for models, every tensor is converted both ways and compared bit by bit, and so are the settings of both sides. Then
 both draft on the same states of the trunk: Megatron's modules from the checkpoint, and `Reference` from the folder, in
-plain torch from its names and keys as engines read them, without the rules of the conversion.
+plain torch from its names and keys as engines read them, without the rules of the conversion. Its angles are those
+of transformers.
 
     S = 6, K = 2    t_0 .. t_5    an EAGLE-3 drafter at every position, given the next token; a block behind t_3
                     reads the trunk's states of t_0 .. t_3, begins with t_4 and drafts what follows t_4 and t_5
@@ -11,6 +12,7 @@ Letters: S positions, K drafts, R rows of a block, T positions that rows attend 
 side by side, N drafted tokens, V vocabulary, C channels of a head.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.checkpoint.convert.computation import differences
 from megatron_mtp.checkpoint.convert.drafter_form import (
@@ -34,6 +38,7 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
+from megatron_mtp.model.arguments import symbols_of_a_layer
 from megatron_mtp.model.head import DRAFTER
 
 Drafts = dict[str, Tensor]
@@ -41,13 +46,14 @@ Drafts = dict[str, Tensor]
 
 
 @exact_float32()
-def verify_drafter(folder: Path, mcore: Path, seed: int = 0) -> list[Check]:
+def verify_drafter(folder: Path, mcore: Path, seed: int = 0, count: str | None = None) -> list[Check]:
     """Compare a drafter's folder with the drafter of a checkpoint.
 
     Args:
         folder: the drafter's folder.
         mcore: the checkpoint.
         seed: seed of the tokens.
+        count: what the folder's layer ids count, "outputs" or "states"; None for what their key says.
 
     Returns:
         All checks that apply.
@@ -58,13 +64,13 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0) -> list[Check]:
     reader = DistReader(mcore)
     if not reader.has_drafter:
         raise ValueError(f"{mcore} has no drafter to compare with {folder}; give a checkpoint that has one.")
-    form, ours = read_drafter(folder, trunk_of(folder)), stored_form(reader.common()["args"], reader)
+    form, ours = read_drafter(folder, trunk_of(folder), count), stored_form(reader.common()["args"], reader)
     wrong = differences(ours.settings, form.settings)
     settings = Check.none_differs("settings that differ", wrong, "the checkpoint's arguments")
     checks = [_same_tensors(form, folder, reader), settings]
     if wrong:
         return [*checks, Check.not_made("drafts", "settings differ")]
-    drafted, theirs = drafts_of_both(folder, mcore, prompt_of(reader, seed, LENGTH + form.kind.steps))
+    drafted, theirs = drafts_of_both(folder, mcore, form.kind.layers, prompt_of(reader, seed, LENGTH + form.kind.steps))
     witness = "plain torch; ours by Megatron"
     return [*checks, *(Check.close(name, drafted[name], value, witness) for name, value in theirs.items())]
 
@@ -83,15 +89,16 @@ def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
 
 
 @torch.no_grad()
-def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, Drafts]:
-    """Drafts of a checkpoint and of a folder on the trunk of the checkpoint."""
+def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Prompt) -> tuple[Drafts, Drafts]:
+    """Drafts of a checkpoint and of a folder on the trunk of the checkpoint, after these layers of its folder."""
     model, reference = load_model(mcore), Reference(folder)
     states: dict[int, Tensor] = {}
 
     def keep(number: int) -> Any:
-        return lambda _, __, made: states.update({number: made[0][:, 0]})
+        return lambda _, __, made: states.update({number: (made[0] if isinstance(made, tuple) else made)[:, 0]})
 
-    hooks = [model.decoder.layers[number - 1].register_forward_hook(keep(number)) for number in reference.layers]
+    symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
+    hooks = [model.decoder.layers[symbols * number - 1].register_forward_hook(keep(number)) for number in layers]
     steps, length = model.config.mtp_num_layers, prompt.tokens_BS.size(1)
     place = length - steps - 1  # of a block, whose drafts' tokens before them are all in the prompt
 
@@ -113,7 +120,7 @@ def drafts_of_both(folder: Path, mcore: Path, prompt: Prompt) -> tuple[Drafts, D
     drafted: Drafts = logits_of(model, prompt, ours)
     for hook in hooks:
         hook.remove()
-    states_SX = torch.cat([states[number] for number in reference.layers], dim=-1)
+    states_SX = torch.cat([states[number] for number in layers], dim=-1)
     words_VH, head = model.embedding.word_embeddings.weight, model.head().weight[: reference.keys["vocab_size"]]
     tokens_S = prompt.tokens_BS[0].cuda()
     if reference.block is None:
@@ -125,25 +132,28 @@ class Reference:
     """A drafter from its folder alone, in float32.
 
     Attributes:
-        layers: numbers of the trunk's layers that it reads, from 1.
         block: rows of a block; None of an EAGLE-3 drafter.
     """
 
     def __init__(self, folder: Path) -> None:
         keys = read_json(folder / CONFIG)
-        self.keys = keys = {**keys, **(keys.get("dflash_config") or {})}
+        self.keys = keys = {**(keys.get("transformer_layer_config") or {}), **keys, **(keys.get("dflash_config") or {})}
         files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
         tensors = {name: tensor.cuda() for file in files for name, tensor in file.items()}
         self.weights = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
         self.block = keys.get("block_size")
         self.channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
-        if self.block is not None:
-            self.layers = [number + 1 for number in keys["target_layer_ids"]]
-        else:
-            counted = keys.get("eagle_aux_hidden_state_layer_ids")
-            returns = (keys.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
-            last = keys.get("num_target_layers", 0)
-            self.layers = counted or [number + 1 for number in returns] or [2, last // 2, last - 3]
+        rope: dict[str, Any] = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+        theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
+        config = LlamaConfig(
+            hidden_size=keys["hidden_size"],
+            num_attention_heads=1,
+            head_dim=self.channels,
+            max_position_embeddings=keys.get("max_position_embeddings") or 2048,
+            rope_parameters={"rope_type": "default", **rope, "rope_theta": theta},
+        )
+        rotary = LlamaRotaryEmbedding(config)
+        self.frequencies, self.factor = rotary.inv_freq.cuda(), rotary.attention_scaling
 
     def steps(self, states_SX: Tensor, next_SH: Tensor) -> Drafts:
         """The first draft of EAGLE-3 at every position, from the embeddings of the next tokens."""
@@ -196,11 +206,10 @@ class Reference:
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
         """Heads [.., T, C] with rotary angles; each channel of the front half is turned with one of the back half."""
-        theta = self.keys.get("rope_theta") or (self.keys.get("rope_parameters") or {}).get("rope_theta", 10000)
-        part = torch.arange(0, self.channels, 2, device=heads.device) / self.channels
-        angle = position_T[:, None] * theta**-part
+        angle = position_T[:, None] * self.frequencies
+        cosine, sine = angle.cos() * self.factor, angle.sin() * self.factor
         front, back = heads.chunk(2, dim=-1)
-        return torch.cat([front * angle.cos() - back * angle.sin(), back * angle.cos() + front * angle.sin()], dim=-1)
+        return torch.cat([front * cosine - back * sine, back * cosine + front * sine], dim=-1)
 
     def _through_mlp(self, layer: str, state: Tensor) -> Tensor:
         normed = self._norm(f"{layer}post_attention_layernorm", state)

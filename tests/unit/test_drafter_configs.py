@@ -1,0 +1,244 @@
+"""Published configs of drafters, as each form has them: read with their own sizes, or refused by the named key."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mtp.checkpoint.convert.drafter_form import form_in
+from megatron_mtp.checkpoint.hf.folder import drafter_kind
+
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+SPECFORGE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57], "use_aux_hidden_state": True},
+    "draft_vocab_size": 32000,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 40960,
+    "num_attention_heads": 56,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", **{name: YARN[name] for name in YARN if name != "rope_type"}}
+    | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 163840,
+    "attention_bias": False,
+}
+"""EAGLE-3 behind DeepSeek-V3's latent attention."""
+
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0",
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+        "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "draft_vocab_size": 32000,
+    "norm_before_residual": False,
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "vocab_size": 151936,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    },
+}
+
+ZLAB: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "dflash_config": {"target_layer_ids": [1, 8, 15, 22, 29], "mask_token_id": 248319, "block_size": 16},
+    "num_target_layers": 32,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+    "layer_types": ["full_attention"] * 5,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+}
+"""DFlash behind Qwen3.5-4B, whose heads have 256 channels."""
+
+DSPARK: dict[str, Any] = {
+    "architectures": ["DSparkDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 7,
+    "dflash_config": {
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        "target_layer_ids": [1, 19, 38, 57, 76],
+        "mask_token_id": 154856,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "num_target_layers": 78,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 8000000,
+    "vocab_size": 154880,
+    "max_position_embeddings": 202752,
+}
+"""DSpark behind GLM-5.2's latent attention."""
+
+GPT_OSS: dict[str, Any] = {
+    **SPECFORGE,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21], "use_aux_hidden_state": True},
+    "hidden_size": 2880,
+    "intermediate_size": 17280,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "rope_theta": 150000,
+    "rope_scaling": None,
+}
+
+
+def trunk(layers: int, hidden: int, vocabulary: int, **more: Any) -> Namespace:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "vocab_size": vocabulary, "max_position_embeddings": 2**18}
+    return Namespace(**sizes, **more)
+
+
+def read(folder: Path, keys: dict[str, Any], behind: Namespace, count: str | None = None) -> Any:
+    (folder / "config.json").write_text(json.dumps(keys))
+    return form_in(folder, behind, ["d2t", "lm_head.weight"] if "draft_vocab_size" in keys else [], count)
+
+
+DEEPSEEK, QWEN3 = trunk(61, 7168, 129280), trunk(36, 4096, 151936)
+QWEN35 = trunk(64, 2560, 248320, hybrid_layer_pattern="G-G-G-*-" * 8)
+GLM = trunk(78, 6144, 154880)
+
+
+@pytest.mark.parametrize(
+    ("keys", "behind", "kind", "layers", "sizes"),
+    [
+        (
+            SPECFORGE,
+            DEEPSEEK,
+            "eagle3",
+            (2, 30, 58),
+            (56, 8, 128, 1e-6, 10000, {**YARN, "attention_factor": 1.0}),
+        ),
+        (SPECULATORS, QWEN3, "eagle3", (2, 18, 33), (32, 8, 128, 1e-6, 1000000, None)),
+        (ZLAB, QWEN35, "dflash", (2, 9, 16, 23, 30), (32, 8, 128, 1e-6, 10000000, None)),
+        (DSPARK, GLM, "dspark", (2, 20, 39, 58, 77), (64, 16, 64, 1e-5, 8000000, None)),
+        (GPT_OSS, trunk(24, 2880, 201088), "eagle3", (2, 12, 22), (64, 8, 64, 1e-6, 150000, None)),
+        (
+            {**ZLAB, "block_size": 16, "dflash_config": {"target_layer_ids": [1, 29], "mask_token_id": 9}},
+            QWEN35,
+            "dflash",
+            (2, 30),
+            (32, 8, 128, 1e-6, 10000000, None),
+        ),
+        (
+            {**SPECULATORS, "architectures": ["Eagle3DraftModel"], "eagle_aux_hidden_state_layer_ids": [3, 18, 30]},
+            QWEN3,
+            "eagle3",
+            (3, 18, 30),
+            (32, 8, 128, 1e-6, 1000000, None),
+        ),
+    ],
+    ids=["SpecForge", "speculators", "z-lab", "DSpark", "gpt-oss", "older z-lab", "speculators with ids"],
+)
+def test_a_published_config_is_read_with_its_own_sizes(
+    tmp_path: Path, keys: dict[str, Any], behind: Namespace, kind: str, layers: tuple[int, ...], sizes: tuple[Any, ...]
+) -> None:
+    form = read(tmp_path, keys, behind)
+    names = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
+    assert (form.kind.name, form.kind.layers) == (kind, layers)
+    assert tuple(form.sizes.get(name) for name in names) == sizes
+
+
+@pytest.mark.parametrize("keys", [ZLAB, DSPARK], ids=["DFlash", "DSpark"])
+def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, Any]) -> None:
+    form = read(tmp_path, keys, QWEN35 if keys is ZLAB else GLM)
+    assert (form.kind.steps, form.kind.depth) == ((15, 5) if keys is ZLAB else (7, 5))
+
+
+def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
+    kind = read(tmp_path, {**DSPARK, "sample_from_anchor": False}, GLM).kind
+    assert (kind.steps, kind.idle_rows) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "behind", "named"),
+    [
+        ({**SPECULATORS, "norm_before_residual": True}, QWEN3, "norm_before_residual"),
+        ({**SPECULATORS, "norm_before_fc": True}, QWEN3, "norm_before_fc"),
+        ({**SPECULATORS, "target_hidden_size": 5120}, QWEN3, "target_hidden_size 5120, and the trunk 4096"),
+        ({**DSPARK, "has_embed_tokens": True, "has_lm_head": False}, GLM, "has_embed_tokens"),
+        ({**DSPARK, "aux_hidden_stream": "attn_res"}, GLM, "aux_hidden_stream"),
+        ({**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "attention_mode": "mla"}}, GLM, "attention_mode"),
+        ({**ZLAB, "sample_from_anchor": True}, QWEN35, "sample_from_anchor"),
+        ({**ZLAB, "partial_rotary_factor": 0.25}, QWEN35, "partial_rotary_factor"),
+        ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "conv_kernel_size": 2}}, QWEN35, "conv_kernel_size"),
+        ({**SPECFORGE, "rope_scaling": {"type": "longrope"}}, DEEPSEEK, "rope_type 'longrope'"),
+        ({**SPECFORGE, "num_hidden_layers": 2}, DEEPSEEK, "num_hidden_layers 2"),
+    ],
+)
+def test_another_form_is_refused_by_the_named_key(
+    tmp_path: Path, keys: dict[str, Any], behind: Namespace, named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"config.json has (a )?{named}"):
+        read(tmp_path, keys, behind)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Eagle3DeepseekV2ForCausalLM", "K3DSparkModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM"]
+)
+def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
+    keys = {**SPECFORGE, "architectures": [architecture], "model_type": "kimi_k2", "kv_lora_rank": 512}
+    with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a LlamaForCausalLMEagle3"):
+        read(tmp_path, keys, DEEPSEEK)
+    assert drafter_kind(tmp_path) is None
+
+
+@pytest.mark.parametrize("count", [None, "outputs", "states"])
+def test_ids_that_may_count_either_are_asked_for(tmp_path: Path, count: str | None) -> None:
+    """2, 30, 58 under the key of outputs are the states that engines read of 61 layers."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}
+    for keys in ({**SPECFORGE, "eagle_config": ids}, {**SPECFORGE, "eagle_config": ids, **ids}):
+        if count is None:
+            with pytest.raises(ValueError, match=r"has eagle_aux_.* 2 30 58 within eagle_config, .*-layer-ids-count"):
+                read(tmp_path, keys, DEEPSEEK)
+        else:
+            layers = read(tmp_path, keys, DEEPSEEK, count).kind.layers
+            assert layers == ((3, 31, 59) if count == "outputs" else (2, 30, 58))
+
+
+def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
+    plain = {name: value for name, value in SPECFORGE.items() if name != "eagle_config"}
+    outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 19, 39]}}
+    for own in (outputs, {"eagle_aux_hidden_state_layer_ids": [5, 20, 40]}, {"target_layer_ids": [4, 19, 39]}):
+        assert read(tmp_path, {**plain, **own}, DEEPSEEK).kind.layers == (5, 20, 40)

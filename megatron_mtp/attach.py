@@ -73,6 +73,10 @@ def attach(
             assert depths is not None
             add_block(chunk, depths, block)
         chunk.mtp_is_attached = True
+    if chunks[0].config.num_moe_experts is not None:
+        from megatron_mtp.patches.table import install_for_experts  # dense models need no patch of Megatron
+
+        install_for_experts()
     return Attached(next((one for one in chunks if one.post_process), None), settings, weight)
 
 

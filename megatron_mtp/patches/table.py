@@ -8,7 +8,16 @@ torch's faults in 2.11 and in 2.15.
 """
 
 from megatron_mtp.patches import catalogue, layers, saving
-from megatron_mtp.patches.patch import Patch, Probe, apply, called_by_name, has_no_callbacks, unobserved
+from megatron_mtp.patches.patch import (
+    Patch,
+    Probe,
+    State,
+    apply,
+    called_by_name,
+    has_no_callbacks,
+    state_of,
+    unobserved,
+)
 
 CORE = ">=0.19.0,<=0.19.2"
 TORCH = ">=2.11.0a0,<2.16"
@@ -245,3 +254,9 @@ def install() -> None:
         RuntimeError: an installed version does not have one of the functions.
     """
     apply(PATCHES)
+
+
+def install_for_experts() -> None:
+    """Replace what is faulty in routers alone, where a framework has built the model; a release may lack a function."""
+    routers = [patch for patch in PATCHES if patch.target.startswith("megatron.core.transformer.moe.router:")]
+    apply([patch for patch in routers if state_of(patch) is not State.MISSING])

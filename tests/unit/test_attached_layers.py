@@ -23,6 +23,8 @@ from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.mtp_loss import mtp_loss
 from megatron_mtp.model.stock import _end_of
+from megatron_mtp.patches.patch import original_of
+from megatron_mtp.patches.table import PATCHES
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -211,6 +213,18 @@ def test_a_stage_without_tokens_says_so() -> None:
         model(None, None, None, decoder_input=embedded_SBH, labels=batch["labels"])
     assert model.mtp_process
     assert model.config.mtp_num_layers == 2
+
+
+def test_routers_of_a_framework_can_leave_positions_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework calls no prepare(), and Megatron's own count of tokens for the expert bias fails with a mask."""
+    for patch in (each for each in PATCHES if ".moe.router:" in each.target):
+        monkeypatch.setattr(patch.owner(), patch.name.rpartition(".")[2], original_of(patch))
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model, batch = stock("moe", **bias), make_batch(2)
+    destroy_moe_metrics_tracker()
+    attached = attach(model, 2)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    assert attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.isfinite()
 
 
 # --- traps -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": LOW | {"model"} | CHECKPOINT,
     "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore", "checkpoint/convert"},  # updates of the weights
     "training": LOW | {"data", "model", "losses", "checkpoint/mcore"},
-    "attach": {"config", "data", "losses", "model"},
+    "attach": {"config", "data", "losses", "model", "patches"},
     "server": {"errors", "files", "runtime", "data", "decoding"},
     "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,
     "__main__": {"cli"},

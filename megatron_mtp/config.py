@@ -116,6 +116,14 @@ class MTPConfig:
         metavar="DIR",
     )
 
+    mtp_patience: int | None = _flag(
+        None,
+        "Keep the state that is best by expected accepted length in evaluations, all of the same validation samples, "
+        "and end the run after N of them without growth; the checkpoint then loads as the best state. Default: train "
+        "to the end, and keep the last state.",
+        allowed=("1 or more evaluations", FROM_1[1]),
+        metavar="N",
+    )
     mtp_hidden_state_mixing: bool = _flag(
         False,
         "In training, let every depth continue at each position from one of the states that predict the same token: "

@@ -229,6 +229,19 @@ LOOP = (
         "The loop has no callback for saved checkpoints.",
         unobserved("iteration"),
     ),
+    _of_loop(
+        "checkpoint_and_decide_exit",
+        "The loop has no callback that saves a state for its evaluation, or ends the run.",
+        unobserved(
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "iteration",
+            "num_floating_point_operations_so_far",
+            "checkpointing_context",
+            "train_data_iterator",
+        ),
+    ),
     Patch(
         "megatron.training.training:get_megatron_optimizer",
         "The loop's optimizer has no parameter group of the MTP layers.",

@@ -12,6 +12,7 @@ datasets.py          Megatron's data sets, by Megatron's flags, also of answers;
 forward_step.py      the forward step for Megatron's schedules: batch, model, loss function; which stages read batches
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
+best_state.py        the best state of a run, kept beside its iterations, and an end where it no longer grows
 documents.py         counts of acceptance by document, gathered over ranks, and put by source
 run_files.py         metrics.jsonl, continued by a resumed run, run.json: how the run was started, and documents.json
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file

@@ -214,6 +214,14 @@ def _of_the_run(args: Namespace) -> Sentences:
             "--overlap-moe-expert-parallel-comm was given with --mtp-train-only, but its schedule takes gradients of "
             "every layer, and those of the trunk have none; drop one of the two."
         )
+    if args.mtp_patience is not None and not args.skip_train:  # ours
+        if args.save is None or not args.eval_interval:
+            yield "--mtp-patience was given without --save or --eval-interval, and keeps what is best there; add both."
+        if args.async_save or args.multiple_validation_sets:
+            yield (
+                "--mtp-patience was given with --async-save or --multiple-validation-sets; one set of validation data "
+                "says what is best, and it is saved at once: drop one of the two."
+            )
     if args.mtp_clip_grad is not None and not args.clip_grad:  # ours
         yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad above 0."
     if args.save is not None and args.save_interval is None:  # silent: nothing is saved

@@ -50,11 +50,41 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def is_built_here() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage)
 
+    repeats, wanted = args.mtp_patience is not None and bool(args.eval_iters), samples[1]
+    if repeats:
+        samples = [samples[0], args.eval_iters * args.eval_global_batch_size, samples[2]]
     print_rank_0(f"> building {kind.__name__} for {samples} training, validation and test samples")
-    return BlendedMegatronDatasetBuilder(kind, samples, is_built_here, dataset_config(args)).build()
+    training, validation, test = BlendedMegatronDatasetBuilder(
+        kind, samples, is_built_here, dataset_config(args)
+    ).build()
+    if repeats and validation is not None:
+        validation = SameSamples(validation, samples[1], wanted)
+    return training, validation, test
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
+
+
+class SameSamples(torch.utils.data.Dataset[Any]):
+    """The first samples of a validation set, again and again: every evaluation takes the same ones.
+
+    Args:
+        data: the set.
+        count: samples of an evaluation.
+        length: of all evaluations.
+    """
+
+    index_split = Split.valid
+
+    def __init__(self, data: Any, count: int, length: int) -> None:
+        self._data, self._count, self._length = data, count, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @override
+    def __getitem__(self, idx: int | None) -> Any:
+        return self._data[None if idx is None else idx % self._count]
 
 
 def _kind(args: Namespace) -> type[GPTDataset]:

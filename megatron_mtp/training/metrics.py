@@ -26,6 +26,7 @@ from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, By
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import HEADS
 from megatron_mtp.files import written_beside
+from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.documents import Documents, by_source, gathered
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
@@ -135,6 +136,9 @@ class Metrics:
     Attributes:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
         sources: the documents' counts of what drafts in the last evaluation, by source, where data sets name documents.
+        validated: the expected accepted length of the last evaluation on validation data, on the rank that has it.
+        step: the last one done; numbers count from the start of a resumed run.
+        best: the best state so far, where --mtp-patience asks for it: what is recorded is of that state.
         has_trained: a step is done, and the loop has gone on to the next one.
         mtp_grad_norm: that of the MTP layers in the last step, if it is apart from the rest.
     """
@@ -144,6 +148,8 @@ class Metrics:
         self._reporter = reporter or PrintedTables()
         self.evaluated: tuple[dict[str, Any], str] | None = None
         self.sources: BySource = {}
+        self.best: BestState | None = None
+        self.validated: float | None = None
         self._training = Window()
         self._evaluation = Window()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
@@ -152,7 +158,7 @@ class Metrics:
         self._seconds: list[float] = []  # of steps since the last row, without evaluations and checkpoints between them
         self.has_trained = False
         self.mtp_grad_norm: float | None = None
-        self._step: Step | None = None  # the last one done; numbers count from the start of a resumed run
+        self.step: Step | None = None
         self._skipped = 0  # steps since the last row whose gradients overflowed
         self._has_written, self._has_failed = False, False
         self._closing = False
@@ -172,7 +178,7 @@ class Metrics:
 
     def begin_step(self) -> None:
         """Megatron's loop begins a training step."""
-        self.has_trained = self._step is not None
+        self.has_trained = self.step is not None
         self._began = time.perf_counter()
 
     def end_step(self, step: Step) -> None:
@@ -180,7 +186,7 @@ class Metrics:
         if self._began is not None:
             self._seconds.append(time.perf_counter() - self._began)
         self._began = None
-        self._step = step
+        self.step = step
         self._skipped += step.is_skipped
         if step.number % get_args().log_interval == 0:
             self._end_interval()
@@ -213,11 +219,11 @@ class Metrics:
             return
         losses, rates = window.reduce()
         self._name_idle(window.idle)
-        iteration = get_args().iteration if self._step is None else self._step.number
+        iteration = get_args().iteration if self.step is None else self.step.number
         figures = {name: value for what, stats in rates.items() for name, value in named(stats, what).items()}
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **figures}
         if split == "training":
-            row |= {} if self._step is None else self._step.figures()
+            row |= {} if self.step is None else self.step.figures()
             row |= {"skipped steps": self._skipped} if self._skipped else {}
             row |= {"step seconds": statistics.median(self._seconds)} if self._seconds else {}
             # of tensors on a CUDA device, or else of the process
@@ -239,9 +245,13 @@ class Metrics:
             }
             apart: dict[str, BySource] = {what: by_source(of, get_args()) for what, of in documents.items()}
             records = {what: record_of(stats, iteration, split, apart.get(what)) for what, stats in rates.items()}
-            self._record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
-            self._keep_record()
-            self._keep_documents(iteration)
+            record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
+            if split.startswith("validation"):
+                self.validated = record[EXPECTED_LENGTH]
+            if self.best is None or (split == "validation" and self.best.improves(record[EXPECTED_LENGTH])):
+                self._record = record
+            if self.best is None:
+                self._keep_record()
         if self._closing:
             return
         if MTP_GRAD_NORM in row:
@@ -253,9 +263,17 @@ class Metrics:
             if wandb and is_last_rank():
                 wandb.log({name + suffix: value}, iteration)
 
+    def keep_best(self) -> None:
+        """The state of the last evaluation is the best, and is saved."""
+        assert self.best is not None
+        self._keep_record()
+        self.best.keep()
+
     def _keep_record(self) -> None:
         """Write the acceptance of the last evaluation beside the checkpoint's iterations, once there are any."""
         args = get_args()
+        if self._record is not None:
+            self._keep_documents(self._record["iteration"])
         folder = args.load if args.save is None and args.skip_train else args.save
         if self._record is None or folder is None or not is_last_rank() or not (Path(folder) / TRACKER).is_file():
             return

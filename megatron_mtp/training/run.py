@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
+from megatron.training import training as loop
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.config import PretrainConfigContainer
 
+from megatron_mtp.acceptance import EXPECTED_LENGTH
 from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
@@ -29,6 +31,7 @@ from megatron_mtp.patches.patch import Replace, State, installed, state_of, whil
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.runtime import check_device
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
+from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at
 from megatron_mtp.training.checks import check_precision
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
@@ -53,6 +56,11 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
         if not args.skip_train and args.train_iters is None and args.train_samples is None:
             raise ValueError("neither --train-iters nor --train-samples was given; say how long the run is.")
         config = pretrain_cfg_container_from_args(args, model_config)
+    if (best := ended_run(args)) is not None:
+        if args.rank == 0:
+            best.settle(Path(args.save))
+            say(f"> the run has ended already; its best state is that of step {best.iteration}")
+        return Metrics(None)
     reporter = _short_log(args, argv, shows_tables) if isinstance(sys.stdout, Listing) else None
     metrics = train(config, datasets_provider, reporter)
     if torch.distributed.is_initialized():
@@ -121,8 +129,20 @@ def train(
             if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
                 _end(metrics)
             raise
+    if metrics.best is not None and get_args().do_valid:  # the last state is saved by now, and evaluated
+        assert metrics.step is not None
+        if metrics.best.learn(metrics.step.number, metrics.validated):
+            metrics.keep_best()
+        _say_best(metrics.best)
     _end(metrics)
     return metrics
+
+
+def _say_best(state: BestState) -> None:
+    """The run has ended: the checkpoint loads as the best state."""
+    best = state.end()
+    if best is not None and get_args().rank == 0:
+        say(f"> the checkpoint is that of step {best.iteration}, the best: {EXPECTED_LENGTH} {best.length:.3f}")
 
 
 def _end(metrics: Metrics) -> None:
@@ -164,8 +184,9 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     Raises:
         InputError: the installed megatron-core cannot be observed in this way.
     """
+    keeps_best = settings is not None and settings.mtp_patience is not None
     wrappers: dict[str, Replace] = {
-        "train_step": partial(_steps, metrics),
+        "train_step": partial(_steps, metrics, keeps_best),
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),
         # Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers
@@ -176,6 +197,8 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     if settings is not None and not (settings.mtp_lr is None and settings.mtp_clip_grad is None):
         own: dict[str, Any] = {"lr": settings.mtp_lr, "clip_grad": settings.mtp_clip_grad}
         wrappers["get_megatron_optimizer"] = lambda make: partial(get_mtp_optimizer, make=make, **own)
+    if keeps_best:
+        wrappers["checkpoint_and_decide_exit"] = partial(_best_states, metrics)
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
@@ -188,9 +211,11 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
         yield
 
 
-def _steps(metrics: Metrics, train_step: Function) -> Function:
+def _steps(metrics: Metrics, keeps_best: bool, train_step: Function) -> Function:
     def timed(forward_step: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
         metrics.begin_step()
+        if keeps_best and metrics.best is None:
+            metrics.best = BestState(get_args())
         done = train_step(forward_step, data, model, optimizer, *rest, **named)
         metrics.mtp_grad_norm = mtp_grad_norm(optimizer)
         return done
@@ -219,6 +244,32 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: Function) -> Func
         evaluate_and_print_results(prefix, *rest, **named)
 
     return announced
+
+
+def _best_states(metrics: Metrics, checkpoint_and_decide_exit: Function) -> Function:
+    """Called after every step and its evaluation, on all ranks; returns whether the run ends."""
+
+    def decided(
+        model: Any, optimizer: Any, scheduler: Any, step: int, operations: Any, context: Any, data: Any
+    ) -> bool:
+        args, state = get_args(), metrics.best
+        is_judged = state is not None and evaluates_at(args, step)
+        saves = is_judged and state is not None and state.learn(step, metrics.validated)
+        if saves and step % args.save_interval:
+            loop.save_checkpoint_and_time(
+                step, model, optimizer, scheduler, operations, context, train_data_iterator=data
+            )
+        ends = bool(checkpoint_and_decide_exit(model, optimizer, scheduler, step, operations, context, data))
+        if saves:
+            metrics.keep_best()
+        if ends or not is_judged or state is None or not state.is_over(step):
+            return ends
+        if args.rank == 0:
+            say(f"> {args.mtp_patience} evaluations have brought nothing: the training ends at step {step}")
+        _say_best(state)
+        return True
+
+    return decided
 
 
 def with_passes(args: Namespace) -> Namespace:

@@ -254,7 +254,7 @@ class MTPConfig:
         "Layers of the trunk whose states the drafter reads, counted from 1; of a hybrid, a mixer with the MLP or MoE "
         "behind it is one where all are such pairs, none with Mamba. Default: of a drafter of one layer the "
         "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
-        "of others as many as they have layers, from the second to the third from the end.",
+        "of others as many as they have layers, from the second to the third from the end. 'eagle' reads none.",
         type=int,
         nargs="+",
         metavar="N",

@@ -1,6 +1,6 @@
 """Kinds of drafters, a row of plain facts each; a new kind is a row here, and the parts that the row names.
 
-A drafter reads the trunk's states after some of its layers. It stands in the place of MTP layers or with them, and to a
+A drafter reads the trunk's states after some of its layers, or its last state. It stands in the place of MTP layers or with them, and to a
 model, a loss and a folder it is what they are: a head that drafts. This file imports nothing of the package.
 
     the row                    names, what it reads and learns by default, its settings
@@ -54,12 +54,15 @@ class DrafterKind:
         line: what it does, for --help.
         architecture, model_type: of its folder's config.
         also_called: other architectures of folders with the same computation.
+        published_as: the architecture in other published folders, which is that of whole models too: there `fc.weight`
+            and a layer without a model around it tell the drafter.
         block: its module in a model, "module:class".
-        default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1.
+        default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1; none
+            for a drafter that reads the trunk's last state, after its norm.
         weights: from K to the weights of the losses of draft 1 .. K.
         loss: what it learns unless --mtp-loss says otherwise, as settings.
         settings: arguments that drafters of its kind read and others do not, with their defaults.
-        reads: the number of layers that it reads; None where it may be any.
+        reads: the number of layers that it reads; None where it may be any but 0.
         idle_rows: rows of a block that draft nothing, unless `drafter_idle_rows` says otherwise.
         has_confidence: whether it learns how many of its drafts are accepted, from a loss that knows that.
         can_be_fitted: whether `fit-drafter` makes one.
@@ -80,6 +83,7 @@ class DrafterKind:
     idle_rows: int = 0
     has_confidence: bool = False
     can_be_fitted: bool = False
+    published_as: str | None = None
 
     @property
     def fills_blocks(self) -> bool:
@@ -91,12 +95,13 @@ class DrafterKind:
 
         A number counts the layers before the state, as the config key `eagle_aux_hidden_state_layer_ids` does.
         """
-        count = self.reads or max(len(chosen), 1)
-        return len(chosen) == count and [*chosen] == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] < layers
+        count = max(len(chosen), 1) if self.reads is None else self.reads
+        exist = all(1 <= number < layers for number in chosen)
+        return len(chosen) == count and [*chosen] == sorted(set(chosen)) and exist
 
     def check_layers(self, chosen: tuple[int, ...], layers: int) -> None:
         """Raises ValueError where `can_read` does not hold."""
-        least = (self.reads or 1) + 1
+        least = (1 if self.reads is None else self.reads) + 1
         if layers < least:
             raise ValueError(
                 f"--drafter {self.name} reads {self.reads or 'one or more'} layers before the trunk's last, and the "
@@ -116,10 +121,13 @@ def _halving(drafts: int) -> list[float]:
 
 
 _OF_BLOCKS: dict[str, int | None] = {
+    "drafter_layers": None,
     "drafter_num_layers": BLOCK_LAYERS,
     "drafter_mask_token": None,
     "drafter_blocks": BLOCKS,
 }
+
+_OF_LAYERS: dict[str, int | None] = {"drafter_layers": None}
 
 _ROWS = (
     DrafterKind(
@@ -132,9 +140,23 @@ _ROWS = (
         default_layers=eagle3_layers,
         weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
         loss={"mtp_loss": "kd"},
+        settings=_OF_LAYERS,
         also_called=("Eagle3Speculator", "Eagle3DraftModel"),
         reads=EAGLE3_LAYERS,
         can_be_fitted=True,
+    ),
+    DrafterKind(
+        name="eagle",
+        called="an EAGLE drafter",
+        line="is one layer that reads the trunk's last state (arXiv:2401.15077)",
+        architecture="LlamaForCausalLMEagle",
+        model_type="llama",
+        block="megatron_mtp.model.eagle:EagleBlock",
+        default_layers=lambda *_: (),
+        weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
+        loss={"mtp_loss": "kd"},
+        reads=0,
+        published_as="LlamaForCausalLM",
     ),
     DrafterKind(
         name="dflash",

@@ -159,6 +159,8 @@ PROPOSERS: Registry[Any] = Registry(
             "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:Eagle",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
+            "eagle": "megatron_mtp.decoding.proposers.eagle:EagleChain",
+            "eagle_tree": "megatron_mtp.decoding.proposers.eagle:EagleTree",
             "eagle3": "megatron_mtp.decoding.proposers.eagle3:Eagle3",
             "eagle3_tree": "megatron_mtp.decoding.proposers.eagle3:Eagle3Tree",
             "dflash": "megatron_mtp.decoding.proposers.block_drafter:DFlash",

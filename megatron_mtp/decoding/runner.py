@@ -67,8 +67,8 @@ class Runner:
     Attributes:
         device, dtype, hidden_size: of the weights, and H.
         trunk_layers, depth_layers: of the trunk, and of a depth.
-        state_size: numbers of a state of the trunk that sequences keep: H, and as many of the feature that a drafter
-            reads.
+        state_size: numbers of a state of the trunk that sequences keep: H, and as many of the feature of a drafter that
+            reads inner layers.
         depths: D; 0 without MTP.
         drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
@@ -99,7 +99,7 @@ class Runner:
         self.model = model.eval()
         weight, self.hidden_size = model.embedding.word_embeddings.weight, model.config.hidden_size
         self.device, self.dtype, self.trunk_layers = weight.device, weight.dtype, len(model.decoder.layers)
-        self.state_size = self.hidden_size * (1 if model.drafter is None else 2)
+        self.state_size = self.hidden_size * (2 if model.drafter is not None and model.drafter.layers else 1)
         self.positions: int = model.max_sequence_length
         self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0

@@ -13,7 +13,7 @@ It is an MTP block of K passes of one layer. Letters in names: S sequence, B bat
 """
 
 from dataclasses import replace
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -56,7 +56,13 @@ def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParall
 
 
 class Eagle3Layer(DrafterLayer):
-    """All weights of the drafter."""
+    """All weights of the drafter.
+
+    Attributes:
+        inputs: the states that `fc` takes side by side.
+    """
+
+    inputs: ClassVar[int] = EAGLE3_LAYERS
 
     def __init__(
         self,
@@ -67,7 +73,7 @@ class Eagle3Layer(DrafterLayer):
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config, EAGLE3_LAYERS, drafted, pg_collection)
+        super().__init__(config, self.inputs, drafted, pg_collection)
         self.tf_layer = build_module(
             submodules.tf_layer,
             config=config,

@@ -446,7 +446,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
         kind.check_layers(tuple(chosen), layers)
         _check_heads(args)
     return {
-        "drafter_layers": chosen,
+        "drafter_layers": chosen or None,
         **sizes,
         **({} if stands_beside(args) else _in_their_place(args)),
     }

@@ -13,6 +13,7 @@ _EXPERTS = (
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
 _DRAFTER = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
+_EAGLE = "--drafter eagle --drafter-steps 3"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
 _SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
@@ -122,6 +123,10 @@ MODELS: dict[str, Model] = {
     "drafter-moe": Model(
         0, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_DRAFTER} --mtp-loss lk", frozen=True, passes=3
     ),
+    "drafter-state": Model(0, f"{_EAGLE} {_UNTIED}", frozen=True, passes=3),
+    "drafter-state-documents": Model(
+        0, f"{_EAGLE} {_DRAFTED} {_RECOMPUTED} --reset-attention-mask --eod-mask-loss", "documents", frozen=True, passes=3
+    ),
     "drafter-spark": Model(0, f"{_SPARK} --calculate-per-token-loss", frozen=True, passes=3),
     "drafter-spark-padded": Model(0, f"{_PACKED} {_SPARK} {_DRAFTED}", "padded", frozen=True, passes=3),
     "drafter-flash": Model(0, f"{_FLASH} {_UNTIED} {_DRAFTED} --mtp-loss kd", frozen=True, passes=3),
@@ -181,7 +186,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
-        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-spark beside-d2 beside-trained-d2 "
+        "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
         "drafter-latent drafter-delta-spark drafter-mamba-flash",
     ),
     "tp2-sp": Layout(
@@ -189,21 +194,23 @@ LAYOUTS: dict[str, Layout] = {
         flags="--sequence-parallel",
         models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
-        "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-spark drafter-flash drafter-flash-documents "
-        "beside-trained-d2 beside-spark-d2",
+        "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-state-documents drafter-spark drafter-flash "
+        "drafter-flash-documents beside-trained-d2 beside-spark-d2",
     ),
     "cp2": Layout(
         cp=2,
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
-        "hybrid-frozen-d2 drafter-padded drafter drafter-spark drafter-spark-padded drafter-flash-documents "
-        "beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark drafter-mamba-flash",
+        "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
+        "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
+        "drafter-mamba-flash",
     ),
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
-        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-spark drafter-flash-documents drafter-moe "
-        "beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark drafter-mamba-flash",
+        "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
+        "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
+        "drafter-delta-spark drafter-mamba-flash",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),

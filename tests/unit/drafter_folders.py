@@ -16,6 +16,7 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS, Kind
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafters import DRAFTERS
 
@@ -26,6 +27,7 @@ DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 KINDS: dict[str, tuple[Kind, list[int]]] = {
     "eagle3": (Kind("eagle3", (1, 2, 4), WIDTH), DRAFTED),
     "eagle3-whole": (Kind("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
+    "eagle": (Kind("eagle", (), WIDTH), [*range(VOCABULARY)]),
     "dflash": (Kind("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
     "dspark": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
     "dspark-idle": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
@@ -65,13 +67,16 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     args = DistReader(trunk).common()["args"]
     reduced = len(drafted) < VOCABULARY
     has_head = reduced or kind.name == "eagle3"
-    lists = ("d2t", "t2d") if reduced else ()
-    form = DrafterForm(kind, {**sizes_of(args), **(sizes or {})}, torch.arange(len(drafted)), has_head, lists)
+    codec, lists = CODECS[kind.name], ("d2t", "t2d") if reduced else ()
+    own = codec.layer_names[0], codec.has_embedding
+    form = DrafterForm(kind, {**sizes_of(args), **(sizes or {})}, torch.arange(len(drafted)), has_head, lists, *own)
     torch.manual_seed(3)
     tensors = {}
     for rule in form.rules():
         for one in rule.hf:
             tensors[one.name] = filled(one.name, torch.empty(one.shape or ()), torch.float32)
+        if rule.mcore[0].key == EMBEDDING:
+            tensors[rule.hf[0].name] = DistReader(trunk).read(EMBEDDING)[:VOCABULARY].clone()
         if rule.hf and rule.mcore[0].key.endswith("draft_vocabulary"):
             lists = rule.to_hf([torch.tensor(drafted)])
             tensors |= {one.name: tensor for one, tensor in zip(rule.hf, lists, strict=True)}
@@ -82,7 +87,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
         "intermediate_size": kind.width,
         "num_hidden_layers": kind.depth,
         "draft_vocab_size": len(drafted),
-        **CODECS[kind.name].keys(kind),
+        **codec.keys(kind),
     }
     given, saved, exported = (root / f"{name}-{part}" for part in ("given", "mcore", "folder"))
     given.mkdir()
@@ -134,6 +139,10 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "rows of the head permuted": ("eagle3", change("lm_head.weight", lambda one: one.flip(0)), {}, "tensors"),
     "another token drafted": ("eagle3", another_token, {}, "tensors"),
     "not the trunk's head": ("eagle3-whole", change("lm_head.weight", lambda one: one * 2), {}, "tensors"),
+    "halves of the input exchanged": (
+        "eagle", change("fc.weight", lambda one: one.roll(one.shape[1] // 2, 1)), {}, "tensors"
+    ),
+    "another embedding": ("eagle", change("embed_tokens.weight", lambda one: one.flip(0)), {}, "tensors"),
     "rows of the bias permuted": (
         "dspark", change("markov_head.markov_w2.weight", lambda one: one.flip(0)), {}, "tensors"
     ),

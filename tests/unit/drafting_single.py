@@ -60,6 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel": {"architecture": "parallel"},
     "eagle3": {"num_layers": 4, "drafter_layers": (1, 2, 3)},
     "eagle3-own-head": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafted": OWN_HEAD},
+    "eagle": {"drafter_layers": (), "drafter": {"drafter": "eagle", "drafter_layers": None}},
     "dflash": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": BLOCKS},
     "dspark": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV},
     "dspark-own-head": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV, "drafted": OWN_HEAD},
@@ -175,7 +176,7 @@ def kind_for(method: str) -> str:
     """The kind of `KINDS` that a method drafts with."""
     if method in DRAFTERS:
         return method
-    return {"parallel_heads": "parallel", "eagle3_tree": "eagle3"}.get(method, "gqa")
+    return {"parallel_heads": "parallel", "eagle3_tree": "eagle3", "eagle_tree": "eagle"}.get(method, "gqa")
 
 
 def method_of(kind: str) -> str:
@@ -189,6 +190,7 @@ METHODS = {
     "shared-moe": "mtp_eagle",
     "eagle3": "eagle3",
     "eagle3-own-head": "eagle3",
+    "eagle": "eagle",
     "dflash": "dflash",
     "dspark": "dspark",
     "dspark-own-head": "dspark",

@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
     "eagle3_tree": {"method": "eagle3_tree", "tree": [3, 2, 1]},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 5},
+    "eagle_tree": {"method": "eagle_tree", "tree": [3, 2, 1]},
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
 }

@@ -23,6 +23,7 @@ DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 OF_MTP = MTPConfig(mtp_loss="tv")
 OF_DRAFTER: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter_layers": (1, 2, 4), "mtp_loss": "kd"},
+    "eagle": {"drafter_layers": None, "mtp_loss": "kd"},
     "dflash": {"drafter_layers": (1, 3), "drafter_num_layers": 2, "drafter_blocks": BLOCKS},
     "dspark": {
         "drafter_layers": (1, 3),
@@ -53,7 +54,7 @@ def models(kind: str, drafted: list[int] | None, freezes: bool) -> tuple[MTPGPTM
     both = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes, beside=drafter).double()
     mtp = our_model(DEPTHS, drafted=drafted, num_layers=LAYERS, freezes=freezes).double()
     in_place = {"drafter": kind, **OF_DRAFTER[kind]}
-    layers = in_place.pop("drafter_layers")
+    layers = in_place["drafter_layers"] or ()
     single = our_model(STEPS, drafted=drafted, num_layers=LAYERS, drafter_layers=layers, drafter=in_place).double()
     state = both.state_dict()
     mtp.load_state_dict({name: value for name, value in state.items() if not name.startswith(DRAFTER_BLOCK)})
@@ -93,7 +94,8 @@ def run(
 
 @pytest.mark.parametrize("freezes", [True, False], ids=["frozen trunk", "trained trunk"])
 @pytest.mark.parametrize(
-    ("kind", "drafted"), [("eagle3", DRAFTED), ("eagle3", None), ("dflash", None), ("dspark", DRAFTED)]
+    ("kind", "drafted"),
+    [("eagle3", DRAFTED), ("eagle3", None), ("eagle", None), ("dflash", None), ("dspark", DRAFTED)],
 )
 def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:
     both, mtp, single = models(kind, drafted, freezes)

@@ -359,6 +359,7 @@ RECORDED: list[tuple[str, str, float]] = [
     *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
     *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("mtp", "relaxed", 0.0)),
     *(("eagle3", "greedy", 0.0), ("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
+    *(("eagle", "rejection", 1.0), ("eagle_tree", "specinfer", 1.0)),
     *(("dflash", "greedy", 0.0), ("dflash", "block", 1.0), ("dspark", "greedy", 0.0), ("dspark", "rejection", 1.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
@@ -379,7 +380,8 @@ def test_every_step_that_may_be_recorded_is_checked() -> None:
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
     tree = {"tree": [3, 2, 1]}
-    own = {"mtp_tree": tree, "eagle3_tree": tree, "draft_model": {"model": "-"}}.get(method, {})
+    trees = dict.fromkeys(("mtp_tree", "eagle3_tree", "eagle_tree"), tree)
+    own = {**trees, "draft_model": {"model": "-"}}.get(method, {})
     thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
     config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own, **thinking})
     kind = {"eagle3": "eagle3-own-head", "dspark": "dspark-own-head"}.get(method, kind_for(method))
@@ -435,6 +437,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "eagle-rejection": {"method": "mtp_eagle", "num_speculative_tokens": 2},
     "eagle3-rejection": {"method": "eagle3", "num_speculative_tokens": 2},
     "eagle3-specinfer": {"method": "eagle3_tree", "tree": [2, 2], "verifier": "specinfer"},
+    "eagle-head-rejection": {"method": "eagle", "num_speculative_tokens": 2},
+    "eagle-head-specinfer": {"method": "eagle_tree", "tree": [2, 2], "verifier": "specinfer"},
     "dflash-rejection": {"method": "dflash"},
     "dspark-rejection": {"method": "dspark"},
     "dspark-confident": {"method": "dspark", "min_confidence": 0.45},

@@ -51,6 +51,8 @@ CASES: dict[str, Case] = {
     "mtp_beam": Case({"method": "mtp_beam", "num_speculative_tokens": 3}),
     "eagle3": Case({"method": "eagle3", "num_speculative_tokens": 5}, "eagle3-own-head"),
     "eagle3_tree": Case({"method": "eagle3_tree", "tree_nodes": 12, "num_speculative_tokens": 4}, "eagle3"),
+    "eagle": Case({"method": "eagle", "num_speculative_tokens": 5}, "eagle"),
+    "eagle_tree": Case({"method": "eagle_tree", "tree_nodes": 12, "num_speculative_tokens": 4}, "eagle"),
     "dflash": Case({"method": "dflash"}, "dflash"),
     "dspark": Case({"method": "dspark"}, "dspark-own-head"),
     "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),

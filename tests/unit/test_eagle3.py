@@ -62,14 +62,26 @@ class Reference:
         layer, self.table = model.mtp.layer, model.embedding.word_embeddings.weight
         self.weights = dict(layer.named_parameters())
         self.norms = layer.tf_layer.input_layernorm
-        self.layer = layer.tf_layer
+        self.layer, self.own = layer.tf_layer, layer
+
+    def features(self, states: Tensor) -> Tensor:
+        """What step 1 reads, of the trunk's states that are read side by side."""
+        return states @ self.own.fc.weight.t()
+
+    def inputs(self, feature_H: Tensor, embedded_H: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual of the layer, and the input of its attention."""
+        both = rms(embedded_H, self.norms.enorm.weight), rms(feature_H, self.norms.hnorm.weight)
+        return feature_H, torch.cat(both)
+
+    def normed(self, states_SH: Tensor) -> Tensor:
+        """What the head reads."""
+        return rms(states_SH, self.own.norm.weight)
 
     def step(self, feature_H: Tensor, token: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Any:
         """The state [H], and the step's keys and values; `seen` are those before it."""
         attention, mlp = self.layer.self_attention, self.layer.mlp
-        embedded_H = embedding(token, self.table)
-        both = torch.cat((rms(embedded_H, self.norms.enorm.weight), rms(feature_H, self.norms.hnorm.weight)))
-        mixed = (attention.linear_qkv.weight @ both).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
+        residual_H, given = self.inputs(feature_H, embedding(token, self.table))
+        mixed = (attention.linear_qkv.weight @ given).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
         query = turned(mixed[:, :-2].flatten(0, 1), position)
         own = turned(mixed[:, -2], position), mixed[:, -1]
         keys, values = (
@@ -77,7 +89,7 @@ class Reference:
         )
         weights = (torch.einsum("nc,tnc->nt", query, keys) / CHANNELS**0.5).softmax(-1)
         attended = torch.einsum("nt,tnc->nc", weights, values).flatten()
-        state_H = feature_H + attention.linear_proj.weight @ attended
+        state_H = residual_H + attention.linear_proj.weight @ attended
         gate, up = (mlp.linear_fc1.weight @ rms(state_H, self.layer.pre_mlp_layernorm.weight)).chunk(2)
         return state_H + mlp.linear_fc2.weight @ (silu(gate) * up), own
 
@@ -96,20 +108,23 @@ class Reference:
         return torch.stack(states, dim=1)
 
 
-def reference_loss(model: MTPGPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def reference_loss(
+    model: MTPGPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], kind: type[Reference] = Reference
+) -> Tensor:
     """sum_k 0.8^(k - 1) times the mean KL divergence of step k from the trunk's distribution of the same token."""
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
         trunk_SBV = last_SBH @ model.head().weight.t()
     drafted = torch.arange(VOCABULARY) if model.mtp.draft_vocabulary is None else model.mtp.draft_vocabulary
     head = model.mtp.layer.head if model.mtp.layer.head is not None else model.head().weight
-    features_SBH, depths = read(after) @ model.mtp.layer.fc.weight.t(), batch["depths"]
+    reference, depths = kind(model), batch["depths"]
+    features_SBH = reference.features(read([*after, last_SBH]))
     total = torch.zeros((), dtype=torch.double)
     for row in range(len(batch["tokens"])):
-        states_KSH = Reference(model).steps(features_SBH[:, row], depths.tokens_DBS[:, row])
+        states_KSH = reference.steps(features_SBH[:, row], depths.tokens_DBS[:, row])
         for number, states_SH in enumerate(states_KSH):
             inside = len(states_SH) - number - 1
-            log_q = (rms(states_SH, model.mtp.layer.norm.weight) @ head.t()).log_softmax(-1)[:inside]
+            log_q = (reference.normed(states_SH) @ head.t()).log_softmax(-1)[:inside]
             log_p = trunk_SBV[number + 1 :, row, drafted].log_softmax(-1)
             mask_S = depths.loss_mask_DBS[number, row, :inside].double()
             divergence_S = kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
@@ -123,11 +138,14 @@ def side_by_side(after: list[Tensor]) -> Tensor:
 
 
 def losses(
-    model: MTPGPTModel, read: Callable[[list[Tensor]], Tensor] = side_by_side
+    model: MTPGPTModel,
+    read: Callable[[list[Tensor]], Tensor] = side_by_side,
+    name: str = "eagle3",
+    kind: type[Reference] = Reference,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Ours and the reference's loss, and the gradients of both by name."""
     batch = make_batch(STEPS)
-    settings = MTPConfig(drafter="eagle3", mtp_loss="kd")
+    settings = MTPConfig(drafter=name, mtp_loss="kd")
     weights, group = depth_weights(settings, STEPS, 1.0), parallel_state.get_context_parallel_group()
     output = model(
         *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
@@ -136,7 +154,7 @@ def losses(
         output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
-    expected = reference_loss(model, batch, read)
+    expected = reference_loss(model, batch, read, kind)
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     trained = [model.get_parameter(name) for name in names]
     found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))

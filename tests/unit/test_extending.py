@@ -226,6 +226,7 @@ TWIN_ROW = """    DrafterKind(
         default_layers=eagle3_layers,
         weights=lambda drafts: [1.0] * drafts,
         loss={"mtp_loss": "tv"},
+        settings={"drafter_layers": None},
         reads=3,
     ),
 )

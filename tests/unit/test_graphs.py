@@ -288,7 +288,8 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
 
 
 def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
-    own = {"mtp_tree": {"tree": [3, 2, 1]}, "eagle3_tree": {"tree": [3, 2, 1]}, "draft_model": {"model": "-"}}
+    trees = {name: {"tree": [3, 2, 1]} for name in ("mtp_tree", "eagle3_tree", "eagle_tree")}
+    own = {**trees, "draft_model": {"model": "-"}}
     return {"method": method, "num_speculative_tokens": count, **own.get(method, {})}
 
 

@@ -63,7 +63,7 @@ class Kind:
         mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
         return cls(
             args.drafter,
-            tuple(args.drafter_layers),
+            tuple(args.drafter_layers or ()),
             args.drafter_ffn_hidden_size or args.ffn_hidden_size,
             args.drafter_steps or STEPS,
             args.drafter_num_layers or own.get("drafter_num_layers") or 1,
@@ -83,7 +83,7 @@ class Kind:
         read = DRAFTERS[self.name].settings
         return {
             "drafter": self.name,
-            "drafter_layers": [*self.layers],
+            "drafter_layers": [*self.layers] or None,
             "drafter_steps": self.steps,
             "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
             **{name: value if name in read else None for name, value in own.items()},
@@ -114,13 +114,17 @@ class Codec(ABC):
 
     Attributes:
         has_own_head: whether the folder always has a head, which is otherwise the trunk's without a draft vocabulary.
+        has_embedding: whether an exported folder has a copy of the trunk's embedding.
         stores_steps: whether the folder has the number of drafts.
         whole_numbers: config keys that it must have as integers.
+        layer_names: beginnings of the names of its one layer: as it is written, and others that are read.
     """
 
     has_own_head = False
+    has_embedding = False
     stores_steps = True
     whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
+    layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
 
     @abstractmethod
     def keys(self, kind: Kind) -> dict[str, Any]:
@@ -179,7 +183,10 @@ class OneLayer(Codec):
     @override
     def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
         norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
-        return _layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, norms, 2)
+        return [
+            *_input_and_output(sizes, len(kind.layers)),
+            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, norms, inputs=2),
+        ]
 
     @override
     def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
@@ -204,6 +211,34 @@ class OneLayer(Codec):
         return bool(keys.get("num_hidden_layers", 1) != 1)
 
 
+class StateLayer(OneLayer):
+    """EAGLE: one layer as in Llama, which has no norm before attention and none before the head.
+
+    SGLang knows a folder by the first name of `architectures`, vLLM by the second.
+    """
+
+    has_own_head = False
+    has_embedding = True
+    layer_names = ("layers.0.",)
+
+    @override
+    def keys(self, kind: Kind) -> dict[str, Any]:
+        row = DRAFTERS[kind.name]
+        return {"architectures": [row.architecture, row.published_as]}
+
+    @override
+    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+        hidden = sizes["hidden_size"]
+        return [
+            rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, 2 * hidden)),
+            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, {}),
+        ]
+
+    @override
+    def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
+        return []
+
+
 class Blocks(Codec):
     """DFlash, whose `block_size` counts the rows that draft nothing too."""
 
@@ -220,10 +255,12 @@ class Blocks(Codec):
 
     @override
     def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
-        rules = [rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],))]
+        rules = _input_and_output(sizes, len(kind.layers))
+        rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],)))
         for number in range(kind.depth):
             place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
-            rules += _layer_rules(place, sizes, kind.width, {"input_layernorm": "input_layernorm"}, 1)
+            norms = {"input_layernorm": "input_layernorm"}
+            rules += _layer_rules(place, sizes, kind.width, norms, normalizes_heads=True)
         return rules
 
     @override
@@ -283,7 +320,12 @@ class BiasedBlocks(Blocks):
         ]
 
 
-CODECS: dict[str, Codec] = {"eagle3": OneLayer(), "dflash": Blocks(), "dspark": BiasedBlocks()}
+CODECS: dict[str, Codec] = {
+    "eagle3": OneLayer(),
+    "eagle": StateLayer(),
+    "dflash": Blocks(),
+    "dspark": BiasedBlocks(),
+}
 """By the names of `drafters.DRAFTERS`."""
 
 
@@ -322,12 +364,28 @@ def by_token(name: str, key: str, shape: Shape, rows: Rows) -> Rule:
     return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
 
 
-def _layer_rules(place: Place, sizes: dict[str, Any], width: int, norms: dict[str, str], inputs: int) -> list[Rule]:
+def _input_and_output(sizes: dict[str, Any], inputs: int) -> list[Rule]:
+    """Rules of what makes a feature of so many states, and of the norm before the head."""
+    hidden = sizes["hidden_size"]
+    return [
+        rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, inputs * hidden)),
+        rename("norm.weight", f"{DRAFTER}norm.weight", (hidden,)),
+    ]
+
+
+def _layer_rules(
+    place: Place,
+    sizes: dict[str, Any],
+    width: int,
+    norms: dict[str, str],
+    inputs: int = 1,
+    normalizes_heads: bool = False,
+) -> list[Rule]:
     """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
     hidden, heads, groups, channels = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=inputs == 1))
+    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=normalizes_heads))
     output = f"{place.mcore}self_attention.linear_proj.weight"
     named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
     return [

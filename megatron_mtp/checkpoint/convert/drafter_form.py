@@ -1,8 +1,10 @@
 """The form of a drafter's folder, which engines load beside the trunk's: what it says, and the rule of every tensor.
 
-    config.json          LlamaForCausalLMEagle3, DFlashDraftModel or Qwen3DSparkModel, with the keys below
-    model.safetensors    fc, norm and
+    config.json          LlamaForCausalLMEagle3, LlamaForCausalLMEagle, DFlashDraftModel or Qwen3DSparkModel, with the
+                         keys below
+    model.safetensors    fc, norm (not of EAGLE) and
         EAGLE-3          midlayer.*, lm_head; with a reduced vocabulary d2t and t2d
+        EAGLE            layers.0.*, a copy of the trunk's embedding; with a reduced vocabulary lm_head, d2t and t2d
         DFlash, DSpark   hidden_norm, layers.*; with a reduced vocabulary lm_head, d2t and t2d
         DSpark           markov_head.markov_w1, markov_w2, confidence_head.proj
 
@@ -60,8 +62,8 @@ OTHER_FORMS: dict[str, Any] = {
 """Config keys of drafters that compute something else with another value than this one."""
 FULL = "full_attention"
 """The type of a layer that attends to all positions."""
-LAYER = ("midlayer.", "layers.0.")
-"""Names of an EAGLE-3 drafter's layer: as it is written, and another that is read."""
+WORDS = "embed_tokens.weight"
+"""A copy of the trunk's embedding in a folder, which a checkpoint has once."""
 
 
 def sizes_of(args: Namespace) -> dict[str, Any]:
@@ -111,7 +113,8 @@ class DrafterForm:
         order_N: the row of the folder's head for each drafted token, by ascending token.
         has_head: whether the folder has a head.
         lists: of `LISTS`, those that the folder has.
-        layer: the name of an EAGLE-3 drafter's layer in the folder.
+        layer: the beginning of the names of its one layer in the folder.
+        has_embedding: whether the folder has a copy of the trunk's embedding.
     """
 
     kind: Kind
@@ -119,7 +122,8 @@ class DrafterForm:
     order_N: Tensor
     has_head: bool
     lists: tuple[str, ...] = ()
-    layer: str = LAYER[0]
+    layer: str = "midlayer."
+    has_embedding: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -133,8 +137,9 @@ class DrafterForm:
         kind, drafted = self.kind, len(self.order_N)
         tokens = "all" if drafted == self.sizes["vocab_size"] else drafted
         layers = "engines' default" if kind.layers == engine_layers(sys.maxsize) else " ".join(map(str, kind.layers))
+        reads = f"the trunk after {layers} layers" if layers else "the trunk's last state"
         block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
-        return f"{kind.name}, reads the trunk after {layers} layers, drafts {tokens} tokens{block}"
+        return f"{kind.name}, reads {reads}, drafts {tokens} tokens{block}"
 
     def arguments(self, args: Namespace) -> dict[str, Any]:
         """The arguments of a checkpoint that has it on the trunk of these."""
@@ -151,12 +156,11 @@ class DrafterForm:
             len(self.order_N),
             self.sizes["vocab_size"],
         )
-        rules = [
-            rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, len(kind.layers) * hidden)),
-            rename("norm.weight", f"{DRAFTER}norm.weight", (hidden,)),
-        ]
         rows = Rows(self.order_N)
-        rules += CODECS[kind.name].rules(kind, self.sizes, self.layer, rows)
+        rules = CODECS[kind.name].rules(kind, self.sizes, self.layer, rows)
+        if self.has_embedding:
+            shape = vocabulary, hidden
+            rules.append(Rule((HFTensor(WORDS, shape),), (Piece(EMBEDDING, shape, padded=True),)))
         if self.has_head:
             rules.append(by_token(FOLDER_HEAD, head, (drafted, hidden), rows))
         if self.has_head and head == HEAD:
@@ -171,8 +175,10 @@ def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
     kind = Kind.of(args)
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
     lists = LISTS if drafted < args.vocab_size else ()
-    has_head = reader.holds(HEAD) or CODECS[kind.name].has_own_head
-    return DrafterForm(kind, sizes_of(args), torch.arange(drafted), has_head, lists)
+    codec = CODECS[kind.name]
+    has_head = reader.holds(HEAD) or codec.has_own_head
+    layer, sizes = codec.layer_names[0], sizes_of(args)
+    return DrafterForm(kind, sizes, torch.arange(drafted), has_head, lists, layer, codec.has_embedding)
 
 
 def head_key(reader: DistReader) -> str:
@@ -230,9 +236,11 @@ def form_in(path: Path, args: Namespace, names: Collection[str], count: str | No
     drafted = int(keys.get("draft_vocab_size") or vocabulary)
     has_list = "d2t" in names or drafted < vocabulary
     lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
-    has_head = CODECS[kind.name].has_own_head or has_list or FOLDER_HEAD in names
-    layer = LAYER[1] if any(name.startswith(LAYER[1]) for name in names) else LAYER[0]
-    return DrafterForm(kind, _sizes_in(path, keys), torch.arange(drafted), has_head, lists, layer)
+    codec = CODECS[kind.name]
+    has_head = codec.has_own_head or has_list or FOLDER_HEAD in names
+    held = (one for one in codec.layer_names if any(name.startswith(one) for name in names))
+    layer, sizes = next(held, codec.layer_names[0]), _sizes_in(path, keys)
+    return DrafterForm(kind, sizes, torch.arange(drafted), has_head, lists, layer, WORDS in names)
 
 
 def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:

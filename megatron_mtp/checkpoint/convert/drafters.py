@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import (
     VOCABULARY,
+    WORDS,
     DrafterForm,
     head_key,
     read_drafter,
@@ -25,9 +26,11 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Opt
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import check_trainable, layers_to_read
+from megatron_mtp.model.head import DRAFTER
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ def _group(rule: Rule, reader: DistReader, options: Options) -> Group:
 
 
 def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None) -> Conversion:
-    """`attach-drafter`, from names and shapes alone.
+    """`attach-drafter`, from names and shapes alone, unless the folder has an embedding.
 
     Args:
         source: the trunk's checkpoint; MTP layers or another drafter in it are left out.
@@ -106,7 +109,8 @@ def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None
         count: what its layer ids count, of `COUNTS`; None for what their key says.
 
     Raises:
-        ValueError: the drafter is of another kind or of another trunk, or Megatron cannot run the trunk.
+        ValueError: the drafter is of another kind or of another trunk, has an embedding of its own, or Megatron cannot
+            run the trunk.
     """
     reader = DistReader(source)
     args = reader.common()["args"]
@@ -117,8 +121,19 @@ def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None
         "tensors": {name: one.shape for name, one in folder.tensors.items()},
         "layers": form.kind.layers,
     }
-    groups = [_stored(rule, folder) for rule in form.rules()]
+    if form.has_embedding:
+        _check_embedding(folder.read(WORDS), reader.read(EMBEDDING), drafter)
+    groups = [_stored(rule, folder) for rule in form.rules() if rule.mcore[0].key.startswith(DRAFTER)]
     return changed(reader, source, groups, form.arguments(args), record, depths=0)
+
+
+def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
+    """Raises ValueError unless an embedding is the trunk's, in any type."""
+    if not torch.allclose(theirs_VH.float(), ours_VH[: len(theirs_VH)].float(), rtol=1e-2, atol=1e-5):
+        raise ValueError(
+            f"{folder}: '{WORDS}' is not the trunk's embedding, which drafters here draft with; give a drafter that was "
+            "trained for this trunk, with its embedding as it is."
+        )
 
 
 def _stored(rule: Rule, folder: HFFolder) -> Group:

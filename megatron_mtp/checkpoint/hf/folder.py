@@ -8,6 +8,7 @@ other quantizations, wrappers, broken links) are refused with a sentence that na
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -30,6 +31,8 @@ from megatron_mtp.drafters import DRAFTERS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+UNLIKE_MODELS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+"""Tensors of a drafter whose config names the architecture of whole models, and of no model."""
 COPY = "consolidated"
 """Prefix of files that repeat the model in another format (Mistral's); they are ignored."""
 DTYPES: dict[str, torch.dtype] = {
@@ -351,7 +354,7 @@ def check_form(folder: Path) -> None:
 
 
 def drafter_kind(path: Path) -> str | None:
-    """The kind of drafter, of `drafters.DRAFTERS`, that the config of a folder names; None if it names none."""
+    """The kind of drafter, of `drafters.DRAFTERS`, that a folder is; None of one that is none."""
     try:
         keys = read_json(path / CONFIG)
     except ValueError:
@@ -359,7 +362,20 @@ def drafter_kind(path: Path) -> str | None:
     named = keys.get("architectures") if isinstance(keys, dict) else None
     if not isinstance(named, list):
         return None
-    return next((row.name for row in DRAFTERS.values() if {row.architecture, *row.also_called} & {*named}), None)
+    rows = DRAFTERS.values()
+    if (kind := next((row.name for row in rows if {row.architecture, *row.also_called} & {*named}), None)) is not None:
+        return kind
+    shared = next((row.name for row in rows if row.published_as in named), None)
+    return shared if shared is not None and _names_of(path) >= UNLIKE_MODELS else None
+
+
+def _names_of(folder: Path) -> set[str]:
+    """The names of a folder's tensors, as far as its files can be read."""
+    names = set[str]()
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -1,11 +1,11 @@
-"""Is a drafter's folder (EAGLE-3, DFlash, DSpark) the drafter of a Megatron checkpoint?
+"""Is a drafter's folder (EAGLE-3, EAGLE, DFlash, DSpark) the drafter of a Megatron checkpoint?
 
 As for models, every tensor is converted both ways and compared bit by bit, and so are the settings of both sides. Then
 both draft on the same states of the trunk: Megatron's modules from the checkpoint, and `Reference` from the folder, in
 plain torch from its names and keys as engines read them, without the rules of the conversion. Its angles are those
 of transformers.
 
-    S = 6, K = 2    t_0 .. t_5    an EAGLE-3 drafter at every position, given the next token; a block behind t_3
+    S = 6, K = 2    t_0 .. t_5    a drafter of one layer at every position, given the next token; a block behind t_3
                     reads the trunk's states of t_0 .. t_3, begins with t_4 and drafts what follows t_4 and t_5
 
 Letters: S positions, K drafts, R rows of a block, T positions that rows attend to, H hidden, X states of several layers
@@ -42,7 +42,7 @@ from megatron_mtp.model.arguments import symbols_of_a_layer
 from megatron_mtp.model.head import DRAFTER
 
 Drafts = dict[str, Tensor]
-"""By name: the logits of drafts, [S, V] of an EAGLE-3 drafter or [K, V] of a block; DSpark's confidence."""
+"""By name: the logits of drafts, [S, V] of a drafter of one layer or [K, V] of a block; DSpark's confidence."""
 
 
 @exact_float32()
@@ -104,6 +104,7 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
 
     def ours(stage: Any) -> Drafts:
         (drafted,) = stage.drafted
+        states[0] = stage.hidden_SBH[:, 0]
         head, hidden = drafted.head, stage.hidden_SBH.size(-1)
         made = torch.stack([state_SBH[place, 0] for state_SBH in drafted.hidden])
         if reference.block is None:
@@ -120,11 +121,11 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
     drafted: Drafts = logits_of(model, prompt, ours)
     for hook in hooks:
         hook.remove()
-    states_SX = torch.cat([states[number] for number in layers], dim=-1)
+    states_SX = torch.cat([states[number] for number in layers or [0]], dim=-1)
     words_VH, head = model.embedding.word_embeddings.weight, model.head().weight[: reference.keys["vocab_size"]]
     tokens_S = prompt.tokens_BS[0].cuda()
     if reference.block is None:
-        return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]])
+        return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head)
     return drafted, reference.drafts(states_SX[: place + 1], tokens_S[place + 1 :], words_VH, head)
 
 
@@ -132,7 +133,8 @@ class Reference:
     """A drafter from its folder alone, in float32.
 
     Attributes:
-        block: rows of a block; None of an EAGLE-3 drafter.
+        block: rows of a block; None of a drafter of one layer.
+        reads_last: whether it reads the trunk's last state, as EAGLE does, which has no norm before its head.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +143,7 @@ class Reference:
         files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
         tensors = {name: tensor.cuda() for file in files for name, tensor in file.items()}
         self.weights = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
-        self.block = keys.get("block_size")
+        self.block, self.reads_last = keys.get("block_size"), "norm.weight" not in self.weights
         self.channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
         rope: dict[str, Any] = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
         theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
@@ -155,17 +157,21 @@ class Reference:
         rotary = LlamaRotaryEmbedding(config)
         self.frequencies, self.factor = rotary.inv_freq.cuda(), rotary.attention_scaling
 
-    def steps(self, states_SX: Tensor, next_SH: Tensor) -> Drafts:
-        """The first draft of EAGLE-3 at every position, from the embeddings of the next tokens."""
-        layer = "layers.0." if "layers.0.input_layernorm.weight" in self.weights else "midlayer."
-        feature_SH = self._linear("fc", states_SX)
-        inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", feature_SH)
-        both = torch.cat(inputs, dim=-1)
-        position_S = torch.arange(len(both), device=both.device)
+    def steps(self, states_SX: Tensor, next_SH: Tensor, head_VH: Tensor) -> Drafts:
+        """The first draft of EAGLE-3 or EAGLE at every position, from the embeddings of the next tokens."""
+        layer = "layers.0." if "layers.0.post_attention_layernorm.weight" in self.weights else "midlayer."
+        if self.reads_last:
+            residual_SH = given = self._linear("fc", torch.cat([next_SH, states_SX], dim=-1))
+        else:
+            residual_SH = self._linear("fc", states_SX)
+            inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", residual_SH)
+            given = torch.cat(inputs, dim=-1)
+        position_S = torch.arange(len(given), device=given.device)
         visible_SS = position_S[:, None] >= position_S
-        state_SH = feature_SH + self._attended(f"{layer}self_attn.", both, both, position_S, visible_SS)
-        logits_SN = self._linear("lm_head", self._norm("norm", self._through_mlp(layer, state_SH)))
-        return {"logits of drafts": self._logits(logits_SN)}
+        state_SH = residual_SH + self._attended(f"{layer}self_attn.", given, given, position_S, visible_SS)
+        state_SH = self._through_mlp(layer, state_SH)
+        normed_SH = state_SH if self.reads_last else self._norm("norm", state_SH)
+        return {"logits of drafts": self._logits(linear(normed_SH, self.weights.get("lm_head.weight", head_VH)))}
 
     def drafts(self, states_SX: Tensor, tokens_K: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:
         """The drafts of a block behind the states, which begins with the first of the tokens before each draft."""

@@ -1,0 +1,61 @@
+"""EAGLE (Li et al., arXiv:2401.15077; its trees arXiv:2406.16858): a drafter of one layer on the trunk's last state.
+
+    x_1  = layer(fc([embedding(t_{i+1}); h]))       step 1 at position i, h the trunk's state after its final norm
+    x_k  = layer(fc([embedding(t_{i+k}); x_{k-1}]))   step k = 2 .. K
+    the drafts' logits are head(x_k)
+
+The layer is Llama's without the norm before attention, and there is none before the head: a step imitates the state
+that the trunk's head reads. Training runs K steps on the layer's own states, as that of EAGLE-3 does. The paper trains
+one step on the trunk's states with noise.
+
+Letters in names: S sequence, B batch, H hidden.
+"""
+
+from typing import Any, ClassVar, override
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_mtp.model.drafter import layer_config, layer_spec
+from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
+from megatron_mtp.model.portable import PortableAttention, PortableNorm, SharingAttention
+
+
+class EagleLayer(Eagle3Layer):
+    """All weights of the drafter."""
+
+    inputs: ClassVar[int] = 2
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = torch.nn.Identity()
+
+    @override
+    def feature(self, states_SBX: Tensor) -> Tensor:
+        return states_SBX
+
+    @override
+    def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
+        part, _ = self.fc(torch.cat((embedded_SBH, given_SBH), dim=-1))
+        return whole_states(part, self.config, self.tp_group)
+
+
+class EagleBlock(Eagle3Block):
+    """K steps of the drafter."""
+
+    @classmethod
+    @override
+    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        spec = layer_spec(layer_config(config), {PortableAttention: SharingAttention}, input_layernorm=IdentityOp)
+        return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)
+
+    @override
+    def make_layer(self, *args: Any) -> EagleLayer:
+        return EagleLayer(self.config, self.drafted, *args)
+
+    @override
+    def read_states(self, trunk: TrunkOutput) -> Tensor:
+        return trunk.hidden_SBH.detach()

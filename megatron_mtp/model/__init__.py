@@ -13,6 +13,7 @@ mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, se
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 eagle3.py            EAGLE-3: one layer in K passes
+eagle.py             EAGLE: the same on the trunk's last state
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
 head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
                      vocabulary, and those of a smaller one that the depths draft from; softmax, argmax and sums

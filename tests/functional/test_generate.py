@@ -66,7 +66,7 @@ def test_drafting_emits_what_plain_decoding_does_and_says_what_it_cost(checkpoin
         pytest.param(("mla-moe", "M*EG/MG*/MG*"), marks=pytest.mark.matrix),
         ("eagle3-own-head", "dspark"),
         pytest.param(("gqa", "mha-tied-layernorm", "moe", "mla"), marks=pytest.mark.matrix),
-        pytest.param(("eagle3", "dflash", "dspark-own-head"), marks=pytest.mark.matrix),
+        pytest.param(("eagle3", "eagle", "dflash", "dspark-own-head"), marks=pytest.mark.matrix),
     ],
     ids=["latent attention and a hybrid", "drafters", "others", "other drafters"],
 )

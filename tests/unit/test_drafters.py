@@ -12,6 +12,7 @@ from drafter_folders import (
     LAYERS,
     OWN_SIZES,
     YARN,
+    Change,
     Pairs,
     make_drafter,
     make_pairs,
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert import drafter_codecs
 from megatron_mtp.checkpoint.families.rules import Rule
+from megatron_mtp.checkpoint.hf.folder import drafter_kind
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 from megatron_mtp.cli.convert import main
 
@@ -147,3 +150,54 @@ def test_the_command_says_so_and_exits_with_its_status(
     for (source, target, text), sentence in refused.items():
         assert main(["verify", str(source), str(target), *(["--text", text] if text else [])]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def llama_alone(folder: Path, target: Path, **keys: object) -> Path:
+    """A folder of an EAGLE drafter as published: its architecture is that of a whole model."""
+    return spoiled(folder, target, lambda _: None, architectures=["LlamaForCausalLM"], **keys)
+
+
+def test_an_eagle_drafter_that_names_the_architecture_of_a_model_is_told_by_its_tensors(
+    pairs: Pairs, tmp_path: Path
+) -> None:
+    folder, saved = pairs["eagle"]
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLMEagle",
+        "LlamaForCausalLM",
+    ]
+    published = llama_alone(folder, tmp_path / "published")
+    assert drafter_kind(published) == "eagle"
+    assert drafter_kind(pairs["trunk"][0]) is None
+    assert drafter_kind(llama_alone(pairs["eagle3"][0], tmp_path / "eagle3")) is None
+    assert [check for check in verify_drafter(published, saved) if not check.ok] == []
+
+
+def biased(tensors: dict[str, Tensor]) -> None:
+    tensors["fc.bias"] = torch.zeros(len(tensors["fc.weight"]))
+
+
+def other_words(tensors: dict[str, Tensor]) -> None:
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (biased, "), and a drafter of this trunk has it as none; give a drafter that was trained for this trunk."),
+        (other_words, "'embed_tokens.weight' is not the trunk's embedding, which drafters here draft with; give a"),
+    ],
+)
+def test_forms_of_eagle_drafters_that_are_not_known_are_refused(
+    pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, said: str
+) -> None:
+    bad = spoiled(pairs["eagle"][0], tmp_path / "bad", change)
+    assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_an_embedding_is_attached_as_well(pairs: Pairs, tmp_path: Path) -> None:
+    folder, saved = pairs["eagle"]
+    small = spoiled(folder, tmp_path / "small", lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert main(["attach-drafter", str(pairs["trunk"][1]), str(small), str(tmp_path / "new")]) == 0
+    ours, theirs = DistReader(tmp_path / "new"), DistReader(saved)
+    assert [key for key in theirs.keys if not torch.equal(ours.read(key), theirs.read(key))] == []

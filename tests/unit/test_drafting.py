@@ -163,7 +163,8 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
     of_depths = trained_forward(twin, longer)[1]
     for depth in range(3):
         trained_V = of_depths[depth][len(text) - 2]
-        torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5)
+        largest = max(1.0, trained_V.abs().max().item())  # an EAGLE drafter has no norm, so its logits are large
+        torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize(("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle"), *DRAFTERS.items()])

@@ -278,5 +278,5 @@ def test_weights_fall_by_a_fifth_a_step_and_flags_without_a_drafter_are_refused(
     assert depth_weights(MTPConfig(drafter="eagle3"), 3, 1.0) == pytest.approx([1, 0.8, 0.64])
     with pytest.raises(ValueError, match="--drafter-steps was given without --drafter; give --drafter eagle3"):
         MTPConfig(drafter_steps=3)
-    with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of eagle3, dflash"):
+    with pytest.raises(ValueError, match="--drafter is 'eagle2'; choose one of eagle3, eagle, dflash"):
         MTPConfig(drafter="eagle2")

@@ -124,6 +124,7 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
     states_SX = torch.cat([states[number] for number in layers or [0]], dim=-1)
     words_VH, head = model.embedding.word_embeddings.weight, model.head().weight[: reference.keys["vocab_size"]]
     tokens_S = prompt.tokens_BS[0].cuda()
+    words_VH = reference.weights.get("embed_tokens.weight", words_VH)
     if reference.block is None:
         return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head)
     return drafted, reference.drafts(states_SX[: place + 1], tokens_S[place + 1 :], words_VH, head)

@@ -1,7 +1,8 @@
 """Kinds of drafters, a row of plain facts each; a new kind is a row here, and the parts that the row names.
 
-A drafter reads the trunk's states after some of its layers, or its last state. It stands in the place of MTP layers or with them, and to a
-model, a loss and a folder it is what they are: a head that drafts. This file imports nothing of the package.
+A drafter reads the trunk's states after some of its layers, or its last state. It stands in the place of MTP layers or
+with them, and to a model, a loss and a folder it is what they are: a head that drafts. This file imports nothing of the
+package.
 
     the row                    names, what it reads and learns by default, its settings
     model/                     its block, which the row names

@@ -167,8 +167,10 @@ PROPOSERS: Registry[Any] = Registry(
             "dspark": "megatron_mtp.decoding.proposers.block_drafter:DSpark",
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
+            "draft_model_tree": "megatron_mtp.decoding.proposers.draft_model:DraftModelTree",
             "ngram": "megatron_mtp.decoding.proposers.ngram:Ngram",
             "lookahead": "megatron_mtp.decoding.proposers.ngram:Lookahead",
+            "exhaustive": "megatron_mtp.decoding.proposers.exhaustive:Exhaustive",
             "plain": "megatron_mtp.decoding.proposers.plain:Plain",
         }
     ),
@@ -190,6 +192,7 @@ VERIFIERS: Registry[Any] = Registry(
             "specinfer": "megatron_mtp.decoding.verifiers:specinfer",
             "relaxed": "megatron_mtp.decoding.verifiers:relaxed",
             "joint": "megatron_mtp.decoding.verifiers:joint",
+            "mtjd": "megatron_mtp.decoding.verifiers:mtjd",
             "bild": "megatron_mtp.decoding.verifiers:bild",
         }
     ),

@@ -95,8 +95,8 @@ class Loaded:
 
 
 def load_drafter(config: SpeculativeConfig | None, dtype: torch.dtype | None = None) -> Runner | None:
-    """The small model of the method `draft_model`; None of other methods."""
-    folder = config.flat().get("model") if config is not None and config.method == "draft_model" else None
+    """The small model of a method that drafts with one; None of other methods."""
+    folder = None if config is None else config.flat().get("model")
     if folder is None:
         return None
     return load_checkpoint(folder, dtype=dtype, flag="speculative config: model").runner

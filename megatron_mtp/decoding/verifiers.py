@@ -1,7 +1,7 @@
 """Verifiers: pure functions from the target's logits and a draft to a verdict, each with its facts.
 
 Rules that keep the target's distribution come first: greedy, rejection, specinfer, block, spectr. The others trade it
-for longer accepted drafts: relaxed, joint, bild; each runs only where a user names it.
+for longer accepted drafts or likelier texts: relaxed, joint, mtjd, bild; each runs only where a user names it.
 
 Letters in names: B batch, N drafted nodes, R = N + 1 rows, V vocabulary.
 """
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round, Verdict
+from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
 
 Rule = Callable[[Tensor, Draft, Round], Verdict]
@@ -341,7 +342,7 @@ def _are_thinking(round: Round, settings: RelaxedSettings) -> Tensor:
 
 @partial(
     Verifier,
-    line="keep the longest prefix with p/q above threshold, for mtp_beam (arXiv:2407.09722)",
+    line="keep the longest prefix with p/q above threshold, for beams (arXiv:2407.09722)",
     lossless=False,
     judges_trees=False,
     takes_path_probs=True,
@@ -364,6 +365,34 @@ def joint(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     ratio_BN = (log_p_BN - log_q_BN).cumsum(dim=1).exp().clamp(max=1)
     passes_BN = (ratio_BN > settings.threshold) & draft.valid().cumprod(dim=1).bool()
     return _kept_to_the_last(passes_BN, p_BRV, round)
+
+
+@partial(
+    Verifier,
+    line="emit the likeliest of all drafted sequences with one token more, for trees (arXiv:2407.09722)",
+    lossless=False,
+    greedy_only=True,
+)
+def mtjd(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
+    """The drafts of full depth K and a token that have the highest joint probability, all K + 1 of them.
+
+    Multi-token joint decoding (arXiv:2407.09722), exact over what is drafted: with the proposer `exhaustive`, the
+    argmax of p(x_1 .. x_{K+1}). A draft that is no chain of candidates from the root counts for nothing.
+    """
+    log_p_BRV = logits_BRV.log_softmax(dim=-1).double()
+    if draft.nodes == 0:
+        return Verdict(torch.ones_like(log_p_BRV[:, :, 0], dtype=torch.bool), log_p_BRV[:, 0].argmax(dim=-1))
+    ancestors_BRR, depth_BR = ancestors_of(draft.parents())
+    before_BNV = log_p_BRV.gather(1, draft.parents().unsqueeze(-1).expand(-1, -1, log_p_BRV.size(-1)))
+    own_BN = before_BNV.gather(2, draft.tokens_BN.unsqueeze(-1)).squeeze(-1)
+    own_BR = pad(own_BN.masked_fill(~draft.valid(), -torch.inf), (1, 0))
+    path_BR = torch.where(ancestors_BRR, own_BR.unsqueeze(1), 0.0).sum(dim=2)
+    depth_BR = torch.where(path_BR.isneginf(), 0, depth_BR)
+    is_deepest_BR = depth_BR == depth_BR.amax(dim=1, keepdim=True)
+    joint_BRV = (path_BR.unsqueeze(2) + log_p_BRV).masked_fill(~is_deepest_BR.unsqueeze(2), -torch.inf)
+    best_B, tokens = joint_BRV.flatten(1).argmax(dim=1), log_p_BRV.size(-1)
+    row_B11 = (best_B // tokens).view(-1, 1, 1).expand(-1, 1, ancestors_BRR.size(2))
+    return Verdict(ancestors_BRR.gather(1, row_B11).squeeze(1), best_B % tokens)
 
 
 @partial(

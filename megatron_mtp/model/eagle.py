@@ -18,10 +18,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.drafter import layer_config, layer_spec
 from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
-from megatron_mtp.model.portable import PortableAttention, PortableNorm, SharingAttention
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.shared_keys import SharingAttention
 
 
 class EagleLayer(Eagle3Layer):

@@ -311,7 +311,7 @@ class Body(Unused):
             config = config_from(self.speculative_config)
         except (ValueError, TypeError) as error:
             raise APIError(str(error), "speculative_config") from error
-        if config.method == "draft_model":
+        if "model" in config.flat():
             raise APIError("a request names no draft model; the server is started with one.", "speculative_config")
         return config
 

@@ -125,7 +125,11 @@ MODELS: dict[str, Model] = {
     ),
     "drafter-state": Model(0, f"{_EAGLE} {_UNTIED}", frozen=True, passes=3),
     "drafter-state-documents": Model(
-        0, f"{_EAGLE} {_DRAFTED} {_RECOMPUTED} --reset-attention-mask --eod-mask-loss", "documents", frozen=True, passes=3
+        0,
+        f"{_EAGLE} {_DRAFTED} {_RECOMPUTED} --reset-attention-mask --eod-mask-loss",
+        "documents",
+        frozen=True,
+        passes=3,
     ),
     "drafter-spark": Model(0, f"{_SPARK} --calculate-per-token-loss", frozen=True, passes=3),
     "drafter-spark-padded": Model(0, f"{_PACKED} {_SPARK} {_DRAFTED}", "padded", frozen=True, passes=3),

@@ -30,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp_beam": {"method": "mtp_beam", "num_speculative_tokens": 3},
     "parallel_heads": {"method": "parallel_heads"},
     "draft_model": {"method": "draft_model", "model": "-", "num_speculative_tokens": 3},
+    "draft_model_tree": {"method": "draft_model_tree", "model": "-", "tree": [3, 2, 1]},
+    "exhaustive": {"method": "exhaustive", "num_speculative_tokens": 1},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "lookahead": {"method": "lookahead"},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},

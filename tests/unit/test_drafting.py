@@ -359,6 +359,7 @@ RECORDED: list[tuple[str, str, float]] = [
     *((method, "rejection", 1.0) for method in ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram")),
     *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("mtp_tree", "spectr", 1.0)),
     *(("mtp_beam", "joint", 1.0), ("draft_model", "bild", 1.0), ("mtp", "relaxed", 0.0)),
+    *(("draft_model_tree", "spectr", 1.0), ("exhaustive", "mtjd", 0.0)),
     *(("eagle3", "greedy", 0.0), ("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
     *(("eagle", "rejection", 1.0), ("eagle_tree", "specinfer", 1.0)),
     *(("dflash", "greedy", 0.0), ("dflash", "block", 1.0), ("dspark", "greedy", 0.0), ("dspark", "rejection", 1.0)),
@@ -367,7 +368,12 @@ RECORDED: list[tuple[str, str, float]] = [
 
 RECORDED_FIRST = [
     *(("mtp", "block", 1.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
-    *(("draft_model", "bild", 1.0), ("ngram", "greedy", 0.0), ("dspark", "rejection", 1.0)),
+    *(
+        ("draft_model", "bild", 1.0),
+        ("exhaustive", "mtjd", 0.0),
+        ("ngram", "greedy", 0.0),
+        ("dspark", "rejection", 1.0),
+    ),
 ]
 
 
@@ -381,10 +387,10 @@ def test_every_step_that_may_be_recorded_is_checked() -> None:
 def test_a_step_reads_nothing_back_and_has_static_shapes(method: str, verifier: str, temperature: float) -> None:
     """Under FakeTensorMode, which refuses reads of data; drafting, verifying and keeping, two steps on end."""
     tree = {"tree": [3, 2, 1]}
-    trees = dict.fromkeys(("mtp_tree", "eagle3_tree", "eagle_tree"), tree)
-    own = {**trees, "draft_model": {"model": "-"}}.get(method, {})
+    own = (tree if method.endswith("_tree") else {}) | ({"model": "-"} if method.startswith("draft_model") else {})
     thinking = {"think_start": 3, "think_end": 6} if verifier == "relaxed" else {}
-    config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": 3, **own, **thinking})
+    count = 1 if method == "exhaustive" else 3
+    config = config_from({"method": method, "verifier": verifier, "num_speculative_tokens": count, **own, **thinking})
     kind = {"eagle3": "eagle3-own-head", "dspark": "dspark-own-head"}.get(method, kind_for(method))
     target, drafter, prompts = runner_of(kind), runner_of("mha-tied-layernorm"), prompts_of(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -450,10 +456,14 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 2},
     "lookahead": {"method": "lookahead"},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2, "model": "-"},
+    "draft_model-beam": {"method": "draft_model", "num_speculative_tokens": 2, "model": "-", "beam_width": 2},
+    "draft_model-specinfer": {"method": "draft_model_tree", "model": "-", "tree": [2, 2], "verifier": "specinfer"},
+    "draft_model-spectr": {"method": "draft_model_tree", "model": "-", "tree": [2, 2], "verifier": "spectr"},
+    "exhaustive": {"method": "exhaustive", "num_speculative_tokens": 2, "verifier": "specinfer"},
 }
 
 
-SAMPLED_FIRST = ("plain", "mtp-rejection", "dspark-confident", "tree-specinfer", "draft_model")
+SAMPLED_FIRST = ("plain", "mtp-rejection", "dspark-confident", "tree-specinfer", "draft_model-spectr")
 
 
 @pytest.mark.parametrize("name", tiered(SAMPLED, SAMPLED_FIRST))

@@ -36,7 +36,7 @@ class Case:
         return runner_of(self.kind, dtype=dtype)
 
     def run(self, target: Runner, prompts: list[list[int]], new: int, **more: Any) -> tuple[Sequences, Driven]:
-        needs_model = self.settings["method"] == "draft_model"
+        needs_model = "model" in self.settings
         drafter = Runner(model_of("mha-tied-layernorm", dtype=target.dtype)) if needs_model else None
         return run(target, prompts, new, self.settings, drafter=drafter, **more)
 
@@ -57,6 +57,12 @@ CASES: dict[str, Case] = {
     "dspark": Case({"method": "dspark"}, "dspark-own-head"),
     "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),
     "draft_model": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3}),
+    "draft_model-beam": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3, "beam_width": 3}),
+    "draft_model_tree": Case({"method": "draft_model_tree", "model": "-", "tree": [3, 2, 1]}),
+    "draft_model_tree-dynamic": Case(
+        {"method": "draft_model_tree", "model": "-", "tree_nodes": 12, "num_speculative_tokens": 4}
+    ),
+    "exhaustive": Case({"method": "exhaustive", "num_speculative_tokens": 1}),
     "ngram": Case({"method": "ngram", "num_speculative_tokens": 4}),
     "lookahead": Case({"method": "lookahead"}),
 }
@@ -186,7 +192,7 @@ def test_neighbors_change_nothing(
     assert len(shared) >= 6
     for key in shared:
         assert among.drafts[key] == alone.drafts[key]
-        assert bool(alone.logits[key]) == (case.settings["method"] not in ("ngram", "lookahead"))
+        assert bool(alone.logits[key]) == (case.settings["method"] not in ("ngram", "lookahead", "exhaustive"))
         for one_RV, other_RV in zip(among.logits[key], alone.logits[key], strict=True):
             torch.testing.assert_close(one_RV, other_RV, rtol=0, atol=allowed * other_RV.abs().max().item())
 

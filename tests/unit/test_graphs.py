@@ -191,7 +191,7 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
     request.getfixturevalue("on_tape")
     settings = settings_of(method, count)
     assert generate(target, prompts, 25, speculative=settings, drafter=drafter_of(method)).token_ids == answers
-    assert Counted.replays > 12
+    assert Counted.replays > 9
 
 
 @pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
@@ -236,7 +236,7 @@ def test_repeated_steps_sample_the_same_texts(
     request.getfixturevalue("on_tape")
     again = generate(target, prompts, 40, Sampling(2.0), settings, drafter=drafter)
     assert again.token_ids == usual.token_ids
-    assert again.stats.accepted == usual.stats.accepted > 30
+    assert again.stats.accepted == usual.stats.accepted > 25
     assert Counted.replays > 5
 
 
@@ -288,14 +288,15 @@ def test_all_forwards_of_a_step_have_one_window(method: str, monkeypatch: pytest
 
 
 def settings_of(method: str, count: int | str = 3) -> dict[str, Any]:
-    trees = {name: {"tree": [3, 2, 1]} for name in ("mtp_tree", "eagle3_tree", "eagle_tree")}
-    own = {**trees, "draft_model": {"model": "-"}}
-    return {"method": method, "num_speculative_tokens": count, **own.get(method, {})}
+    own = {"tree": [3, 2, 1]} if method.endswith("_tree") else {}
+    model = {"model": "-"} if method.startswith("draft_model") else {}
+    count = 1 if method == "exhaustive" else count
+    return {"method": method, "num_speculative_tokens": count, **own, **model}
 
 
 def drafter_of(method: str, vocab_size: int | None = None) -> Runner | None:
     """The small model of `draft_model`."""
-    return Runner(model_of("mha-tied-layernorm"), vocab_size) if method == "draft_model" else None
+    return Runner(model_of("mha-tied-layernorm"), vocab_size) if method.startswith("draft_model") else None
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(2.0)])

@@ -139,6 +139,7 @@ def test_rules_that_change_the_distribution_are_known() -> None:
     assert [config.verifier for config in map(config_from, given) if not is_lossless(config)] == [
         "relaxed",
         "joint",
+        "mtjd",
         "bild",
     ]
 

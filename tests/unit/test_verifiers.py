@@ -27,7 +27,18 @@ from megatron_mtp.decoding.config import VERIFIERS
 from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, Noise, Sampling, draw
-from megatron_mtp.decoding.verifiers import bild, block, chosen, greedy, joint, rejection, relaxed, solve_rho, walk
+from megatron_mtp.decoding.verifiers import (
+    bild,
+    block,
+    chosen,
+    greedy,
+    joint,
+    mtjd,
+    rejection,
+    relaxed,
+    solve_rho,
+    walk,
+)
 
 CHAIN, TREE = (1, 1), (3, 2)
 LEVEL = 0.001
@@ -220,7 +231,7 @@ def test_a_greedy_walk_through_a_tree(verifier: str) -> None:
     assert verdict.token_B.tolist() == [1]
 
 
-@pytest.mark.parametrize("verifier", ["greedy", "rejection", "block", "spectr", "joint", "bild", "relaxed"])
+@pytest.mark.parametrize("verifier", ["greedy", "rejection", "block", "spectr", "joint", "mtjd", "bild", "relaxed"])
 def test_an_empty_draft_is_plain_decoding(verifier: str) -> None:
     draft = Draft(torch.zeros(1, 0, dtype=torch.long))
     settings = {"verifier": verifier} | ({"think_start": 1, "think_end": 2} if verifier == "relaxed" else {})
@@ -244,6 +255,27 @@ def test_joint_keeps_a_prefix_whose_first_token_fails() -> None:
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.double))
     verdict = joint(probs.log(), draft, _round(verifier="joint", threshold=0.6, temperature=1.0))
     assert verdict.accepted_B.tolist() == [2]
+
+
+#  rows 0: the root, 1: a, 2: b, 3: a again where it is no candidate
+PAIRS = torch.tensor([[[0.6, 0.4], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]]], dtype=torch.double)
+
+
+def test_mtjd_emits_the_likeliest_pair() -> None:
+    """b b has 0.4 * 0.9 = 0.36, the best pair that begins with the likelier a 0.30."""
+    valid_BN = torch.tensor([[True, True, False]])
+    draft = Draft(torch.tensor([[0, 1, 0]]), None, torch.tensor([[0, 0, 0]]), valid_BN)
+    verdict = mtjd(PAIRS.log(), draft, _round(verifier="mtjd"))
+    assert verdict.kept_BR.tolist() == [[True, False, True, False]]
+    assert verdict.token_B.tolist() == [1]
+
+
+def test_mtjd_compares_sequences_of_full_depth_alone() -> None:
+    """a alone has 0.6 and a a 0.3; the tree's third node continues a, so that only its pairs have three tokens."""
+    draft = Draft(torch.tensor([[0, 1, 0]]), None, torch.tensor([[0, 0, 1]]))
+    verdict = mtjd(PAIRS.log(), draft, _round(verifier="mtjd"))
+    assert verdict.kept_BR.tolist() == [[True, True, False, True]]
+    assert verdict.token_B.tolist() == [0]
 
 
 def test_bild_rolls_back_at_the_first_unlikely_token() -> None:

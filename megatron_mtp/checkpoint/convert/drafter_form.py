@@ -36,7 +36,7 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     kind_in,
     with_inner,
 )
-from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT

@@ -131,8 +131,8 @@ def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:
     """Raises ValueError unless an embedding is the trunk's, in any type."""
     if not torch.allclose(theirs_VH.float(), ours_VH[: len(theirs_VH)].float(), rtol=1e-2, atol=1e-5):
         raise ValueError(
-            f"{folder}: '{WORDS}' is not the trunk's embedding, which drafters here draft with; give a drafter that was "
-            "trained for this trunk, with its embedding as it is."
+            f"{folder}: '{WORDS}' is not the trunk's embedding, which drafters here draft with; give a drafter that "
+            "was trained for this trunk, with its embedding as it is."
         )
 
 

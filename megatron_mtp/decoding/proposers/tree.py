@@ -1,19 +1,19 @@
-"""Trees and beams of drafts, grown with the first MTP module as `Eagle` reuses it.
+"""Trees and beams of drafts, grown with the first MTP module as `Eagle` reuses it, or with a small model.
 
-Level 1 are candidates for the token after t_m, from the row m - 1 of the module. A node to be continued becomes a row
-of its own: its token, and the state of the row that drafted it. All rows of a level run in one forward, in slots after
-the committed ones, and see the committed rows and their own ancestors. Where few shapes are wanted, a level with fewer
-rows than the largest one is padded:
+Level 1 are candidates for the token after t_m, from the row m - 1 of the module, or the row m of a small model. A node
+to be continued becomes a row of its own: its token and, for a module, the state of the row that drafted it. All rows of
+a level run in one forward, in slots after the committed ones, and see the committed rows and their own ancestors. Where
+few shapes are wanted, a level with fewer rows than the largest one is padded:
 
     slot      ..  m-1   m    m+1   m+2          two nodes of level 1 at slots m and m + 1, and at m + 2 a child of the
-    sees           -    -     -    m            first, which does not see the second
+    sees           -    -     -    m            first, which does not see the second; a small model's are one slot later
 
 Letters in names: B batch, F rows of a level, C candidates of a row, N drafted nodes, A rows that may run, V vocabulary.
 """
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING, ClassVar, override
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_mtp.decoding.backend import in_tensors
 from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import Eagle, run
+from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sampling import DRAFT, draw
 
 if TYPE_CHECKING:
@@ -83,15 +84,38 @@ class Level:
 
 
 class Grower(Eagle):
-    """Level by level: run rows, choose their candidates, choose which of these to continue."""
+    """Level by level: run rows, choose their candidates, choose which of these to continue.
+
+    Attributes:
+        past: rows that the drafter has run from t_m's on: 0 of a module, whose row m is of level 1.
+    """
 
     settings: BeamSettings
     keeps_states = False
+    past: ClassVar[int] = 0
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that may be drafted."""
+        return self.runner.drafted
 
     @property
     def beam(self) -> int:
         """`beam_width`, or the number of tokens that may be drafted where these are fewer."""
-        return min(self.settings.beam_width, self.runner.drafted)
+        return min(self.settings.beam_width, self.drafted)
+
+    def newest(self, sequences: "Sequences") -> Tensor:
+        """Run the committed rows that are missing; the state [1, B, H] of the last, which drafts level 1."""
+        (newest,), _ = in_tensors(sequences, [self.new_rows(sequences)])
+        return run(self.runner, newest)[-1:]
+
+    def level(self, sequences: "Sequences", given_SBH: Tensor, tokens_BF: Tensor, where: Rows) -> Tensor:
+        """States [F, B, H] of a level's rows, from the states of the rows that drafted their tokens."""
+        return self.runner.depth(1, given_SBH, tokens_BF, where, sequences.memory.depths[0])
+
+    def logits(self, states_SBH: Tensor) -> Tensor:
+        """Logits [B, F, V] of what follows."""
+        return self.runner.draft_logits(states_SBH)
 
     def grow(
         self, sequences: "Sequences", round: Round, widths: list[int], most: int | None, drawn: bool
@@ -102,12 +126,12 @@ class Grower(Eagle):
             most: candidates of a level that are continued, the best; None continues all.
             drawn: candidates are samples of q rather than its most likely tokens.
         """
-        (newest,), _ = in_tensors(sequences, [self.new_rows(sequences)])
-        states_SBH = run(self.runner, newest)[-1:]
+        states_SBH = self.newest(sequences)
         levels = [self._candidates(states_SBH, round, widths[0], [], None, drawn)]
-        shape, started = (len(sequences.token_ids), 1, self._rows_run(widths, most)), 0
+        shape, started = (len(sequences.token_ids), 1, self.past + self._rows_run(widths, most)), self.past
         least = max(_level_rows(widths[:-1], most), default=0) if sequences.shapes.few else 0
         ancestors_BFA = torch.zeros(shape, dtype=torch.bool, device=states_SBH.device)
+        ancestors_BFA[:, :, : self.past].fill_(True)
         for depth, width in enumerate(widths[1:]):
             level = levels[-1]
             count = level.tokens_BN.size(1)
@@ -120,9 +144,9 @@ class Grower(Eagle):
             above_BF, rows = level.rows_BN.gather(1, run_BF), slice(started, started + run_BF.size(1))
             own_FA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()[rows]
             ancestors_BFA = _rows_of(ancestors_BFA, above_BF) | own_FA
-            where = sequences.tree(torch.full_like(run_BF, depth), ancestors_BFA, started)
+            where = sequences.tree(torch.full_like(run_BF, depth + self.past), ancestors_BFA, started)
             given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
-            states_SBH = self.runner.depth(1, given_SBH, level.tokens_BN.gather(1, run_BF), where, newest.cache)
+            states_SBH = self.level(sequences, given_SBH, level.tokens_BN.gather(1, run_BF), where)
             states_SBH = states_SBH[: taken_BF.size(1)]
             levels.append(self._candidates(states_SBH, round, width, levels, taken_BF, drawn))
             started += run_BF.size(1)
@@ -143,9 +167,7 @@ class Grower(Eagle):
         drawn: bool,
     ) -> Level:
         """The candidates of rows that continue `taken_BF` of the last level above."""
-        logits_BFV = self.runner.draft_logits(states_SBH)
-        # At temperature 0 the order of a beam comes from the model's own distribution.
-        probs_BFV = logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
+        probs_BFV = self._probabilities(states_SBH, round)
         batch, rows, _ = probs_BFV.shape
         if drawn:  # independent samples of every row; earlier levels have used `before` random numbers
             before = sum(level.tokens_BN.size(1) for level in above)
@@ -160,6 +182,11 @@ class Grower(Eagle):
         scores_BN = scores_BFC.masked_fill(repeats_BFC, -torch.inf).flatten(1)
         row_FC = torch.arange(rows, device=tokens_BFC.device).unsqueeze(1).expand(-1, width)
         return Level(tokens_BFC.flatten(1), scores_BN, row_FC.flatten().expand(batch, -1), probs_BFV, taken_BF)
+
+    def _probabilities(self, states_SBH: Tensor, round: Round) -> Tensor:
+        """[B, F, V]; at temperature 0 the order of a beam comes from the model's own distribution."""
+        logits_BFV = self.logits(states_SBH)
+        return logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
 
 
 def _level_rows(widths: list[int], most: int | None) -> list[int]:
@@ -197,13 +224,14 @@ class Tree(Grower):
     @override
     def nodes(self, count: int) -> int:
         widths, most = self._widths(count)
-        return max(self._rows_run(widths, most), self.settings.tree_nodes or sum(_level_rows(widths, None)))
+        run = self.past + self._rows_run(widths, most)
+        return max(run, self.settings.tree_nodes or sum(_level_rows(widths, None)))
 
     def _widths(self, count: int) -> tuple[list[int], int | None]:
         """Candidates a row of every level, and how many of a level are continued, at most."""
         if self.settings.tree_nodes is not None:
             return [self.beam] * count, self.beam
-        return [min(width, self.runner.drafted) for width in self.settings.tree or DEFAULT_TREE][:count], None
+        return [min(width, self.drafted) for width in self.settings.tree or DEFAULT_TREE][:count], None
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
@@ -221,7 +249,8 @@ class Tree(Grower):
 class Beam(Grower):
     """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
 
-    Above temperature 0 the candidates are samples of q. The best of several samples is no sample of q, so a rule that
+    Of the W V ways to continue W chains, the W likeliest go on. Above temperature 0 they are W samples, without
+    replacement, of the joint distribution of these ways. The best of several samples is no sample of q, so a rule that
     keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
     """
 
@@ -230,7 +259,7 @@ class Beam(Grower):
 
     @override
     def nodes(self, count: int) -> int:
-        return max(count, self._rows_run([self.beam] * count, self.beam))
+        return max(count, self.past + self._rows_run([self.beam] * count, self.beam))
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
@@ -247,6 +276,40 @@ class Beam(Grower):
         takes_path_probs = verifier is not None and VERIFIERS[verifier].takes_path_probs
         probs_BNV = torch.cat(probs[::-1], dim=1) if takes_path_probs else None
         return Draft(torch.cat(tokens[::-1], dim=1), probs_BNV)
+
+    @override
+    def _candidates(
+        self,
+        states_SBH: Tensor,
+        round: Round,
+        width: int,
+        above: list[Level],
+        taken_BF: Tensor | None,
+        drawn: bool,
+    ) -> Level:
+        """The `width` continuations of all rows together."""
+        probs_BFV = self._probabilities(states_SBH, round)
+        scores_BFV = probs_BFV.double().log()
+        if taken_BF is not None:
+            scores_BFV = scores_BFV + above[-1].scores_BN.gather(1, taken_BF).unsqueeze(2)
+        scores_BX = scores_BFV.flatten(1)
+        if drawn:
+            before = sum(level.tokens_BN.size(1) for level in above)
+            index_BN = _without_replacement(scores_BX, round.noise.uniform(DRAFT, before + width)[:, before:])
+        else:
+            index_BN = scores_BX.topk(width, dim=1).indices
+        repeats_BN = (index_BN.unsqueeze(2) == index_BN.unsqueeze(1)).tril(-1).any(dim=2)  # where too few are possible
+        vocabulary, scores_BN = probs_BFV.size(2), scores_BX.gather(1, index_BN).masked_fill(repeats_BN, -torch.inf)
+        return Level(index_BN % vocabulary, scores_BN, index_BN // vocabulary, probs_BFV, taken_BF)
+
+
+def _without_replacement(scores_BX: Tensor, uniform_BN: Tensor) -> Tensor:
+    """N samples [B, N] of weights whose logarithms these are, each without those before it."""
+    weights_BX, drawn = (scores_BX - scores_BX.amax(dim=1, keepdim=True)).exp(), []
+    for uniform_B in uniform_BN.unbind(1):
+        drawn.append(draw(weights_BX, uniform_B).unsqueeze(1))
+        weights_BX = weights_BX.scatter(1, drawn[-1], 0.0)
+    return torch.cat(drawn, dim=1)
 
 
 def _rows_of(values_BFV: Tensor, rows_BN: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ class DrafterLayer(MegatronModule):
     """
 
     head: Tensor | None
+    norm: torch.nn.Module
     final_layernorm = None  # an EAGLE-3 drafter goes on from the state before the norm, which belongs to the head
 
     def __init__(

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_mtp.model.attention import PortableAttention
-from megatron_mtp.model.drafter import layer_config, layer_spec
+from megatron_mtp.model.drafter import Drafter, layer_config, layer_spec
 from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
@@ -50,8 +50,9 @@ class EagleBlock(Eagle3Block):
 
     @classmethod
     @override
-    def submodules(cls, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
-        spec = layer_spec(layer_config(config), {PortableAttention: SharingAttention}, input_layernorm=IdentityOp)
+    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+        own = layer_config(config, drafter)
+        spec = layer_spec(own, {PortableAttention: SharingAttention}, input_layernorm=IdentityOp)
         return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)
 
     @override

@@ -205,7 +205,7 @@ class Tree(Grower):
     """
 
     line = "a tree grown with the first module"
-    settings_kind = TreeSettings
+    settings_kind: ClassVar[type[Settings]] = TreeSettings
     settings: TreeSettings
     drafts_trees = True
     limit = "one with each level of 'tree'"
@@ -255,7 +255,7 @@ class Beam(Grower):
     """
 
     line = "the likeliest of W chains, grown with the first module"
-    settings_kind = BeamSettings
+    settings_kind: ClassVar[type[Settings]] = BeamSettings
 
     @override
     def nodes(self, count: int) -> int:

@@ -16,7 +16,7 @@ from megatron_mtp.server.codec import Codec
 from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import APIError, Body, ChatBody, CompletionBody
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Log-probability of what is impossible: JSON has no infinity."""
 
 DONE = format_sse_event(data_str="[DONE]")
@@ -39,7 +39,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class Choice:
-    """One output of a request.
+    """An output of a request.
 
     Attributes:
         index: its place in the answer.
@@ -216,4 +216,4 @@ class ChatAnswer(Answer[ChatBody]):
 
 def finite(logprob: float) -> float:
     """A log-probability for JSON, which has no NaN either: weights that have some make it."""
-    return logprob if logprob > LEAST else LEAST
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -36,7 +36,7 @@ from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.codec import Codec, too_long
 from megatron_mtp.server.detokenizer import OutputText
 from megatron_mtp.server.protocol import (
-    LONGEST_BODY,
+    MAX_BODY_BYTES,
     TOO_LONG,
     APIError,
     Body,
@@ -45,7 +45,7 @@ from megatron_mtp.server.protocol import (
     add_error_handlers,
 )
 
-PATIENCE = 10
+SHUTDOWN_GRACE_S = 10
 """Seconds in which clients read the end of what they asked for, after the last token of all requests."""
 
 GONE = 499
@@ -122,12 +122,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine, ready: Callable[[], None]) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=PATIENCE))
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_GRACE_S))
         self._engine, self._ready = engine, ready
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and print the address."""
         await super().startup(sockets)
         self._ready()
 
@@ -199,7 +199,7 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
         yield
         engine.stop()
 
-    app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=LONGEST_BODY, docs_url=None, redoc_url=None)
+    app = FastAPI(title="megatron-mtp", lifespan=lifespan, max_body_size=MAX_BODY_BYTES, docs_url=None, redoc_url=None)
     add_error_handlers(app)
 
     @app.post("/v1/completions")
@@ -265,7 +265,7 @@ class RequestGuard:
         if guarded and not (right and scheme.lower() == "bearer"):
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
             return APIError(message, code="invalid_api_key", status=401).response()
-        if length.isdecimal() and int(length) > LONGEST_BODY:
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             return APIError(TOO_LONG, status=413).response()
         if coding.lower() != "identity":
             message = f"the body has the Content-Encoding {coding}, which is not served; send it as it is."

@@ -48,10 +48,10 @@ CANCELLED = "cancelled"
 
 Emit = Callable[[list[Update]], None]
 
-IDLE = timedelta(days=365)
+IDLE_TIMEOUT = timedelta(days=365)
 """How long ranks wait for a request."""
 
-Message = list[tuple[Request, tuple[str, ...], int] | int]
+RankMessage = list[tuple[Request, tuple[str, ...], int] | int]
 """Requests with their stop strings and the tokens before these, and numbers of those that are cancelled."""
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Outputs:
 
 @dataclass
 class Owner:
-    """To whom a request belongs: an output, by its place; `last` is when it last had new tokens."""
+    """The output that a request grows, by its place; `last` is the time of its last new tokens."""
 
     outputs: Outputs
     place: int
@@ -116,14 +116,14 @@ class AsyncEngine:
 
     def __init__(self, engine: "Engine", group: Any = None) -> None:
         self._engine, self._commands = engine, SimpleQueue[Callable[[], None]]()
-        self._group, self._new = group, Message()
+        self._group, self._new = group, RankMessage()
         self._live, self._owners = set[Outputs](), dict[int, Owner]()  # of the event loop, and of the thread
         self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = self.draining = self.broken = False
         self.load: Load = engine.load
-        self.metrics = Metrics(lambda: self.load)
+        self.metrics = EngineMetrics(lambda: self.load)
 
     def start(self) -> None:
         """Begin, on the running event loop."""
@@ -151,7 +151,7 @@ class AsyncEngine:
         if self.broken:
             raise failed()
         if self.draining:
-            raise APIError("the server is ending; ask another one.", code="draining", status=503)
+            raise APIError("the server is shutting down; retry on another replica.", code="draining", status=503)
         self._live.add(outputs)
         self._commands.put(partial(self._add, requests, outputs))
         await outputs.get()
@@ -197,7 +197,7 @@ class AsyncEngine:
                     self.load = self._engine.load
                 if self._can_step and not self._ended:
                     self._tell_ranks(self._new)
-                    self._new = Message()
+                    self._new = RankMessage()
                     updates = self._engine.step()
                     self.load = self._engine.load
                     self._deliver(updates)
@@ -210,7 +210,7 @@ class AsyncEngine:
         return self._engine.busy and not self._engine.is_torn
 
     def _call[T](self, done: Future[T], call: Callable[["Engine", Emit], T]) -> None:
-        """Call, and say how it ended; what is no ValueError has broken the engine."""
+        """Call, and hand on the result or the error; any error but a ValueError has broken the engine."""
 
         def emit(updates: list[Update]) -> None:
             self._deliver(updates)
@@ -226,7 +226,7 @@ class AsyncEngine:
             done.set_exception(error)
             raise
 
-    def _tell_ranks(self, message: Message | None) -> None:
+    def _tell_ranks(self, message: RankMessage | None) -> None:
         if self._group is not None:
             _broadcast([message], self._group)
 
@@ -290,13 +290,13 @@ PREFIX = "megatron_mtp_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Borders of the histograms."""
 
-Rows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
+MetricRows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
 """Name to what it is, and its value, or one for each position of a draft.
 
 Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
 """
 
-GAUGES: Rows = {
+GAUGES: MetricRows = {
     "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
     "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
     "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
@@ -307,7 +307,7 @@ GAUGES: Rows = {
     # Beside accepted over drafted tokens of a position, which is the measured one.
     "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
 }
-COUNTERS: Rows = {
+COUNTERS: MetricRows = {
     "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
     "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
     "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
@@ -321,7 +321,7 @@ COUNTERS: Rows = {
 }
 
 
-class Metrics(Collector):
+class EngineMetrics(Collector):
     """The engine's counts as they are when they are asked for, and how long clients wait."""
 
     def __init__(self, load: Callable[[], Load]) -> None:
@@ -340,7 +340,7 @@ class Metrics(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """All metrics of a load."""
+        """Metrics of the load, for Prometheus."""
         load = self._load()
         for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (about, value) in rows.items():
@@ -395,10 +395,10 @@ def follow(engine: "Engine", codec: Codec, group: Any) -> None:
 
 def group_of_all() -> Any:
     """A group on the hosts, which may be idle for as long as nobody asks for anything."""
-    return torch.distributed.new_group(backend="gloo", timeout=IDLE)
+    return torch.distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
 
-def _broadcast(messages: list[Message | None], group: Any) -> Message | None:
+def _broadcast(messages: list[RankMessage | None], group: Any) -> RankMessage | None:
     """The message of rank 0."""
     torch.distributed.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
     return messages[0]

@@ -18,10 +18,10 @@ from megatron_mtp.server.protocol import APIError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LONG = 2**16
-"""Characters of a text beyond which it is tokenized alone, so that many such texts leave time for steps."""
+MAX_SHARED_CHARS = 2**16
+"""A text of more characters is tokenized alone, so that several long prompts leave time for steps."""
 
-COMPOSED = 4
+MAX_COMPOSED_CHARS = 4
 """Characters that the normal form C makes one of, at most."""
 
 READ_ROLES = ("user", "assistant", "tool", "function")
@@ -31,7 +31,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Codec:
-    """The model's tokenizer, of which only the compiled part is used, which any number of threads may read.
+    """The model's tokenizer. Only its compiled part is used, which any number of threads may read.
 
     Without one, text is refused, and outputs have none: clients send and read token ids.
 
@@ -83,7 +83,7 @@ class Codec:
             ) from error
         if self._longest is not None and len(text) > positions * self._longest:
             raise too_long(f"at least {-(-len(text) // self._longest)}", positions)
-        with self._long if len(text) > LONG else nullcontext():
+        with self._long if len(text) > MAX_SHARED_CHARS else nullcontext():
             # This function alone lets other threads run meanwhile, and keeps no offsets.
             (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=special)
         if len(encoded.ids) > positions:
@@ -130,7 +130,7 @@ class Codec:
         return self.encode(text, False, positions)
 
     def special_stops(self, stops: list[str]) -> dict[str, int]:
-        """Those stop strings that are special tokens, which have no text, and their ids. Raises APIError."""
+        """Stop strings that are special tokens, which have no text, with their ids. Raises APIError."""
         if stops and self.backend is None:
             why = "the checkpoint names no tokenizer to look for stop strings with"
             raise APIError(f"{why}; use stop_token_ids.", "stop")
@@ -189,4 +189,4 @@ def longest_token(form: dict[str, Any], backend: Tokenizer) -> int | None:
     strips = any(added["lstrip"] or added["rstrip"] for added in form["added_tokens"])
     if strips or any(part["type"] != "NFC" for part in parts):
         return None
-    return max(map(len, backend.get_vocab())) * (COMPOSED if parts else 1)
+    return max(map(len, backend.get_vocab())) * (MAX_COMPOSED_CHARS if parts else 1)

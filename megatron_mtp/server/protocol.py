@@ -10,7 +10,7 @@ Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 401  a wrong key                                       415  a body that is compressed
 404  a path or a model that is not here                429  the queue is full
 405  another method than the path has                  500  the engine has failed
-                                                       503  the server is ending
+                                                       503  the server is shutting down
 """
 
 import json
@@ -38,17 +38,17 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server import request_defaults
 
-LONGEST_BODY = 8 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 """Bytes of a request: a million token ids, and no more."""
 
-TOO_LONG = f"the body has more than {LONGEST_BODY} bytes; send less."
+TOO_LONG = f"the body has more than {MAX_BODY_BYTES} bytes; send less."
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
         ("tool_choice function_call", ("none", "auto")),
         ("detokenize", (True,)),
-        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two say how to parse thinking
+        ("early_stopping separate_reasoning stream_reasoning", (False,)),  # the last two choose how thinking is parsed
         ("num_beams typical_p tfs tfs_z repeat_penalty", (1,)),
         ("top_a mirostat", (0,)),
         ("thinking_token_budget", (-1,)),
@@ -72,13 +72,13 @@ INSTEAD = {
 }
 """What to do about a field that an endpoint has not, where leaving it out is not what a client wants."""
 
-LONGEST_MESSAGE, MESSAGE_END = 600, 200
-"""Characters of an error; of a longer one, as many of its end stay, which says what to do."""
+MAX_MESSAGE_CHARS, MESSAGE_END_CHARS = 600, 200
+"""Characters of an error at most, and how many of these are the end of a longer one: the remedy stands there."""
 
-MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 128, 64, 256, 20
+MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS = 128, 64, 256, 20
 SEEDS = 2**63
-USUAL_LIMIT = 16
-"""New tokens of a completion, where a body does not say."""
+DEFAULT_MAX_TOKENS = 16
+"""New tokens of a completion whose body has no max_tokens."""
 
 Integer = Annotated[
     int, BeforeValidator(lambda given: int(given) if type(given) is float and given % 1 == 0 else given)
@@ -114,8 +114,8 @@ class APIError(Exception):
 
 def _sendable(text: str) -> str:
     """Text that UTF-8 can hold, since JSON may name half of a surrogate pair; without the middle of a long value."""
-    if len(text) > LONGEST_MESSAGE:
-        text = f"{text[: LONGEST_MESSAGE - MESSAGE_END]} ... {text[-MESSAGE_END:]}"
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[: MAX_MESSAGE_CHARS - MESSAGE_END_CHARS]} ... {text[-MESSAGE_END_CHARS:]}"
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -173,7 +173,7 @@ def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]
     return APIError(f"{param}: {said}", param)
 
 
-class Part(BaseModel):
+class BodyPart(BaseModel):
     """An object within a body: its fields are known and of the right type, or null, which is as good as none."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -184,7 +184,7 @@ class Part(BaseModel):
         return {key: one for key, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyPart):
     """Sums of tokens: in an event at the end, and those of its choice so far in every event, as in vLLM."""
 
     include_usage: bool = False
@@ -230,7 +230,7 @@ class Body(Unused):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     seed: Annotated[Integer, Field(ge=-SEEDS, lt=SEEDS)] | None = None
-    n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: Integer | None = None
     stop: list[str] = []
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
@@ -242,7 +242,7 @@ class Body(Unused):
     return_token_ids: bool = False
     return_drafts: bool = False
     speculative_config: dict[str, Any] | None = None
-    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
 
     @property
@@ -283,11 +283,11 @@ class Body(Unused):
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _can_be_looked_for(cls, given: Any) -> Any:
-        """One string may be sent without a list."""
+        """Accept a single string without a list."""
         stops = [given] if isinstance(given, str) else given
         lengths = [len(stop) for stop in stops if isinstance(stop, str)] if isinstance(stops, list) else []
-        if len(lengths) > MOST_STOPS or not all(0 < length <= LONGEST_STOP for length in lengths):
-            raise ValueError(f"give at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
+        if len(lengths) > MAX_STOPS or not all(0 < length <= MAX_STOP_CHARS for length in lengths):
+            raise ValueError(f"give at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
         return stops
 
     def penalties(self, ends: frozenset[int]) -> Penalties:
@@ -330,13 +330,13 @@ class CompletionBody(Body):
 
     neutral = _with(request_defaults.COMPLETIONS)
     prompt: list[Any]
-    max_tokens: Annotated[Integer, Field(ge=0)] | None = USUAL_LIMIT
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = DEFAULT_MAX_TOKENS
     add_special_tokens: bool = False
 
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[str | int | list[int]])
     @classmethod
     def _are_prompts(cls, given: Any) -> Any:
-        """Texts and lists of token ids; one may be sent without a list."""
+        """Accept strings and lists of token ids; a single one may be sent without a list."""
         listed = [given] if isinstance(given, str) or _are_ids(given) else given
         if not isinstance(listed, list) or not listed:
             raise ValueError("give a text, a list of token ids, or a list of these")
@@ -349,7 +349,7 @@ def _are_ids(given: object) -> bool:
     return isinstance(given, list) and bool(given) and all(type(one) is int for one in given)
 
 
-class MessagePart(Part):
+class MessagePart(BodyPart):
     """A piece of a message; `cache_control` changes nothing, since all prompts are cached."""
 
     type: Literal["text"]
@@ -357,14 +357,14 @@ class MessagePart(Part):
     cache_control: Any = None
 
 
-class CalledFunction(Part):
+class CalledFunction(BodyPart):
     """Of an earlier turn; arguments are an object, as JSON or not, and null for none."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Part):
+class ToolCall(BodyPart):
     """A call of an earlier turn."""
 
     id: str | None = None
@@ -373,7 +373,7 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class Function(Part):
+class Function(BodyPart):
     """A function that the model may call; nothing here makes its arguments fit, as `strict` would ask for."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -384,7 +384,7 @@ class Function(Part):
     defer_loading: Literal[False] = False
 
 
-class Tool(Part):
+class Tool(BodyPart):
     """A tool, which the chat template shows to the model."""
 
     type: Literal["function"] = "function"
@@ -397,7 +397,7 @@ AsSent = WrapValidator(lambda given, check: (check(given), given)[1])
 
 
 class Message(BaseModel):
-    """One turn of a chat; a field that is not here is for the template, which must read it."""
+    """A turn of a chat; a field that is not here is for the template, which must read it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -451,7 +451,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: Literal[False] = False
     tools: Annotated[list[Tool] | None, AsSent] = None
     documents: list[dict[str, Any]] | None = None

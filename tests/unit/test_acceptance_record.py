@@ -12,7 +12,7 @@ from megatron_mtp.acceptance import RECORD, AcceptanceStats, Alarm, carry_record
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.server.async_engine import Metrics
+from megatron_mtp.server.async_engine import EngineMetrics
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 EVALUATED = AcceptanceStats(
@@ -97,6 +97,6 @@ def test_the_metrics_have_the_expected_acceptance_beside_the_measured_one() -> N
     runner = runner_of(depths=2)
     runner.alarm.expected = [0.7, 0.35]
     engine = Engine(runner, speculative=config_from(MTP))
-    families = {family.name: family for family in Metrics(lambda: engine.load).collect()}
+    families = {family.name: family for family in EngineMetrics(lambda: engine.load).collect()}
     samples = families["megatron_mtp_spec_decode_expected_acceptance_per_pos"].samples
     assert {sample.labels["position"]: sample.value for sample in samples} == {"0": 0.7, "1": 0.35}

@@ -13,7 +13,7 @@ from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
 from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server.codec import Codec
-from megatron_mtp.server.protocol import LONGEST_BODY
+from megatron_mtp.server.protocol import MAX_BODY_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +467,7 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "no such letter": (b'{"prompt": "ab", "model": "\\ud800"}', 404, r"the model '\ud800' is not served"),
     "no such key": (b'{"prompt": "a", "speculative_config": {"method": "mtp", "\\udfff": 1}}', 400, r"no key '\udfff'"),
     "not unicode": (b'{"prompt": "\xff"}', 400, "pars"),
-    "ten megabytes": (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413, f"the body has more than {LONGEST_BODY} bytes"),
+    "ten megabytes": (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413, f"the body has more than {MAX_BODY_BYTES} bytes"),
 }
 
 

@@ -125,7 +125,9 @@ def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Codec) -> None
         until(lambda: live(server) == 1)
         server.server.handle_exit(15, None)
         time.sleep(0.3)  # in which the server looks three times whether it may end
-        with pytest.raises(openai.InternalServerError, match="the server is ending; ask another one") as error:
+        with pytest.raises(
+            openai.InternalServerError, match="the server is shutting down; retry on another replica"
+        ) as error:
             server.client().completions.create(model=NAME, prompt="ab")
         assert error.value.status_code == 503
         health = httpx2.get(f"{server.url}/health")

@@ -45,7 +45,7 @@ from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, Side, Sizes
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding import backend, generate
 from megatron_mtp.decoding.recurrent_layers import KEPT
-from megatron_mtp.decoding.rows import ROLLED_BACK
+from megatron_mtp.decoding.rows import MAX_ROWS_BACK
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build
@@ -69,7 +69,7 @@ REPEATS = {"cpu": 15, "cuda": 50, "quick": 2}
 MAMBA = "--mamba-head-dim 32 --mamba-state-dim 64 --mamba-num-groups 1"
 
 EARLY, LATE = 200, 2000
-WINDOW = 2 * (KEPT - ROLLED_BACK)
+WINDOW = 2 * (KEPT - MAX_ROWS_BACK)
 """Tokens around each whose times are compared."""
 
 TEXTS = {"cpu": 3, "cuda": 3, "quick": 1}

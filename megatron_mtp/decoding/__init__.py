@@ -17,7 +17,7 @@ machine, and the rules in this room (draft, sampling, verifiers) do not.
     block_manager.py     which blocks are free, and which hold a beginning that sequences share
     batch.py             propose, verify and keep for sequences that draft alike; one ends at EOS, also inside a draft
     scheduler.py         who runs in a step: prompts, sequences that are decoded, and those that are put back
-    runner.py            a loaded model row by row: trunk, depths, head
+    runner.py            a loaded model row by row: trunk, MTP layers, head
     backend.py           Modules, which runs rows through all layers; the table of backends
     dense_layer.py       a dense layer with little between its products
     cached_attention.py  attention over the cache, of latents too, in the place of a trained model's

@@ -20,7 +20,7 @@ from megatron_mtp.decoding.draft import Draft, Round, StepOutput, Verdict
 from megatron_mtp.decoding.method import AutoK, Method
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Finish, Request, Update
-from megatron_mtp.decoding.rows import ROLLED_BACK, Rows, ancestors_of, rounded
+from megatron_mtp.decoding.rows import MAX_ROWS_BACK, Rows, ancestors_of, rounded
 from megatron_mtp.decoding.sampling import (
     NO_PENALTIES,
     Penalties,
@@ -31,18 +31,18 @@ from megatron_mtp.decoding.sampling import (
     sampling_of,
 )
 from megatron_mtp.decoding.sequences import BatchShapes, KeptTensors, Progress, Sequences
-from megatron_mtp.decoding.verifiers import Rule, Verifier
+from megatron_mtp.decoding.verifiers import Verifier, VerifierRule
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.graphs import GraphedStep
 
-Kind = tuple[SpeculativeConfig, bool]
+DraftingKind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
 
-Group = tuple[Kind, int | None]
+Group = tuple[DraftingKind, int | None]
 """Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
 
-FAR_BEHIND = 32
+MAX_ROWS_BEHIND = 32
 """Rows that a sequence's drafter may be behind to catch up with the others' rows; with more it runs them alone. The
 others run as many rows anew, so where these change states they are half of what a state goes back."""
 
@@ -92,12 +92,12 @@ class Sequence:
 
     @property
     def rows_left(self) -> int:
-        """Those of them that have not run."""
+        """Rows of its prompt that have not run."""
         return self.rows - self.run
 
     @property
     def group(self) -> Group:
-        """With which it is decoded."""
+        """The group in which it is decoded."""
         return (self.method.config, self.method.sampling.greedy), self.number if self.alone else None
 
     @property
@@ -229,7 +229,7 @@ class DecodeBatch:
 
     @property
     def seqs(self) -> list[Sequence]:
-        """Those that have not ended."""
+        """Sequences that have not ended."""
         return [seq for seq, live in zip(self._rows, self.sequences.live, strict=True) if live]
 
     def join(self, seqs: list[Sequence], sequences: Sequences) -> None:
@@ -290,7 +290,7 @@ class DecodeBatch:
     def _catch_up(self, count: int) -> None:
         """Sequences that are far behind catch up alone, so that the others need not run as many rows."""
         proposer, sequences = self.method.proposer, self.sequences
-        far = ROLLED_BACK // 2 if proposer.has_states else FAR_BEHIND
+        far = MAX_ROWS_BACK // 2 if proposer.has_states else MAX_ROWS_BEHIND
         if count == 0 or proposer.missed(sequences, count) <= far:
             return
         for row in self._row_of().values():
@@ -350,7 +350,7 @@ def _few_sizes(seqs: int) -> int:
 
 
 def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
-    """All of a step that the device does; nothing is read back to the host."""
+    """Draft, verify and accept on the device; nothing is read back to the host."""
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     draft = propose(sequences, method, round, count)
     proposer, verifier = method.proposer, method.verifier
@@ -382,7 +382,7 @@ def emit(
     sequences: Sequences,
     row: int,
     seq: Sequence,
-    rule: Rule,
+    rule: VerifierRule,
     gained: list[int],
     depth: int = 0,
     draft: Draft | None = None,
@@ -395,8 +395,8 @@ def emit(
     return update
 
 
-def with_penalties(rule: Rule, seqs: list[Sequence]) -> Rule:
-    """The rule for sequences of which some have penalties, or want log-probabilities."""
+def with_penalties(rule: VerifierRule, seqs: list[Sequence]) -> VerifierRule:
+    """The rule, wrapped where some sequences have penalties or want log-probabilities."""
     if not any(seq.reads_logits for seq in seqs):
         return rule
     return PenalizedVerifier(rule, [seq.request.penalties for seq in seqs], [len(seq.request.prompt) for seq in seqs])
@@ -404,7 +404,7 @@ def with_penalties(rule: Rule, seqs: list[Sequence]) -> Rule:
 
 @dataclass
 class PenalizedVerifier:
-    """A verifier for sequences of which some have penalties or want log-probabilities.
+    """A verifier for batches where some sequences have penalties or want log-probabilities.
 
     Attributes:
         rule: the verifier proper.
@@ -413,7 +413,7 @@ class PenalizedVerifier:
         logits_BRV, kept_BR: of the last step, before penalties.
     """
 
-    rule: Rule
+    rule: VerifierRule
     penalties: list[Penalties]
     prompts: list[int]
     logits_BRV: Tensor | None = None

@@ -1,6 +1,6 @@
 """Blocks of an engine's memory: which are free, who uses them, and which hold a beginning that other sequences share.
 
-A full block is known by the block before it, its tokens and `ahead` tokens behind these: rows of a depth are made from
+A full block is known by the block before it, its tokens and `ahead` tokens behind these: rows of depth d are made from
 tokens that far ahead. A sequence that begins with the same tokens uses the block as it is. Nobody writes other numbers
 into a known block, as all its rows are final.
 

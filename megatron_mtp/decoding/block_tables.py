@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-BEYOND = 320
+SLOTS_BEYOND_POSITIONS = 320
 """Slots and positions after the model's last one, which drafts may use; no token is emitted there."""
 
 BLOCK = 32
@@ -66,7 +66,7 @@ class BlockTables:
 
     @cached_property
     def where(self) -> slice | Tensor:
-        """The same as an index; a slice where they follow one another, which copies nothing."""
+        """`entries` as an index; a slice where they follow one another, which copies nothing."""
         return _run(self.entries) or self.entry_B
 
     @cached_property

@@ -3,7 +3,7 @@
 `attach` puts a `CachedAttention` into every attention module of a loaded model. They share a `Scope`, which holds the
 cache and the rows of the current forward. The modules around them, and their weights, are those of training.
 
-Multi-latent attention caches latents, of which all heads' keys and values are made (arXiv:2405.04434, 2.1). A key is
+Multi-latent attention caches latents; all heads' keys and values are made of them (arXiv:2405.04434, 2.1). A key is
 W_K c beside the rotary part r that all heads share, and a value is W_V c, with c the latents of a row. Instead of keys
 and values the cache holds c and r, and the projections move to the other side of the sums:
 
@@ -207,7 +207,7 @@ class Latents(StandIn):
 
 
 class LatentAttention(CachedAttention):
-    """That of an attention whose up-projection is `Latents`."""
+    """Cached attention over latents; the attention's up-projection is `Latents`."""
 
     def __init__(self, core: CachedAttention, up: Latents, heads: int, key_channels: int) -> None:
         super().__init__(core.scope, core.layer, core.scale)

@@ -3,7 +3,7 @@
 Plain data, without torch.
 
 Some keys go with every method; the others are those of the method and of the verifier that were chosen. Each of these
-has a frozen dataclass, whose fields say their kind, default, range and meaning:
+has a frozen dataclass, whose fields give their kind, default, range and meaning:
 
     @dataclass(frozen=True)
     class EchoSettings(Settings):
@@ -113,7 +113,7 @@ NO_SETTINGS = Settings()
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """One drafting method with its verifier.
+    """A drafting method with its verifier.
 
     Attributes:
         method: a name in PROPOSERS.
@@ -144,7 +144,7 @@ class SpeculativeConfig:
         Key("use_draft_probs", (bool,), True, "").check(self.use_draft_probs)
 
     def flat(self) -> dict[str, Any]:
-        """All keys with their values, as in JSON."""
+        """Keys with their values, as in JSON."""
         return {key: getattr(self, key) for key in COMMON_KEYS} | asdict(self.settings) | asdict(self.verifier_settings)
 
 

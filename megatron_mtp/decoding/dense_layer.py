@@ -150,7 +150,7 @@ def lean(layer: Any, product: Product) -> Forward | None:
 
 
 def fused(function: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
-    """The same function of rows between products: on a GPU compiled into few kernels, for any number of rows."""
+    """The function, which stands between products, compiled into few kernels on a GPU, for any number of rows."""
     can_launch = weight.is_cuda and why_not("triton") is None and why_no_launcher() is None
     return _compiled(function) if can_launch else function
 
@@ -211,7 +211,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _is_plain_part(part: Any) -> bool:
-    """The same of its attention, recurrence, MLP or experts."""
+    """True if its attention, recurrence, MLP or experts are plain."""
     if type(part) is SelfAttention:
         return isinstance(part.core_attention, CachedAttention) and _are_plain(part.linear_qkv, part.linear_proj)
     if type(part) is MLP:

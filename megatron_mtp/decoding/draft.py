@@ -116,7 +116,7 @@ class Round:
         noise: this round's random numbers of every request.
         config: the settings of the method and of the verifier.
         token_ids: of every sequence up to t_m, on the host; a recorded step has none.
-        tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` says how many they are.
+        tokens_BT: the same on the device, and behind t_m anything; `noise.position_B` is their number.
     """
 
     sampling: Sampling | SamplingOfEach

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron_mtp.acceptance import AcceptanceStats, Alarm
-from megatron_mtp.decoding.batch import DecodeBatch, Kind, Sequence
-from megatron_mtp.decoding.block_tables import BEYOND, BLOCK
+from megatron_mtp.decoding.batch import DecodeBatch, DraftingKind, Sequence
+from megatron_mtp.decoding.block_tables import BLOCK, SLOTS_BEYOND_POSITIONS
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import Method, config_from, make_method
 from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt, check_request
@@ -28,10 +28,10 @@ from megatron_mtp.decoding.sampling import Sampling, TokenLogprob
 from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.sequences import wants_few_shapes
 
-MOST_GIB = 4.0
+DEFAULT_CACHE_GIB = 4.0
 """Cache that is taken unasked."""
 
-LEAST_KEPT = 1024
+MIN_KEPT_SLOTS = 1024
 """Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
 
 WARM_STEPS = 4
@@ -46,7 +46,7 @@ class Engine:
     Args:
         runner: the target.
         settings: its sizes.
-        speculative: how sequences draft whose requests do not say; None decodes them plainly.
+        speculative: how sequences draft whose requests have no method; None decodes them plainly.
         drafter: the small model of `draft_model`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Engine:
         self.speculative = speculative or SpeculativeConfig("plain")
         self.scheduler = Scheduler(self.settings, runner, drafter)
         self.stats = AcceptanceStats()
-        self._methods: dict[Kind, Method] = {}
+        self._methods: dict[DraftingKind, Method] = {}
         self._added = self.policy_version = 0
         self.is_torn = False
         self._method_of(Request([0], 1))
@@ -144,7 +144,7 @@ class Engine:
         kind = config, request.sampling.greedy
         if kind not in self._methods:
             method = make_method(self.runner, config, request.sampling, self.drafter)
-            nodes, most = method.proposer.nodes(method.count), BEYOND - 1
+            nodes, most = method.proposer.nodes(method.count), SLOTS_BEYOND_POSITIONS - 1
             if self.settings.slots is None and nodes > most:
                 raise ValueError(
                     f"'{config.method}' adds {nodes} rows to a step with these settings, and a sequence of the engine "
@@ -182,7 +182,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def block_bytes(runner: Runner, drafter: Runner | None = None) -> int:
-    """Bytes of one block: keys and values of the trunk, of depths and of a small model, and the trunk's states."""
+    """Bytes of one block: keys and values of the trunk, of MTP layers and of a small model, and the trunk's states."""
     kept = sum(one.numbers * of.dtype.itemsize for of, one in _keeping(runner, drafter))
     return (kept + runner.state_size * runner.dtype.itemsize) * BLOCK
 
@@ -215,9 +215,9 @@ def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None =
 
 
 def blocks_for(running: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks that so many sequences of full length need, as far as `MOST_GIB` holds them; errors as `blocks_in`."""
+    """Blocks of so many sequences of full length, as far as `DEFAULT_CACHE_GIB` holds them; errors as `blocks_in`."""
     each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
-    return min(running * each, blocks_in(MOST_GIB, running, runner, drafter))
+    return min(running * each, blocks_in(DEFAULT_CACHE_GIB, running, runner, drafter))
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _engine_for(runner: Runner, requests: list[Request], drafter: Runner | None)
     method = make_method(runner, first.speculative, first.sampling, drafter)
     positions = runner.positions
     slots = max(min(len(one.prompt) + one.max_new_tokens, positions) for one in requests) + method.slots
-    running, slots = len(requests), rounded(max(slots, min(LEAST_KEPT, positions) if few else 0), few)
+    running, slots = len(requests), rounded(max(slots, min(MIN_KEPT_SLOTS, positions) if few else 0), few)
     kept, runner.kept = runner.kept, None  # a call within this one has memory of its own, as one after an error
     if isinstance(kept, Engine):
         had = kept.settings

@@ -129,7 +129,7 @@ def _others(config: TransformerConfig) -> list[str]:
 
 
 def _joined(products: list[Any], width: int) -> Tensor:
-    """The weights as one tensor [E, F, H], of which each is a part from now on; `width` is the dimension of F."""
+    """Stack the weights into one tensor [E, F, H] and make each a view of it; `width` is the dimension of F."""
     joined_EFH = torch.stack([product.weight.detach().movedim(width, 0) for product in products])
     for product, part_FH in zip(products, joined_EFH, strict=True):
         product.weight.data = part_FH.movedim(0, width)

@@ -28,10 +28,10 @@ from megatron_mtp.decoding.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 """Graphs that are kept of each kind and size of batches; the one that was not used for longest goes first."""
 
-Step = Callable[[int], StepOutput]
+RunStep = Callable[[int], StepOutput]
 """A step with K drafts, all that the device does."""
 
 
@@ -78,7 +78,7 @@ class GraphedStep:
     """
 
     def __init__(
-        self, step: Step, sequences: Sequences, proposer: Proposer, graphs: Graphs, record: Record = record_on_cuda
+        self, step: RunStep, sequences: Sequences, proposer: Proposer, graphs: Graphs, record: Record = record_on_cuda
     ) -> None:
         self._step, self._sequences, self._proposer, self._graphs = step, sequences, proposer, graphs
         self._record = record
@@ -100,14 +100,14 @@ class GraphedStep:
         if recorded is None:
             return self._step(count)
         graphs[key] = recorded  # now the last, and the first are those that were not used for longest
-        for unused in list(graphs)[:-MOST_GRAPHS]:
+        for unused in list(graphs)[:-MAX_GRAPHS]:
             del graphs[unused]
         recorded.replay()
         self._proposer.mark_seen(sequences, count)
         return recorded.output
 
     def _recorded(self, count: int) -> Recorded | None:
-        """The step, in the memory of those before; None if it fails, of which the log is told once."""
+        """Record the step in the memory of earlier ones; None if that fails, with one warning in the log."""
         pool = next((one.pool for one in self._graphs.values() if one is not None), None)
         try:
             return self._record(lambda: self._step(count), pool)

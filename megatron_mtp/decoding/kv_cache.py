@@ -72,10 +72,10 @@ class KVCache:
 
 
 class Memory:
-    """All caches of an engine, in the same blocks: the trunk's, each depth's, and those of a small model that drafts.
+    """Caches of an engine, in the same blocks: of the trunk, of each MTP layer, and of a small model that drafts.
 
     Attributes:
-        states_N1SH: the trunk's states, from which depths draft.
+        states_N1SH: the trunk's states, from which MTP layers draft.
         count_T: 0, 1, 2, ...: more than a sequence has tokens.
         free_entries: of recurrent layers, which no sequence has.
     """
@@ -104,5 +104,5 @@ class Memory:
 
     @property
     def caches(self) -> list[KVCache]:
-        """All of them."""
+        """Caches of the trunk, the MTP layers and the small model."""
         return [self.cache, *self.depths, *([self.drafter] if self.drafter else [])]

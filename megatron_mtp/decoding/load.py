@@ -38,7 +38,7 @@ OF_THE_RUN = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments that say what a model computes, and that `completed` leaves out, since no conversion has them."""
+"""Arguments that change what a model computes, and that `completed` leaves out, since no conversion has them."""
 
 OVER_ALL_RANKS = (
     "tensor_model_parallel_size",
@@ -80,15 +80,15 @@ class Loaded:
         return tokenizer
 
     def line(self, folder: str) -> str:
-        """One line on what was loaded from the folder."""
+        """A line on what was loaded from the folder."""
         runner = self.runner
         size = sum(weight.numel() for weight in runner.model.parameters())
         ranks = torch.distributed.get_world_size()
         share = "" if ranks == 1 else f" on each of {ranks} ranks"
         device = "the CPU" if cpu.installed() else torch.cuda.get_device_name()
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
-        many = f"1 depth in {runner.depths} passes" if repeats else f"{runner.depths} depths"
-        depths = {0: "no depths", 1: "1 depth"}.get(runner.depths, many)
+        many = f"1 MTP layer in {runner.depths} passes" if repeats else f"{runner.depths} MTP layers"
+        depths = {0: "no MTP layers", 1: "1 MTP layer"}.get(runner.depths, many)
         depths = DRAFTERS[runner.kind].called if runner.kind in DRAFTERS else depths
         iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
         return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"

@@ -36,7 +36,7 @@ from megatron_mtp.decoding.config import (
 )
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.sampling import Sampling, SamplingOfEach
-from megatron_mtp.decoding.verifiers import Rule, Verifier
+from megatron_mtp.decoding.verifiers import Verifier, VerifierRule
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
 
@@ -53,7 +53,7 @@ class Method:
     """
 
     proposer: Proposer
-    verifier: Rule
+    verifier: VerifierRule
     config: SpeculativeConfig
     sampling: Sampling | SamplingOfEach
     count: int
@@ -66,7 +66,7 @@ class Method:
         return 1 + self.proposer.nodes(self.count)
 
 
-MOST_TRIED = 6
+MAX_TRIED_DRAFTS = 6
 """The largest K that 'auto' considers where the method has no limit of its own."""
 
 RECENT = 32
@@ -78,13 +78,13 @@ MEMORY = 0.97
 FIRST_DRAFTS = 2
 """K of the first steps; more where they show that more may pay."""
 
-FIRST_REST = 16
+FIRST_REST_STEPS = 16
 """Plain steps before the first trial; every further rest is twice as long."""
 
-LONGEST_REST = 512
+MAX_REST_STEPS = 512
 """Plain steps after which the price of another draft is looked at again, however far away it was."""
 
-FEW_TIMES, CLOSE = 3, 0.9
+FEW_TIMINGS, CLOSE = 3, 0.9
 """A K that promises this share of the highest rate is tried until it was timed so often; first steps take longer."""
 
 SHARE = 0.01
@@ -153,7 +153,7 @@ def make_method(runner: Any, config: SpeculativeConfig | None, sampling: Samplin
 
 
 def _with_settings(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The same with the defaults of the method and of the verifier where their settings were left out."""
+    """The config with the defaults of the method and of the verifier where their settings were left out."""
     made: list[Settings] = []
     names, given = (config.method, config.verifier), (config.settings, config.verifier_settings)
     for name, kind, own in zip(names, _settings_kinds(*names), given, strict=True):
@@ -174,7 +174,7 @@ def _settings_kinds(method: object, verifier: object) -> tuple[type[Settings], t
 
 
 def _name(key: str, value: object, table: Registry[Any]) -> str:
-    """All names are listed for a message alone: that asks every installed package."""
+    """A name of the table; ValueError for another. Only the message lists the names: that asks every package."""
     if value == "mtp_trunk_states":
         raise ValueError("speculative config: the method 'mtp_trunk_states' was removed; use 'mtp', as it was trained.")
     if not isinstance(value, str) or value not in table:
@@ -213,7 +213,7 @@ def _check_depths(runner: Any, method: str) -> None:
         )
     if wanted != found:
         others = [name for name, one in PROPOSERS.items() if one.depths == found]
-        has = f"that has {DRAFTERS[found].called}" if found in DRAFTERS else f"whose depths are {found}"
+        has = f"that has {DRAFTERS[found].called}" if found in DRAFTERS else f"whose MTP layers are {found}"
         raise ValueError(f"'{method}' was asked of a checkpoint {has}; choose {_any_of(others)}.")
 
 
@@ -236,7 +236,9 @@ def _without_branches(runner: Any, proposer: type[Proposer]) -> str | None:
     """The part of the model whose states a method cannot keep; None if it can draft."""
     if runner.recurrent_trunk and proposer.drafts_trees:
         return "trunk"
-    return "depths" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
+    return (
+        "MTP layers" if runner.recurrent_depths and proposer.depths is not None and not proposer.keeps_states else None
+    )
 
 
 def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
@@ -250,12 +252,12 @@ def _count(runner: Any, config: SpeculativeConfig, proposer: Proposer) -> int:
             )
         return asked
     if most is None and asked == "auto":
-        most = MOST_TRIED
+        most = MAX_TRIED_DRAFTS
     elif most is None and proposer.depths is not None:
         most = runner.depths
     if most is None:
         raise ValueError(
-            f"speculative config: '{config.method}' does not say how many tokens to draft; give num_speculative_tokens."
+            f"speculative config: '{config.method}' has no number of tokens to draft; give num_speculative_tokens."
         )
     return min(most, MOST_DRAFTED)
 
@@ -299,7 +301,7 @@ class AutoK:
     _worth: float = 0.0
     _steps: int = 0
     _rest: int = 0
-    _pause: int = FIRST_REST
+    _pause: int = FIRST_REST_STEPS
     _rests: bool = False
 
     def fall_behind(self, rows: int) -> None:
@@ -358,7 +360,7 @@ class AutoK:
         if self._rests:
             missing = self._missing_seconds()
             if missing > 0:
-                return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), LONGEST_REST)))
+                return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), MAX_REST_STEPS)))
             self._pause, self._rests = 2 * self._pause, False
             return 1, 0
         few = min(self.most, FIRST_DRAFTS)
@@ -367,7 +369,7 @@ class AutoK:
         if not self._draft:
             return few, 0  # the first draft's time is that of its catching up
         if best := self._best():
-            self._pause = FIRST_REST
+            self._pause = FIRST_REST_STEPS
             return best, 0
         self._rests = True
         return 0, self._pause - 1
@@ -377,7 +379,7 @@ class AutoK:
         rates = self.rates()
         best = rates.index(max(rates))
         close = [count for count in range(best + 1, self.most + 1) if rates[count] >= CLOSE * rates[best]]
-        unsure = [count for count in close if 0 < len(self._target.get(count, ())) < FEW_TIMES]
+        unsure = [count for count in close if 0 < len(self._target.get(count, ())) < FEW_TIMINGS]
         return unsure[0] if best and unsure else best
 
     def _missing_seconds(self) -> float:
@@ -394,7 +396,7 @@ class AutoK:
         return draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
 
     def _passes(self, count: int) -> int:
-        """Passes of a draft, each of which takes the same time."""
+        """Passes of a draft; all take the same time."""
         return 1 if self.at_once else count
 
     def _target_seconds(self, count: int) -> float:

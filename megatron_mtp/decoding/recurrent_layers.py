@@ -5,7 +5,7 @@ Projections, convolutions and norms are the trained modules'.
 A state cannot be cropped as keys can: it has taken in its rows for good. So it stays behind. Of the newest rows the
 inputs are kept, each in a slot by its position, and a forward computes what these add to the state. Rejected drafts
 need no work: the next forward overwrites their slots, as it does in `KVCache`. Only when the slots are full does the
-state take in rows, and never the last `ROLLED_BACK` ones, to which a later forward may go back:
+state take in rows, and never the last `MAX_ROWS_BACK` ones, to which a later forward may go back:
 
     place     0 .. 95 | 96 .. 127 | 128 129 130         the state has taken in rows 0 .. 95, slots hold 96 .. 130
                 start ^             ^ t_m and two drafts; if both are rejected, the next forward begins at 129
@@ -34,7 +34,7 @@ from torch.nn.functional import silu, softplus
 from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows, write_rows
 from megatron_mtp.decoding.cached_attention import Scope, StandIn
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.rows import ROLLED_BACK, Rows
+from megatron_mtp.decoding.rows import MAX_ROWS_BACK, Rows
 from megatron_mtp.model.recurrent import of_length_one
 
 PIECE = 64
@@ -174,10 +174,10 @@ class Recurrence:
     def _dropped(self, lead_B: Tensor, tables: BlockTables) -> Tensor:
         """Number of rows that the states take in before the one at `lead_B` runs; the slots begin behind them."""
         start_B = self.start_E[tables.where]
-        dropped_B = (lead_B - ROLLED_BACK - start_B).clamp(min=0)
+        dropped_B = (lead_B - MAX_ROWS_BACK - start_B).clamp(min=0)
         self.start_E[tables.where] = start_B + dropped_B
         for entry in tables.entries:
-            self.held[entry] = ROLLED_BACK
+            self.held[entry] = MAX_ROWS_BACK
         return dropped_B
 
     def _most_held(self, tables: BlockTables) -> int:
@@ -198,7 +198,7 @@ def _chain(rows: Rows) -> Rows:
 
 
 def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
-    """That of a cache, which is made when a first recurrent layer runs."""
+    """The recurrence of a cache, which is made when a first recurrent layer runs."""
     if cache.recurrence is None:
         cache.recurrence = Recurrence(cache.kept_entries, device)
     made: Recurrence = cache.recurrence
@@ -206,7 +206,7 @@ def recurrence_of(cache: KVCache, device: torch.device) -> Recurrence:
 
 
 class RecurrentMemory:
-    """One layer's state, and the inputs of the rows in its slots.
+    """A layer's state, and the inputs of the rows in its slots.
 
     Attributes:
         state_EHNP: before the first slot, float32 or wider, as all but `mixed_E1TC`.
@@ -235,7 +235,7 @@ class RecurrentMemory:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that is kept."""
+        """Tensors that are kept."""
         return self.state_EHNP, self.keys_EGTN, self.values_EHTP, self.sums_EHT1, self.mixed_E1TC
 
     def drop(self, dropped_B: Tensor, tables: BlockTables) -> None:
@@ -243,9 +243,9 @@ class RecurrentMemory:
         total_BH11 = self._sum_before(dropped_B, tables)
         self.state_EHNP[tables.where] = self.state_after(dropped_B, tables)
         for slots in (self.keys_EGTN, self.values_EHTP):
-            _move(slots, tables, dropped_B, ROLLED_BACK)
-        _move(self.sums_EHT1, tables, dropped_B, ROLLED_BACK, less=total_BH11)
-        _move(self.mixed_E1TC, tables, dropped_B, ROLLED_BACK + self.sizes.width - 1)
+            _move(slots, tables, dropped_B, MAX_ROWS_BACK)
+        _move(self.sums_EHT1, tables, dropped_B, MAX_ROWS_BACK, less=total_BH11)
+        _move(self.mixed_E1TC, tables, dropped_B, MAX_ROWS_BACK + self.sizes.width - 1)
 
     def state_after(self, count_B: Tensor, tables: BlockTables) -> Tensor:
         """S after so many slots of every sequence, [B, H, N, P]."""
@@ -346,7 +346,7 @@ class CachedRecurrence(StandIn):
         raise NotImplementedError
 
     def run_all(self, mixed_SBC: Tensor, steps_SBC: Tensor) -> Tensor:
-        """All rows of the forward, [S, B, H * P]."""
+        """Run the rows of the forward, [S, B, H * P]."""
         rows = self.scope.rows
         if rows.padded is not None:  # a state must not go on from one sequence to the next
             mixed_SBC, steps_SBC = rows.unpacked(mixed_SBC, 1, 0), rows.unpacked(steps_SBC, 1, 0)
@@ -363,7 +363,7 @@ class CachedRecurrence(StandIn):
 
 
 class CachedMamba(CachedRecurrence):
-    """That of a `MambaMixer`: keys are B, queries C, and values dt x (see model/recurrent.py)."""
+    """The recurrence of a `MambaMixer`: keys are B, queries C, and values dt x (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:
@@ -398,7 +398,7 @@ class CachedMamba(CachedRecurrence):
 
 
 class CachedDelta(CachedRecurrence):
-    """That of a `GatedDeltaNet`: values are the corrections u (see model/recurrent.py)."""
+    """The recurrence of a `GatedDeltaNet`: values are the corrections u (see model/recurrent.py)."""
 
     @override
     def sizes_of_own(self) -> Sizes:

@@ -28,7 +28,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to grow. It depends on nothing but the request and the model, whatever it shares a step with.
+    """A sequence to grow. It depends on nothing but the request and the model, whatever it shares a step with.
 
     Attributes:
         prompt: token ids, at least one.

@@ -25,7 +25,7 @@ from megatron_mtp.model.attention import causal_mask
 CHUNK = 512
 """Rows of a prompt that go through a model at once."""
 
-ROLLED_BACK = 32
+MAX_ROWS_BACK = 32
 """How far behind the rows of one forward the next may begin where layers are recurrent: 15 drafts are rejected, and as
 many rows that another sequence of the batch has gained are run anew."""
 
@@ -111,7 +111,7 @@ class Rows:
 
     @cached_property
     def memory_places(self) -> Places:
-        """The same as blocks and slots in them."""
+        """The slots as blocks and places in them."""
         return self.tables.places(self.slots_BR)
 
     def window_of(self, memory_NGSC: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Rows:
         return values_BR.flatten(0, 1)[self.place_X].unsqueeze(0).movedim((0, 1), (batch, rows))
 
     def unpacked(self, values: Tensor, batch: int = 0, rows: int = 1) -> Tensor:
-        """All rows, with zeros for padding; back from `packed`."""
+        """Put packed rows back among the padding, which is zeros."""
         assert self.padded is not None
         assert self.place_X is not None
         counts_BR, values_1X = self.padded.counts_BR, values.movedim((batch, rows), (0, 1))

@@ -1,4 +1,4 @@
-"""A loaded model, run row by row over caches: the trunk, each depth, and the head, with the modules of training.
+"""A loaded model, run row by row over caches: the trunk, each MTP layer, and the head, with the modules of training.
 
 Letters in names: S rows of a forward (Megatron's sequence), B batch, R the same rows, H hidden, V vocabulary.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_mtp.acceptance import Alarm
 from megatron_mtp.decoding.backend import backend_for, layers_of
-from megatron_mtp.decoding.block_tables import BEYOND, BlockTables
+from megatron_mtp.decoding.block_tables import SLOTS_BEYOND_POSITIONS, BlockTables
 from megatron_mtp.decoding.cached_attention import Scope, attach, cache_latents
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft
@@ -45,7 +45,7 @@ STATIC_EXPERTS = "MEGATRON_MTP_STATIC_EXPERTS"
 
 
 class Keeping(NamedTuple):
-    """Memory that the layers of a trunk or a depth keep of a sequence.
+    """Memory that the layers of a trunk or an MTP layer keep of a sequence.
 
     Attributes:
         numbers: of keys and values of a token, in all layers.
@@ -66,22 +66,22 @@ class Runner:
 
     Attributes:
         device, dtype, hidden_size: of the weights, and H.
-        trunk_layers, depth_layers: of the trunk, and of a depth.
+        trunk_layers, depth_layers: of the trunk, and of an MTP layer.
         state_size: numbers of a state of the trunk that sequences keep: H, and as many of the feature of a drafter that
             reads inner layers.
         depths: D; 0 without MTP.
-        drafted: tokens that the depths may draft; fewer than `vocab_size` with a draft vocabulary.
+        drafted: tokens that the MTP layers may draft; fewer than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
-        sequential: whether each depth continues the one before; False for parallel heads, and without depths.
-        kind: what drafts, as methods name it (`Proposer.depths`); None without depths.
+        sequential: whether each MTP layer continues the one before; False for parallel heads, and without MTP.
+        kind: what drafts, as methods name it (`Proposer.depths`); None without MTP.
         positions: how many the model was trained for.
         auto_counts: what has been measured for automatic K, by config and number of sequences.
         kept: the engine of an earlier `generate`, with the steps that it has recorded.
         source: the checkpoint that it was loaded from, with all iterations; None for none.
         tokens: the ids of the tokenizer's tokens; None where no tokenizer is known.
         alarm: compares what is accepted with what was recorded.
-        trunk_keeps, depths_keep: what the trunk and each depth keep of a sequence; of a drafter, one depth.
-        recurrent_trunk, recurrent_depths: whether the trunk or the depths have layers with a state.
+        trunk_keeps, depths_keep: what the trunk and each MTP layer keep of a sequence; a drafter counts as one.
+        recurrent_trunk, recurrent_depths: whether the trunk or the MTP layers have recurrent layers.
         backend: runs rows through the layers.
 
     Raises:
@@ -120,7 +120,7 @@ class Runner:
 
     def read_weights(self) -> None:
         """Make anew what is made of the weights, to be called when they have changed; recorded steps are void."""
-        self.backend = backend_for(self.model, self._scope, self.positions + BEYOND, self._plain_head())
+        self.backend = backend_for(self.model, self._scope, self.positions + SLOTS_BEYOND_POSITIONS, self._plain_head())
         self._head = self._make_head()
         self._draft_head, self.drafted = self._make_draft_head()
         self.kept = None
@@ -175,7 +175,7 @@ class Runner:
         return self._head(hidden_SBH[..., : self.hidden_size])[..., : self.vocab_size].transpose(0, 1)
 
     def draft_logits(self, hidden_SBH: Tensor) -> Tensor:
-        """Logits of a depth's states, [B, R, V]; -inf for tokens that may not be drafted."""
+        """Logits of an MTP layer's states, [B, R, V]; -inf for tokens that may not be drafted."""
         return self._draft_head(hidden_SBH)[..., : self.vocab_size].transpose(0, 1)
 
     def _place_caches(self) -> None:
@@ -203,16 +203,16 @@ class Runner:
                 states.append(made.sizes)
             elif not isinstance(own, IdentityOp):  # an MLP or experts alone
                 attending.append(layer)
-        attach(attending, self._scope, self.positions + BEYOND)
+        attach(attending, self._scope, self.positions + SLOTS_BEYOND_POSITIONS)
         return Keeping(sum(_kept_numbers(layer.config) for layer in attending), states)
 
     def _stacks(self) -> list[list[torch.nn.Module]]:
-        """The layers of the trunk, and of every depth."""
+        """The layers of the trunk, and inside every MTP layer."""
         depths = self.model.mtp.layers if self.depths else []
         return [list(self.model.decoder.layers), *map(layers_of, depths)]
 
     def _layers(self) -> list[Any]:
-        """Those of the trunk and of the depths."""
+        """The layers of the trunk and of all MTP layers."""
         return [layer for stack in self._stacks() for layer in stack]
 
     def _place_experts(self) -> None:
@@ -224,7 +224,7 @@ class Runner:
                 place_static_experts(layer)
 
     def _plain_head(self) -> Tensor | None:
-        """The head's rows where logits are its product with a state, of the trunk and of the depths; else None."""
+        """The head's rows where logits are its product with a state, of the trunk and of the MTP layers; else None."""
         model = self.model
         is_scaled, drafts_apart = model.config.use_mup, model.draft_vocabulary is not None or model.drafter is not None
         if not self._has_whole_head() or is_scaled or drafts_apart:
@@ -244,7 +244,7 @@ class Runner:
         return project
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
-        """A depth's or a drafter's states to logits, and how many tokens may be drafted."""
+        """An MTP layer's or a drafter's states to logits, and how many tokens may be drafted."""
         model, draft_vocabulary = self.model, self.model.draft_vocabulary
         if model.drafter is not None:  # its head has a norm before it, and may have rows of its own
             layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary

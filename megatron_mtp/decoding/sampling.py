@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """A lower one is greedy, as in vLLM: logits that are divided by it may overflow float32."""
 
 DRAFT, VERIFY, RECOVER = 0, 1, 2
@@ -60,7 +60,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """True if the most probable token is taken, without randomness."""
-        return self.temperature < LEAST_TEMPERATURE
+        return self.temperature < MIN_TEMPERATURE
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] to [..., V]; one-hot at temperature 0, so that every sampling rule turns into the greedy one."""
@@ -140,7 +140,7 @@ NO_PENALTIES = Penalties()
 def penalized(
     penalties: Penalties, tokens: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
 ) -> Tensor:
-    """The logits [R, V] of a sequence's next tokens, of which each row has drafted some more."""
+    """The logits [R, V] of a sequence's next tokens; each row has further drafted tokens before it."""
     if penalties == NO_PENALTIES:
         return logits_RV
     emitted_RV = _counts(tokens[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
-from megatron_mtp.decoding.block_tables import BEYOND, BLOCK, BlockTables
+from megatron_mtp.decoding.block_tables import BLOCK, SLOTS_BEYOND_POSITIONS, BlockTables
 from megatron_mtp.decoding.kv_cache import Memory
 from megatron_mtp.decoding.requests import Finish, QueueFull, Update
 from megatron_mtp.decoding.rows import CHUNK
@@ -78,7 +78,7 @@ class Scheduler:
         self.has_states = runner.recurrent_trunk or runner.recurrent_depths
         self.has_states |= drafter is not None and drafter.recurrent_trunk
         self._reuses = settings.reuse and not self.has_states  # which are a whole sequence's, not its beginnings'
-        size, self._longest = settings.block_size, settings.slots or runner.positions + BEYOND
+        size, self._longest = settings.block_size, settings.slots or runner.positions + SLOTS_BEYOND_POSITIONS
         self._longest = min(self._longest, settings.blocks * size)
         length = -(-(self._longest + 1) // size)  # and the scratch slot
         spare = int(length > 1)  # block 0, which places of a table without a block name
@@ -211,7 +211,7 @@ class Scheduler:
         self._wait_again(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """The same for one that is in no batch."""
+        """Let a sequence that is in no batch wait again."""
         self.free(seq)
         seq.progress = Progress(guesses=seq.progress.guesses)  # its rows are gone
         seq.run = 0
@@ -260,7 +260,7 @@ class Scheduler:
         return batches
 
     def _admitted(self, rows: int) -> list[Sequence]:
-        """All sequences whose prompts run, after as many more have a place as so many rows are enough for."""
+        """Sequences whose prompts run, after as many more have got a place as these rows are enough for."""
         wanted = self._wanted(rows)
         while wanted < rows and (seq := self._admit()):
             wanted = self._wanted(rows) if seq is self.prefilled[0] else wanted + seq.rows_left
@@ -348,7 +348,7 @@ class Scheduler:
     def _keep_up(self, prompts: PrefillBatch, seqs: list[Sequence]) -> None:
         """Let the drafter run its rows of the prompts, unless drafting does not pay.
 
-        Sequences of which it has run rows before go alone, since a forward begins at the first row that one of its
+        Sequences whose rows it has run before go alone, since a forward begins at the first row that one of its
         sequences has missed.
         """
         method = seqs[0].method

@@ -27,7 +27,7 @@ DEVICE = ("tokens_BT", "length_B", "live_B", "seed_B")
 """What `Sequences` has of every sequence, in lists and in the rows of tensors."""
 
 
-MOST_BATCHES = 32
+MAX_KEPT_BATCHES = 32
 """Kinds and sizes of batches whose tensors and steps are kept; the one that was not used for longest goes first."""
 
 
@@ -46,7 +46,7 @@ class BatchShapes:
             tokens that a step may add, so that shapes do not follow what was accepted.
         reach: so many slots after the newest token are looked at, at least. Where few shapes are wanted, these are all
             that any forward of a step needs, so that its forwards have one window.
-        fixed: whether a step must hold for sequences of which any may have ended, and not for those that go on now.
+        fixed: whether a step must hold where any sequences may have ended, not for those alone that go on now.
         packs: whether forwards of many rows leave out padding; the rows that are left are read back to the host.
     """
 
@@ -155,7 +155,7 @@ class Sequences:
         return max([self.shapes.growth, *behind])
 
     def mark_seen(self, *caches: int) -> None:
-        """These caches of drafters have run the rows of all tokens so far."""
+        """Note that these caches of drafters have run the rows of all tokens so far."""
         for ids, one in zip(self.token_ids, self.progress, strict=True):
             one.seen.update(dict.fromkeys(caches, len(ids)))
 
@@ -269,7 +269,7 @@ class KeptTensors:
         if key not in self._kept:
             self._kept[key] = {name: tensor.clone() for name, tensor in own.items()}, tables.table_BL.clone(), {}
         kept, table_BL, graphs = self._kept[key] = self._kept.pop(key)  # now the last
-        for unused in list(self._kept)[:-MOST_BATCHES]:
+        for unused in list(self._kept)[:-MAX_KEPT_BATCHES]:
             del self._kept[unused]
         for name, tensor in kept.items():
             tensor.copy_(own[name])

@@ -19,7 +19,7 @@ from megatron_mtp.decoding.draft import Draft, Round, Verdict
 from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.sampling import RECOVER, VERIFY, draw
 
-Rule = Callable[[Tensor, Draft, Round], Verdict]
+VerifierRule = Callable[[Tensor, Draft, Round], Verdict]
 """From the target's logits [B, R, V] to a verdict; pure, its random numbers are the round's."""
 
 
@@ -38,7 +38,7 @@ class Verifier:
         settings_kind: the class of its own settings.
     """
 
-    rule: Rule
+    rule: VerifierRule
     line: str
     lossless: bool = True
     judges_trees: bool = True
@@ -74,7 +74,7 @@ def greedy(logits_BRV: Tensor, draft: Draft, _: Round) -> Verdict:
 
 
 def _chain(best_BR: Tensor, draft: Draft) -> Verdict:
-    """The same without a pass over nodes."""
+    """Judge a chain by argmax, without a pass over nodes."""
     right_BN = draft.tokens_BN == best_BR[:, :-1]
     if draft.valid_BN is not None:
         right_BN = right_BN & draft.valid_BN

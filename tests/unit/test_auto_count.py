@@ -9,7 +9,7 @@ from drafting_single import model_of
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.method import FIRST_REST, SHARE, AutoK
+from megatron_mtp.decoding.method import FIRST_REST_STEPS, SHARE, AutoK
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -75,7 +75,7 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
     assert drafted[:2] == [0, 1]
     rests = [later - earlier for earlier, later in pairwise(drafted[1:])]
     assert len(rests) >= 3
-    assert all(rest >= FIRST_REST * 2**number for number, rest in enumerate(rests))
+    assert all(rest >= FIRST_REST_STEPS * 2**number for number, rest in enumerate(rests))
 
 
 def test_a_clock_that_jitters_ends_no_rest() -> None:
@@ -87,7 +87,7 @@ def test_a_clock_that_jitters_ends_no_rest() -> None:
         slow = 1.5 if step > 3 else 1.0  # the two steps with drafts seem fast from then on
         auto.learn(counts[-1], step_of(0.2 * counts[-1] + 0.6 * (step == 0), slow, counts[-1], 0))
     assert sum(counts[:4]) == 4
-    assert sum(counts[4 + FIRST_REST :]) <= 3
+    assert sum(counts[4 + FIRST_REST_STEPS :]) <= 3
 
 
 def test_a_drafter_that_needs_much_to_catch_up_never_drafts_again() -> None:

@@ -271,14 +271,14 @@ def test_a_usual_model_has_short_layers_alone() -> None:
     [
         (
             {"method": "mtp", "num_speculative_tokens": 4},
-            "at most 3 here, one with each of the checkpoint's depths; give at most 3, or choose mtp_eagle",
+            "at most 3 here, one with each of the checkpoint's MTP layers; give at most 3, or choose mtp_eagle",
         ),
-        ({"method": "parallel_heads"}, "whose depths are sequential; choose mtp"),
-        ({"method": "eagle3"}, "whose depths are sequential; choose mtp"),
-        ({"method": "dspark"}, "whose depths are sequential; choose mtp"),
+        ({"method": "parallel_heads"}, "whose MTP layers are sequential; choose mtp"),
+        ({"method": "eagle3"}, "whose MTP layers are sequential; choose mtp"),
+        ({"method": "dspark"}, "whose MTP layers are sequential; choose mtp"),
         ({"method": "lookahead", "verifier": "spectr"}, "needs siblings that are samples of one q"),
         ({"method": "mtp_tree", "verifier": "block"}, "judges chains, and 'mtp_tree' drafts trees"),
-        ({"method": "ngram"}, "does not say how many tokens to draft"),
+        ({"method": "ngram"}, "has no number of tokens to draft"),
         ({"method": "mtp", "verifier": "relaxed", "think_start": 1, "think_end": 2}, "is for temperature 0"),
     ],
 )

@@ -727,7 +727,7 @@ def test_automatic_k_changes_no_token(method: str) -> None:
         ({"penalties": Penalties(frequency=float("nan"))}, "the frequency penalty is nan"),
         ({"penalties": Penalties(repetition=0)}, "the repetition penalty is 0"),
         ({"penalties": Penalties(bias=((VOCABULARY, 1.0),))}, f"the token id {VOCABULARY}; give 0 to {VOCABULARY - 1}"),
-        ({"speculative": config_from({"method": "parallel_heads"})}, "whose depths are sequential; choose mtp"),
+        ({"speculative": config_from({"method": "parallel_heads"})}, "whose MTP layers are sequential; choose mtp"),
         (
             {"speculative": config_from({"method": "lookahead", "window": 32, "ngram_size": 16})},
             "'lookahead' adds 525 rows to a step with these settings, and a sequence of the engine has room for 319",

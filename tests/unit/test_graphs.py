@@ -34,7 +34,7 @@ from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.draft import Draft, StepOutput, Verdict
 from megatron_mtp.decoding.engine import Engine, generate
-from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, Step
+from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, RunStep
 from megatron_mtp.decoding.method import AutoK, config_from
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Request, Update
@@ -148,7 +148,7 @@ class Counted(GraphedStep):
     replays = 0
     recorded: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self, step: Step, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
+    def __init__(self, step: RunStep, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
         def record(one_step: Callable[[], StepOutput], pool: Any) -> Recorded:
             made = record_on_tape(one_step, pool)
             Counted.recorded.append((made.output.draft.nodes, sequences.window(0)))
@@ -375,8 +375,8 @@ def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     target, settings = runner_of(), settings_of("mtp", 2)
     answers = {batch: generate(target, prompts_of(batch), 60).token_ids for batch in (1, 2, 3)}
     request.getfixturevalue("on_tape")
-    monkeypatch.setattr(sequences, "MOST_BATCHES", 2)
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(sequences, "MAX_KEPT_BATCHES", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     for texts in (1, 2, 3, 2, 1):
         assert generate(target, prompts_of(texts), 60, speculative=settings).token_ids == answers[texts]
         kept = target.kept.scheduler._kept._kept
@@ -578,7 +578,7 @@ def test_a_device_that_refuses_to_record_decodes_all_the_same(
     asked = []
 
     class Refused(GraphedStep):
-        def __init__(self, step: Step, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
+        def __init__(self, step: RunStep, sequences: Sequences, proposer: Proposer, kept: Graphs) -> None:
             def record(one_step: Callable[[], StepOutput], _: Any) -> Recorded:
                 asked.append(record_on_tape(one_step, None))
                 raise RuntimeError("operation not permitted when stream is capturing")

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.sampling import Noise, Sampling, draw
-from megatron_mtp.decoding.verifiers import Rule
+from megatron_mtp.decoding.verifiers import VerifierRule
 
 V, K = 3, 2
 SAMPLES = 200_000
@@ -94,7 +94,7 @@ def logits_of(draft: Draft) -> Tensor:
     return torch.stack([after(TARGET, prefix).log() for prefix in prefixes], 1)
 
 
-def emitted(verifier: Rule, draft: Draft, sampling: Sampling = ALL) -> Tensor:
+def emitted(verifier: VerifierRule, draft: Draft, sampling: Sampling = ALL) -> Tensor:
     """K + 1 tokens of every sequence: those of the verdict, and then the target's own, [B, K + 1]."""
     batch, target = draft.tokens_BN.size(0), processed(TARGET, sampling)
     round = Round(sampling, Noise(torch.arange(batch), torch.full((batch,), 7)), PLAIN)
@@ -128,5 +128,5 @@ def p_value(tokens_BJ: Tensor, sampling: Sampling = ALL) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def fit(verifier: Rule, make: Callable[..., Draft], children: tuple[int, ...], samples: int = SAMPLES) -> float:
+def fit(verifier: VerifierRule, make: Callable[..., Draft], children: tuple[int, ...], samples: int = SAMPLES) -> float:
     return p_value(emitted(verifier, make(children, samples)))

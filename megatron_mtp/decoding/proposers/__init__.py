@@ -2,7 +2,7 @@
 
 proposer.py       what every proposer is
 plain.py          nothing is drafted
-mtp.py            trained depths: sequential, one reused, parallel heads
+mtp.py            trained MTP layers: sequential, one reused, parallel heads
 tree.py           trees and beams, grown with the first depth or with what a subclass runs
 eagle3.py         chains and trees of an EAGLE-3 drafter
 eagle.py          chains and trees of an EAGLE drafter

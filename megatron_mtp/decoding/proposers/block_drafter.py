@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
-from megatron_mtp.decoding.proposers.proposer import Kind
+from megatron_mtp.decoding.proposers.proposer import DrafterKind
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class DFlash(OneCache):
-    """K + 1 rows, of which the last K draft the tokens of their own places."""
+    """K + 1 rows; the last K draft the tokens of their own places."""
 
     line = "a DFlash drafter, which fills a block of tokens in one pass; K is at most that of its training"
-    depths: ClassVar[Kind | None] = "dflash"
+    depths: ClassVar[DrafterKind | None] = "dflash"
     recordable = True
     at_once = True
     limit = "the tokens of the blocks that its drafter was trained on"
@@ -84,7 +84,7 @@ class DSparkSettings(Settings):
 
 
 class DSpark(DFlash):
-    """K rows, each of which drafts the token after it, one after the other: a draft adds a bias to the next.
+    """K rows that draft the tokens after them, one by one: a draft adds a bias to the next.
 
     A confidence does not depend on the token that it is of. So where drafts are sampled, to end them by it changes no
     distribution.
@@ -119,7 +119,7 @@ class DSpark(DFlash):
         return bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
 
     def _ended(self, draft: Draft, confidence_BK: Tensor, few_shapes: bool) -> Draft:
-        """The draft up to where it is confident; where shapes may be many, without the rows that are in no text's."""
+        """The draft up to where it is confident; where shapes may be many, without the rows that no sequence drafts."""
         valid_BK = (confidence_BK >= self.settings.min_confidence).cumprod(dim=1).bool()
         if few_shapes:
             return Draft(draft.tokens_BN, draft.probs_BNV, None, valid_BK)

@@ -9,7 +9,7 @@ from megatron_mtp.decoding.proposers.tree import Tree
 
 
 class Eagle3(Eagle):
-    """One chain."""
+    """A chain."""
 
     line = "an EAGLE-3 drafter, which reads three of the trunk's layers, any K"
     depths = "eagle3"

@@ -92,7 +92,7 @@ class LookaheadSettings(Settings):
 
 @dataclass
 class JacobiWindow:
-    """One sequence's guesses.
+    """A sequence's guesses.
 
     Attributes:
         levels: columns of each.

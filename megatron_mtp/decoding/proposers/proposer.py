@@ -11,11 +11,11 @@ from megatron_mtp.decoding.config import Settings, SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft, Round
 
 Sequences = Any
-"""A batch of the file sequences.py, which keeps what stands here."""
+"""Stands for `sequences.Sequences`, which imports this room's data."""
 
-Kind = str
-"""Depths that continue one another (sequential), heads that all read the trunk's state (parallel), or a drafter, of
-`drafters.DRAFTERS`."""
+DrafterKind = str
+"""What drafts: MTP layers that continue one another (sequential), heads that all read the trunk's state (parallel), or
+a drafter of `drafters.DRAFTERS`."""
 
 
 class Proposer:
@@ -29,10 +29,10 @@ class Proposer:
     Attributes:
         line: what it drafts from, in a line.
         settings_kind: the class of its own settings, which `settings` is an object of.
-        depths: the kind of depths that it drafts with; None if it needs none.
+        depths: the kind of MTP layers that it drafts with; None if it needs none.
         drafts_trees: whether a row may have several candidates.
-        keeps_states: whether its depths may have recurrent layers: they run chains of rows, leave none out and go
-            back by few (`rows.ROLLED_BACK`).
+        keeps_states: whether its MTP layers may have recurrent layers: they run chains of rows, leave none out and
+            go back by few (`rows.MAX_ROWS_BACK`).
         recordable: whether a draft reads nothing back, and its shapes depend on the batch and K alone (`graphs.py`).
         at_once: whether a draft of any K takes one pass.
         observes: whether it reads the target's logits of every step.
@@ -41,7 +41,7 @@ class Proposer:
 
     line: ClassVar[str]
     settings_kind: ClassVar[type[Settings]] = Settings
-    depths: ClassVar[Kind | None] = None
+    depths: ClassVar[DrafterKind | None] = None
     drafts_trees: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
     recordable: ClassVar[bool] = False
@@ -57,9 +57,9 @@ class Proposer:
 
     @classmethod
     def recurrent_layers(cls) -> str:
-        """Places where a hybrid may have recurrent layers: trees branch, and so do some rows of a depth."""
+        """Places where a hybrid may have recurrent layers: trees branch, and so do some rows of an MTP layer."""
         trunk, depths = not cls.drafts_trees, cls.depths is None or cls.keeps_states
-        return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in depths"}.get(
+        return {(True, True): "yes", (True, False): "in the trunk", (False, True): "in MTP layers"}.get(
             (trunk, depths), "no"
         )
 
@@ -83,7 +83,7 @@ class Proposer:
         return count
 
     def caches(self, count: int) -> tuple[int, ...]:
-        """Numbers of the caches in which a draft of `count` runs rows: depths from 0 on, a small model -1."""
+        """Numbers of the caches in which a draft of `count` runs rows: MTP layers from 0 on, a small model -1."""
         return ()
 
     def missed(self, sequences: Sequences, count: int) -> int:

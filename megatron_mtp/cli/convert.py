@@ -330,7 +330,7 @@ def text_of(result: dict[str, Any]) -> str:
     lines = []
     for check in result.pop("checks", []):
         sign = "none" if not check["made"] else "ok  " if check["ok"] else "FAIL"
-        found = f"{check['figure']:.3g}  (witness: {check['witness']})" if check["made"] else check["witness"]
+        found = f"{check['figure']:.3g}  (reference: {check['witness']})" if check["made"] else check["witness"]
         lines.append(f"{sign} {check['name']}: {found}")
     return "\n".join([*lines, *(f"{name}: {_shown(value)}" for name, value in result.items())])
 

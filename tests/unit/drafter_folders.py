@@ -12,7 +12,7 @@ from judged_models import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS, Kind
+from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS, DrafterSettings
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
@@ -24,13 +24,13 @@ Change = Callable[[dict[str, Tensor]], object]
 Pairs = dict[str, tuple[Path, Path]]
 LAYERS, WIDTH = 5, 40
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
-KINDS: dict[str, tuple[Kind, list[int]]] = {
-    "eagle3": (Kind("eagle3", (1, 2, 4), WIDTH), DRAFTED),
-    "eagle3-whole": (Kind("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
-    "eagle": (Kind("eagle", (), WIDTH), [*range(VOCABULARY)]),
-    "dflash": (Kind("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
-    "dspark": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
-    "dspark-idle": (Kind("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
+KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
+    "eagle3": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), DRAFTED),
+    "eagle3-whole": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
+    "eagle": (DrafterSettings("eagle", (), WIDTH), [*range(VOCABULARY)]),
+    "dflash": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
+    "dspark": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
+    "dspark-idle": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
 }
 """Drafters of a trunk of five layers, and their tokens."""
 

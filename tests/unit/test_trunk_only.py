@@ -127,7 +127,7 @@ def test_verify_compares_the_trunk_and_says_that_the_head_was_left_out(
     assert main(["verify", str(folder), str(tmp_path / "trunk")]) == 0
     said = capsys.readouterr().out
     assert "ok   tensors of MTP layers that --trunk-only left out: " in said
-    assert "(witness: the record of the import)" in said
+    assert "(reference: the record of the import)" in said
     assert "ok   trunk logits, largest difference" in said
     whole = read(folder)
     write(folder, {**whole, "lm_head.weight": whole["lm_head.weight"] + 1})

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron_single import join_world_of_one, make_batch, one_head, our_model
 
 import megatron_mtp
-from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.config import MTPConfig
@@ -45,7 +45,7 @@ def train() -> None:
 
 
 def convert_and_draft(folder: Path) -> None:
-    KINDS["twin"] = Kind("twin", LAYERS, WIDTH), DRAFTED
+    KINDS["twin"] = DrafterSettings("twin", LAYERS, WIDTH), DRAFTED
     folder.mkdir()
     _, trunk = make_trunk(folder)
     exported, saved = make_drafter(folder, "twin", trunk)

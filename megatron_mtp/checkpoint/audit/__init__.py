@@ -34,7 +34,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an audit found.
+    """A finding of an audit.
 
     Attributes:
         guess: the explanation, out of `GUESSES`.

@@ -148,7 +148,7 @@ def open_side(path: Path) -> Side:
 
 
 def facts(side: Side, letter: str = "") -> dict[str, Any]:
-    """Facts of a side: trunk, depths, copies, types, quantization."""
+    """Facts of a side: trunk, MTP layers, copies, types, quantization."""
     own: dict[str, Any] = {}
     if isinstance(side, MegatronSide):
         own = {"model": "hybrid" if side.pattern else "GPT", "iteration": side.iteration}

@@ -30,7 +30,7 @@ from megatron_mtp.checkpoint.audit.numbers import EARLIER, differ
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide
-from megatron_mtp.checkpoint.convert.plan import Step, unnumbered
+from megatron_mtp.checkpoint.convert.plan import RuleSides, unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
@@ -54,7 +54,7 @@ ADVICE: dict[str, str] = {
 REMAKE = "convert it again, or correct the names and maps of the program that wrote it"
 EXPLAINING = threading.Lock()
 """Differences are explained one at a time, since that takes copies."""
-Kind = tuple[str, str]
+Difference = tuple[str, str]
 """A difference: out of `GUESSES`, and the end of a sentence that begins with the tensor on side B."""
 
 
@@ -70,7 +70,7 @@ class Compared:
     """
 
     name: str
-    kind: Kind | None = None
+    kind: Difference | None = None
     figure: float | None = None
     bits: tuple[Bits | None, Bits | None] | None = None
 
@@ -171,7 +171,7 @@ def _by_key(a: HFSide, b: HFSide, ours: list[Rule], theirs: list[Rule]) -> Itera
 
 def _usual(key: str) -> str:
     """A key under one name, whatever modules saved it."""
-    if key.startswith("mtp."):  # a depth's layer, as some versions have written it
+    if key.startswith("mtp."):  # the layer inside an MTP layer, as some versions have written it
         key = re.sub(r"\.(mtp_model_layer|tf_layer)\.(?!layers\.)", ".transformer_layer.", key)
     key = key.replace(FUSED_NORM, OWN_NORM)
     key = re.sub(r"self_attention\.linear_q(kv|_down_proj)\.layer_norm_", "input_layernorm.", key)
@@ -237,7 +237,7 @@ def _by_rule(
         slab = () if piece.offset is None else (piece.offset, piece.shape)
         tensor = saved.read(keys[0], *slab)
         ours.append(tensor[: piece.shape[0]] if piece.padded and piece.shape else tensor)
-    step = Step(rule, {name: folder.read(name) for name in names}, ours)
+    step = RuleSides(rule, {name: folder.read(name) for name in names}, ours)
     pairs = list(step.back())
     if isinstance(rule.map, Computed) and rule.map.original:
         pairs += [(key, made, stored.float()) for key, made, stored in step.there() if not key.startswith(ORIGINAL)]
@@ -335,7 +335,7 @@ def judged(name: str, left: Tensor, right: Tensor, form: str = "") -> Compared:
         return Compared(name, kind, difference(left, right), (ours, theirs))
 
 
-def explain(a: Tensor, b: Tensor) -> Kind:
+def explain(a: Tensor, b: Tensor) -> Difference:
     """Say how two tensors that are not equal differ: the first explanation that fits every number."""
     if a.shape != b.shape:
         return "shape", f"has the shape {list(b.shape)}, not {list(a.shape)}"
@@ -384,7 +384,7 @@ def check_differences(compared: Sequence[Compared], a: Side, b: Side) -> Iterato
         says = f"{counted(len(moved), 'tensor')} of side B stand under another name on side A: {_places(moved)}."
         advice = "give the tensors the names that side A has, or correct the names in the program that wrote side B"
         yield Finding("other numbers", says, advice, names=tuple(moved))
-    groups: dict[Kind, list[Compared]] = defaultdict(list)
+    groups: dict[Difference, list[Compared]] = defaultdict(list)
     for one in compared:
         if one.kind is not None and one.name not in moved:
             guess, says = one.kind

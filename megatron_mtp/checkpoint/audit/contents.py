@@ -1,7 +1,7 @@
 """Does a side hold what its config says? Names, shapes and types are compared; no numbers are read.
 
 A folder is compared with the plan of its conversion, and a trunk that the plan carries with transformers' class. Of a
-checkpoint, and without a family, depths and layers are counted by their names, and compared with each other.
+checkpoint, and without a family, MTP layers and layers are counted by their names, and compared with each other.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ GRAFT = "graft those of the model that it was made from (megatron-mtp convert gr
 LOST, FETCH = f"export the depths as well, or {GRAFT}", f"fetch the depths, or {GRAFT}"
 AGAIN = "export or fetch the tensors again"
 FRAME = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
-"""What a depth of Megatron has around its layer; parallel heads have the last alone, ERNIE's depths the others."""
+"""Parts of Megatron's MTP layers around the inner layer; parallel heads have the last alone, ERNIE's the others."""
 LOSSY = {"float32": ("bfloat16", "float16"), "bfloat16": ("float16",), "float16": ("bfloat16",)}
 """A stored type, and the types that cannot hold its numbers."""
 
@@ -86,7 +86,7 @@ def lacking(
     counts: str = "The config says {}, the files hold {}",
     lacks: str = "The files lack {} that the config calls for",
 ) -> Iterator[Finding]:
-    """Compare the tensors that are there with those that should be: a finding for depths, for layers, and for the rest.
+    """Compare the tensors that are there with those that should be: findings for MTP layers, the trunk, and the rest.
 
     Args:
         parts: how names are read.
@@ -94,7 +94,7 @@ def lacking(
         plan: the names that should be there, as far as they are known.
         held: the names that are there, or that another finding accounts for.
         where: the side, for messages: " on side B".
-        counts: the sentence about the depths that should be there, and those that are.
+        counts: the sentence about the MTP layers that should be there, and those that are.
         lacks: the sentence about single tensors.
     """
     lost = [name for name in plan if name not in held]
@@ -122,7 +122,7 @@ def lacking(
 
 
 def _uncounted(side: Side, held: int) -> Iterator[Finding]:
-    """Depths of the files that the config does not count, and published ones that neither has."""
+    """MTP layers of the files that the config does not count, and published ones that neither has."""
     said, says = side.said_depths, ""
     known = side.family.depths if isinstance(side, HFSide) and side.family is not None else None
     if said is not None and held > said:
@@ -229,12 +229,12 @@ def _types(side: HFSide) -> Iterator[Finding]:
 
 
 def _thin(side: Side) -> Iterator[str]:
-    """Tensors that depths lack whose layer is a part of the trunk's layers."""
+    """Tensors that are missing from MTP layers whose inner layer has a part of those of a trunk's layer."""
     return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
 
 
 def _called_for(side: MegatronSide) -> list[str]:
-    """Tensors that a checkpoint has to hold: ends of the model, frames of depths, and what other layers have."""
+    """Tensors that a checkpoint has to hold: ends of the model, frames of MTP layers, and what other layers have."""
     final = [f"decoder.{norm}.weight" for norm in ("final_layernorm", "final_norm")]
     names = [EMBEDDING, next((key for key in final if key in side.tensors), final[0])]
     names += [OUTPUT] * (side.tied is False)

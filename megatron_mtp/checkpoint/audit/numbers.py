@@ -1,7 +1,7 @@
 """What the numbers of one side tell, once each tensor was read: damage, and weights that no training leaves.
 
-Biases of zeros, norms of ones, copies of embedding and head, and depths that the config repeats are as they should be.
-Drafters' tensors and vision towers are looked at for NaN alone, since some of them begin as zeros.
+Biases of zeros, norms of ones, copies of embedding and head, and MTP layers that the config repeats are as they should
+be. Drafters' tensors and vision towers are looked at for NaN alone, since some of them begin as zeros.
 """
 
 import re
@@ -136,7 +136,7 @@ def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Findi
 
 
 def _is_end(side: Side, name: str) -> bool:
-    """True of embedding and head, and of a depth's copies of them."""
+    """True of embedding and head, and of an MTP layer's copies of them."""
     return side.parts.of(name).kind in (EMBEDDING, HEAD) or name.endswith(OF_EMBEDDING + OF_HEAD)
 
 
@@ -153,7 +153,7 @@ def _head(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Depths that are copies of other depths, or of a layer of the trunk."""
+    """MTP layers that are copies of other MTP layers, or of a layer of the trunk."""
     inner = [name for name in bits if not _is_end(side, name)]
     depths, layers = (side.parts.numbered(kind, inner) for kind in (DEPTH, TRUNK))
     new = isinstance(side, MegatronSide) and side.iteration == 0
@@ -178,14 +178,14 @@ def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
 
 
 def _asked(new: bool) -> tuple[str, str]:
-    """Advice and severity; depths that attach-mtp has just made begin as copies."""
+    """Advice and severity; MTP layers that attach-mtp has just made begin as copies."""
     return (
         ("", NOTE) if new else ("take the depth from the release or from the run that trained it, or train it", WARNING)
     )
 
 
 def _norms(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
-    """Norms of a layer, or of a depth's input, that are equal; Megatron stores other norms under two names."""
+    """Norms of a layer, or of an MTP layer's input, that are equal; Megatron stores other norms under two names."""
     pattern = _INPUT if isinstance(side, MegatronSide) else _NORM
     vectors = [name for name, own in bits.items() if len(own[1]) == 1 and pattern.search(name)]
     for kind in (DEPTH, TRUNK):

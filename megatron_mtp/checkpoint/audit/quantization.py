@@ -141,7 +141,7 @@ def _check_types(side: HFSide) -> Iterator[Finding]:
 
 
 def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Finding:
-    """A note: the forms of trunk and depths, what is not read, and whether the right modules can be judged."""
+    """A note: the forms of trunk and MTP layers, what is not read, and whether the right modules can be judged."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name in coded:
         kinds["MTP layers" if side.parts.of(name).kind == DEPTH else "trunk"][side.tensors[name].dtype] += 1
@@ -156,7 +156,7 @@ def _described(side: HFSide, settings: QuantizationSettings, coded: list[str]) -
 
 
 def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[str]) -> Iterator[Finding]:
-    """Compare every weight of trunk and depths with the forms that the config promises it."""
+    """Compare every weight of trunk and MTP layers with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded} | (frozenset() if settings.method == EXPERTS_ALONE else PROJECTIONS)
     against: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in side.tensors.items():
@@ -215,7 +215,7 @@ def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: 
 
 
 def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:
-    """Look for whole weights of depths whose modules the lists name, but not as vLLM calls them."""
+    """Look for whole weights of MTP layers whose modules the lists name, but not as vLLM calls them."""
     whole = (name for name in side.tensors if name not in side.quantized and _leaf(name) in leaves)
     own = {name: in_vllm(side, module_of(name)) for name in whole if name.endswith(".weight")}
     listed_here = (name for name in own if settings.promised(module_of(name)) == [])

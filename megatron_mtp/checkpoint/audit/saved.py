@@ -70,7 +70,7 @@ class MegatronSide(Opened):
 
     @property
     def said_depths(self) -> int | None:
-        """The number of depths in the arguments; a repeated layer serves them all."""
+        """The number of MTP layers in the arguments; a repeated layer serves them all."""
         takes_place = self.argument("drafter") and not self.argument(BESIDE_MTP)
         found = 0 if takes_place else self.argument("mtp_num_layers")
         if not is_count(found):
@@ -91,7 +91,7 @@ class MegatronSide(Opened):
 
     @property
     def repeats(self) -> bool:
-        """True if all depths are one layer."""
+        """True if all MTP layers are one layer."""
         return bool(self.argument("mtp_use_repeated_layer"))
 
     @override
@@ -114,7 +114,7 @@ class MegatronSide(Opened):
 
     @property
     def parts(self) -> Parts:
-        """Parts of its keys: Megatron's depths are `mtp.layers`, carried ones have the folder's names."""
+        """Parts of its keys: Megatron's MTP layers are `mtp.layers`, carried ones have the folder's names."""
         stages = frozenset() if self.inside is None else self.inside.names
         return Parts(None if self.runs else self.layers, stages=stages)
 

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm
 
 DEPTH_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
-"""Config keys that count depths, of families known here and of others."""
+"""Config keys that count MTP layers, of families known here and of others."""
 BLOCKS = "mtp_layers_block_type"
-"""Nemotron-H's other key of a depth's layers, which are attention and experts without one."""
+"""Nemotron-H's other key for the layers inside an MTP layer; without it they are attention and experts."""
 UNFIT = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError)
 """What the rules of a family raise for a config that they do not fit."""
 UNREADABLE = (ValueError, OSError, RuntimeError)
@@ -49,9 +49,9 @@ UNREADABLE = (ValueError, OSError, RuntimeError)
 TRUNK, DEPTH, EMBEDDING, HEAD, BESIDE, STAGE = KINDS = ("trunk", "depth", "embedding", "head", "beside", "drafter")
 OF_EMBEDDING, OF_HEAD = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 ONE_LAYER = re.compile(r"mtp_(unroll$|\w*(repeat|share|tie))")
-"""Config keys by which all depths are one layer."""
+"""Config keys by which all MTP layers are one layer."""
 OWN = ("dots3_note", "longcat", "step3")
-"""Beginnings of the `model_type`s whose depths have an embedding or a head of their own; of classes, without one."""
+"""Beginnings of the `model_type`s whose MTP layers have an own embedding or head; of classes, without one."""
 _BESIDE = re.compile(r"(^|\.|_)(vision|visual|audio|perception|vit|mm_projector|multi_modal_projector|image_newline)")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:layers\.)?(\d+\.)?")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -80,7 +80,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of a model: one of `KINDS`, and the layer or the depth from 0 where it has a number."""
 
     kind: str
@@ -92,8 +92,8 @@ class Parts:
     """Patterns by which the names of a side are read.
 
     Attributes:
-        layers: number of the trunk's layers, behind which depths follow; None if it is not known.
-        flat: numbered layers of one depth.
+        layers: number of the trunk's layers, behind which MTP layers follow; None if it is not known.
+        flat: numbered layers of one MTP layer.
         drafter: whether all tensors are a drafter's.
         stages: the tensors of a drafter that lies inside of the model.
     """
@@ -103,24 +103,26 @@ class Parts:
     drafter: bool = False
     stages: frozenset[str] = frozenset()
 
-    def of(self, name: str) -> Part:
+    def of(self, name: str) -> ModelPart:
         """The part of a tensor, by its name alone."""
         name = name.removeprefix(CARRIED)
         if self.drafter or name.startswith((ORIGINAL, DRAFTER)) or _BESIDE.search(name):
-            return Part(BESIDE)
+            return ModelPart(BESIDE)
         if name in self.stages:
-            return Part(STAGE, stage_of(name))
+            return ModelPart(STAGE, stage_of(name))
         if match := _MTP.search(name):
-            return Part(DEPTH, int((match.group(1) or "0.")[:-1]) // self.flat)
+            return ModelPart(DEPTH, int((match.group(1) or "0.")[:-1]) // self.flat)
         if match := _LAYER.search(name):
             index = int(match.group(1))
             return (
-                Part(TRUNK, index) if self.layers is None or index < self.layers else Part(DEPTH, index - self.layers)
+                ModelPart(TRUNK, index)
+                if self.layers is None or index < self.layers
+                else ModelPart(DEPTH, index - self.layers)
             )
-        return Part(EMBEDDING if _EMBEDDING.search(name) else HEAD if _HEAD.search(name) else TRUNK)
+        return ModelPart(EMBEDDING if _EMBEDDING.search(name) else HEAD if _HEAD.search(name) else TRUNK)
 
     def numbered(self, kind: str, names: Iterable[str]) -> dict[int, list[str]]:
-        """The names in every depth, or in every layer of the trunk, by its index."""
+        """The names in every MTP layer, or in every layer of the trunk, by its index."""
         found: dict[int, list[str]] = defaultdict(list)
         for name in names:
             part = self.of(name)
@@ -141,7 +143,7 @@ class Opened(ABC):
         looks: what was noted of the numbers of those that were read to the end.
         errors: why a tensor cannot be read, by its name.
         scales: of quantized weights that were read, what is wrong with their scales.
-        unread: names of weights of which there are the scales alone, as a finding says.
+        unread: names of weights whose scales alone are there, as a finding says.
     """
 
     path: Path
@@ -231,7 +233,7 @@ class Opened(ABC):
 
     @property
     def held_depths(self) -> int:
-        """The number of depths up to the last one of which there is a tensor."""
+        """The number of MTP layers up to the last one that has a tensor."""
         return max(self.parts.numbered(DEPTH, self.tensors), default=-1) + 1
 
     @property
@@ -305,7 +307,7 @@ class HFSide(Opened):
 
     @property
     def depth_key(self) -> str | None:
-        """The config key that counts the depths; None if there is none, or it counts the stages of a drafter."""
+        """The config key that counts the MTP layers; None if there is none, or it counts the stages of a drafter."""
         if self.inside is not None:
             return None
         keys = DEPTH_KEYS if self.stored_as is None else self.stored_as.keys
@@ -315,7 +317,7 @@ class HFSide(Opened):
 
     @property
     def said_depths(self) -> int | None:
-        """The number of depths in the config; None if no key holds one."""
+        """The number of MTP layers in the config; None if no key holds one."""
         key = self.depth_key
         said = None if key is None else self.counts(key)
         if key is not None and said is None:
@@ -349,7 +351,7 @@ class HFSide(Opened):
 
     @property
     def repeats(self) -> bool:
-        """True if the config says that all depths are one layer."""
+        """True if the config makes all MTP layers one layer."""
         keys = {} if self.config is None else self.config.keys
         return any(value and ONE_LAYER.match(name) for name, value in keys.items())
 
@@ -381,7 +383,7 @@ class HFSide(Opened):
         return next((name for name in self.tensors if self.parts.of(name).kind == wanted), None)
 
     def layout(self, depths: int) -> Layout | None:
-        """The layout that the tensors' names decide, with so many depths; None without a family whose rules fit."""
+        """The layout that the tensors' names decide, with so many MTP layers; None without a family whose rules fit."""
         if self.family is None or self.config is None:
             return None
         known, names = self.family.depths, [self.misnamed.get(name, name) for name in self.tensors]
@@ -395,7 +397,7 @@ class HFSide(Opened):
         """The rules of all tensors that the config calls for; none without a family whose rules fit.
 
         Args:
-            depths: the least number of depths.
+            depths: the least number of MTP layers.
             reader: a checkpoint in whose forms the rules are to be; None for those of the folder.
         """
         layout = self.layout(max(self.held_depths, depths, self.said_depths or 0))
@@ -470,5 +472,5 @@ class DrafterSide(HFSide):
 
 
 def is_count(value: Any) -> bool:
-    """True if a setting is a number of layers or depths that a model can have."""
+    """True if a setting is a number of layers that a trunk or an MTP block can have."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LAYERS

@@ -66,7 +66,7 @@ def _in_one_form(found: Settings) -> Settings:
         "no_rope_freq": unplaced if not isinstance(unplaced, list) or any(unplaced) else None,
         "moe_router_group_topk": found["moe_router_group_topk"] if groups > 1 else None,
         **({"rope_type": "yarn" if _scales(found) else "rope"} if found["multi_latent_attention"] else {}),
-        # with one depth if there are any: the tensors show how many
+        # with one MTP layer if there are any: the tensors show how many
         **({"hybrid_layer_pattern": "/".join(without_stages(pattern).split("/")[:2])} if pattern else {}),
     }
 

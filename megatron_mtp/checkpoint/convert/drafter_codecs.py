@@ -33,8 +33,8 @@ COUNTS = {"outputs": 1, "states": 0}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Kind and settings of a drafter, without its trunk's sizes.
+class DrafterSettings:
+    """Name and settings of a drafter, without its trunk's sizes.
 
     Attributes:
         name: of `drafters.DRAFTERS`.
@@ -57,8 +57,8 @@ class Kind:
     idle_rows: int = 0
 
     @classmethod
-    def of(cls, args: Namespace) -> "Kind":
-        """That of a checkpoint's drafter, from its arguments."""
+    def of(cls, args: Namespace) -> "DrafterSettings":
+        """The settings of a checkpoint's drafter, from its arguments."""
         own = DRAFTERS[args.drafter].settings
         mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
         return cls(
@@ -94,7 +94,7 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TokenOrder:
     """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
 
     order_N: Tensor
@@ -109,7 +109,7 @@ class Rows:
         return [rows[self.order_N.argsort()] for rows in tensors]
 
 
-class Codec(ABC):
+class DrafterCodec(ABC):
     """A kind's keys of config.json and tensors.
 
     Attributes:
@@ -127,11 +127,11 @@ class Codec(ABC):
     layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
 
     @abstractmethod
-    def keys(self, kind: Kind) -> dict[str, Any]:
+    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         """Keys that only drafters of this kind have."""
 
     @abstractmethod
-    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         """The rules of what only drafters of this kind have.
 
         Args:
@@ -158,7 +158,7 @@ class Codec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Settings of `Kind` beside those of all kinds.
+        """Fields of `DrafterSettings` beside those of all kinds.
 
         Raises:
             ValueError: the trunk of these arguments has no such drafter.
@@ -169,19 +169,19 @@ class Codec(ABC):
         return False
 
 
-class OneLayer(Codec):
+class OneLayer(DrafterCodec):
     """EAGLE-3, which does not say with how many steps it was trained."""
 
     has_own_head = True
     stores_steps = False
 
     @override
-    def keys(self, kind: Kind) -> dict[str, Any]:
+    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
         return {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
 
     @override
-    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
         return [
             *_input_and_output(sizes, len(kind.layers)),
@@ -222,12 +222,12 @@ class StateLayer(OneLayer):
     layer_names = ("layers.0.",)
 
     @override
-    def keys(self, kind: Kind) -> dict[str, Any]:
+    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         row = DRAFTERS[kind.name]
         return {"architectures": [row.architecture, row.published_as]}
 
     @override
-    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         hidden = sizes["hidden_size"]
         return [
             rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, 2 * hidden)),
@@ -239,22 +239,22 @@ class StateLayer(OneLayer):
         return []
 
 
-class Blocks(Codec):
+class Blocks(DrafterCodec):
     """DFlash, whose `block_size` counts the rows that draft nothing too."""
 
-    whole_numbers: tuple[str, ...] = (*Codec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
+    whole_numbers: tuple[str, ...] = (*DrafterCodec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
 
     @override
-    def keys(self, kind: Kind) -> dict[str, Any]:
+    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         rows = kind.steps + DRAFTERS[kind.name].idle_rows + kind.idle_rows
         return {"block_size": rows, OF_BLOCKS: self.inner(kind)}
 
-    def inner(self, kind: Kind) -> dict[str, Any]:
+    def inner(self, kind: DrafterSettings) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
         return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
 
     @override
-    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         rules = _input_and_output(sizes, len(kind.layers))
         rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],)))
         for number in range(kind.depth):
@@ -298,7 +298,7 @@ class BiasedBlocks(Blocks):
     whole_numbers = (*Blocks.whole_numbers, "markov_rank")
 
     @override
-    def keys(self, kind: Kind) -> dict[str, Any]:
+    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         return {
             **super().keys(kind),
             **self.inner(kind),
@@ -308,7 +308,7 @@ class BiasedBlocks(Blocks):
         }
 
     @override
-    def rules(self, kind: Kind, sizes: dict[str, Any], layer: str, rows: Rows) -> list[Rule]:
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         hidden, rank, drafted = sizes["hidden_size"], kind.rank, len(rows.order_N)
         assert rank is not None
         return [
@@ -320,7 +320,7 @@ class BiasedBlocks(Blocks):
         ]
 
 
-CODECS: dict[str, Codec] = {
+CODECS: dict[str, DrafterCodec] = {
     "eagle3": OneLayer(),
     "eagle": StateLayer(),
     "dflash": Blocks(),
@@ -334,7 +334,9 @@ def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
     return {**(keys.get(OF_LAYERS) or {}), **keys, **(keys.get(OF_BLOCKS) or {})}
 
 
-def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace, count: str | None = None) -> Kind:
+def kind_in(
+    path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace, count: str | None = None
+) -> DrafterSettings:
     """The drafter that the keys of a config describe, on the trunk of these arguments.
 
     Args:
@@ -356,10 +358,10 @@ def kind_in(path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace,
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
             "drafter of this trunk."
         )
-    return Kind(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, row, keys, args))
+    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, row, keys, args))
 
 
-def by_token(name: str, key: str, shape: Shape, rows: Rows) -> Rule:
+def by_token(name: str, key: str, shape: Shape, rows: TokenOrder) -> Rule:
     """A matrix with a row for each draft; the trunk's head may have more rows."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
 

@@ -30,8 +30,8 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     INNER,
     OUTPUT_KEYS,
     STATE_KEYS,
-    Kind,
-    Rows,
+    DrafterSettings,
+    TokenOrder,
     by_token,
     kind_in,
     with_inner,
@@ -117,7 +117,7 @@ class DrafterForm:
         has_embedding: whether the folder has a copy of the trunk's embedding.
     """
 
-    kind: Kind
+    kind: DrafterSettings
     sizes: dict[str, Any]
     order_N: Tensor
     has_head: bool
@@ -156,7 +156,7 @@ class DrafterForm:
             len(self.order_N),
             self.sizes["vocab_size"],
         )
-        rows = Rows(self.order_N)
+        rows = TokenOrder(self.order_N)
         rules = CODECS[kind.name].rules(kind, self.sizes, self.layer, rows)
         if self.has_embedding:
             shape = vocabulary, hidden
@@ -172,7 +172,7 @@ class DrafterForm:
 
 def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
     """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
-    kind = Kind.of(args)
+    kind = DrafterSettings.of(args)
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
     lists = LISTS if drafted < args.vocab_size else ()
     codec = CODECS[kind.name]

@@ -1,13 +1,14 @@
-"""attach-mtp, drop-mtp and draft-vocab: a Megatron checkpoint with other depths; the trunk is copied unchanged.
+"""attach-mtp, drop-mtp and draft-vocab: a Megatron checkpoint with other MTP layers; the trunk is copied unchanged.
 
-`last-layer` makes each depth a copy of the trunk's last layer and final norm, with input norms of 1 and
+`last-layer` makes each MTP layer a copy of the trunk's last layer and final norm, with input norms of 1 and
 eh_proj = [0 | I], which passes the hidden state on. `fitted` is the same with the eh_proj of fitting.py. `random` draws
-each depth as in a new model. A depth of a hybrid is a stack of the trunk's last attention and its last MLP or MoE:
+each MTP layer as in a new model. An MTP layer of a hybrid is a stack of the trunk's last attention and its last MLP or
+MoE:
 
     GEGEGE*E    becomes    GEGEGE*E/*E    with the weights of layers 6 and 7 in the depth
 
-With a draft vocabulary the head of the depths has one row for each token that they may draft, so a draft of few tokens
-costs little. The generated text is not restricted: the trunk verifies with the whole vocabulary.
+With a draft vocabulary the head of the MTP layers has one row for each token that they may draft, so a draft of few
+tokens costs little. The generated text is not restricted: the trunk verifies with the whole vocabulary.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
-"""Arguments of depths that are no repeated layer."""
+"""Arguments of MTP layers that are no repeated layer."""
 OF_DEPTHS: dict[str, Any] = {
     "mtp_num_layers": None,
     "mtp_use_repeated_layer": False,
@@ -56,7 +57,7 @@ OF_DEPTHS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of new depths: "last-layer", "fitted" to data or "random" by a seed."""
+    """Initialization of new MTP layers: "last-layer", "fitted" to data or "random" by a seed."""
 
     name: str
     seed: int = 0
@@ -131,10 +132,10 @@ def _drop_keys(file: Path, names: tuple[str, ...]) -> None:
 
 
 def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -> Conversion:
-    """`attach-mtp` of so many depths, from names and shapes alone; `quiet` fits them without a progress bar.
+    """`attach-mtp` of so many MTP layers, from names and shapes alone; `quiet` fits them without a progress bar.
 
     Raises:
-        ValueError: Megatron cannot run the model, the checkpoint has depths already, it has no layer to copy, or
+        ValueError: Megatron cannot run the model, the checkpoint has MTP layers already, it has no layer to copy, or
             `random` cannot draw the weights of its last layer.
     """
     reader = DistReader(source)
@@ -156,7 +157,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
 
 
 def plan_dropping(source: Path, keep: int) -> Conversion:
-    """`drop-mtp`, from names and shapes alone; ValueError where the checkpoint has fewer than `keep` + 1 depths."""
+    """`drop-mtp`, from names and shapes alone; ValueError where the checkpoint has fewer than `keep` + 1 MTP layers."""
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
     if not depths and not keep and (inner := InnerDrafter.of({}, _carried(reader))) is not None:
@@ -172,7 +173,7 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
         if ((depth := depth_of(key)) is not None and depth < keep) or (key == DRAFT_VOCABULARY and keep)
     ]
     arguments: dict[str, Any] = {"mtp_num_layers": keep or None, **ONE_PASS}
-    if (pattern := pattern_of(reader)) is not None:  # it names the layers of every depth behind a slash
+    if (pattern := pattern_of(reader)) is not None:  # it names the layers of every MTP layer behind a slash
         arguments["hybrid_layer_pattern"] = "/".join(pattern.split("/")[: 1 + keep])
     return changed(reader, source, kept, arguments, {"depths": keep}, keep, _carried_parts(reader, source, keep))
 
@@ -188,7 +189,7 @@ def _carried(reader: DistReader) -> list[str]:
 
 
 def _carried_parts(reader: DistReader, source: Path, keep: int) -> frozenset[str]:
-    """Tensors of depths after the first `keep` that Megatron has no module for: names in the Hugging Face folder."""
+    """Names in the Hugging Face folder of tensors of later MTP layers than `keep` that Megatron has no module for."""
     carried = _carried(reader)
     config = HFConfig.read(source / HF_FILES) if carried else None
     stored = None if config is None else family_of(config).depths
@@ -225,7 +226,7 @@ class Template:
 
     Attributes:
         layers: number of the trunk's layers.
-        stack: by index of a layer of the trunk, the prefix of its copy inside a depth.
+        stack: by index of a layer of the trunk, the prefix of its copy inside an MTP layer.
         norm: prefix of the trunk's final norm.
         pattern: of a hybrid trunk; None for a GPT's.
     """
@@ -249,7 +250,7 @@ class Template:
         return cls(count, stack, "decoder.final_norm.", pattern)
 
     def with_depths(self, depths: int) -> str:
-        """The pattern of the hybrid trunk with so many depths."""
+        """The pattern of the hybrid trunk with so many MTP layers."""
         assert self.pattern is not None
         kinds = without_stages(self.pattern)
         return Symbols.MTP_SEPARATOR.join([self.pattern, *["".join(kinds[layer] for layer in self.stack)] * depths])
@@ -282,7 +283,7 @@ def _depth(
 
 
 def _keys(reader: DistReader, depth: int, template: Template) -> Iterator[tuple[str, str, Shape]]:
-    """Key, key of the corresponding tensor of the trunk, and shape of every tensor of a depth."""
+    """Key, key of the corresponding tensor of the trunk, and shape of every tensor of an MTP layer."""
     mcore, norm = f"mtp.layers.{depth}.", template.norm
     copies = {norm: [f"{name}." for name in ("enorm", "hnorm", "final_layernorm")]}
     copies |= {f"decoder.layers.{layer}.": [inside] for layer, inside in template.stack.items()}
@@ -317,7 +318,7 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
         file: lists tokens in their place, an id a line.
 
     Raises:
-        ValueError: the checkpoint has no depths, or the flags do not choose tokens that exist.
+        ValueError: the checkpoint has no MTP layers, or the flags do not choose tokens that exist.
     """
     reader = DistReader(source)
     vocabulary, depths = reader.common()["args"].padded_vocab_size, StoredDepths.of(reader.keys).layers

@@ -1,8 +1,8 @@
 """mcore-to-hf: from a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time.
 
 The form of the folder is that of another folder, the one that was imported, or made from Megatron's arguments. A
-trained model takes the first form that fits it (`Family.trained`). With depths that is GLM-4 MoE or DeepSeek-V3, which
-transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
+trained model takes the first form that fits it (`Family.trained`). With MTP layers that is GLM-4 MoE or DeepSeek-V3,
+which transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
 """
 
 import json
@@ -152,7 +152,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
 
 
 def _drafter_note(export: "Export") -> dict[str, str]:
-    """That a trained trunk has other hidden states than those that the drafter inside of the model was made for."""
+    """Note that the drafter inside of the model was made for the hidden states of the trunk before its training."""
     inner = InnerDrafter.of({}, (tensor.name for rule in export.rules for tensor in rule.hf))
     if inner is None or export.reader.folder.name == RELEASE:
         return {}
@@ -236,7 +236,7 @@ class Export:
 
     @cached_property
     def depth_names(self) -> frozenset[str]:
-        """The folder's names of the depths' tensors."""
+        """The folder's names of the MTP layers' tensors."""
         stored, config = self.family.depths, self.settings
         return frozenset(
             one.name
@@ -300,9 +300,9 @@ def pattern_of(reader: DistReader) -> str | None:
 
 
 def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -> dict[str, Any]:
-    """The config's keys for this number of depths; unchanged if they imply it already.
+    """The config's keys for this number of MTP layers; unchanged if they imply it already.
 
-    A hybrid's `pattern` gives the keys that name the layers of a depth.
+    A hybrid's `pattern` gives the keys that name the layers of an MTP layer.
     """
     config = HFConfig.from_keys(keys)
     stored = family_of(config).depths

@@ -1,15 +1,15 @@
 """eh_proj of a new depth by least squares, from one pass of the trunk over text.
 
 A new depth is a copy of the trunk's last layer, or stack. It begins as that layer one position later if it is given
-what enters the layer there, x_{i+1}. At position i a depth has the embedding of token t_{i+1} and the trunk's final
-state h_i:
+what enters the layer there, x_{i+1}. At position i an MTP layer has the embedding of token t_{i+1} and the trunk's
+final state h_i:
 
     eh_proj = argmin_W  sum_i |W u_i - x_{i+1}|^2 / m_i + r |W|^2,     u_i = [enorm(embedding(t_{i+1})); hnorm(h_i)]
 
 where m_i is the mean square of x_{i+1}: the layer normalizes what enters it, so that its direction counts and few
 positions of a huge norm must not decide. The ridge r is the one of `RIDGES` that is best on every eighth text. The
-depths after the first see the state of the depth before, which stands for the trunk's of the next position: they begin
-as the same.
+MTP layers after the first see the state of the depth before, which stands for the trunk's of the next position: they
+begin as the same.
 
 Letters: S positions of a text, B batch (1), N positions of a sum, H hidden, U inputs of a fit, X its outputs.
 """
@@ -84,8 +84,8 @@ class Fit:
         texts: token ids [S] of each.
 
     Args:
-        reader, args: the checkpoint of the trunk; Megatron's arguments of the model with depths.
-        layer: index of the trunk's layer that a depth begins with.
+        reader, args: the checkpoint of the trunk; Megatron's arguments of the model with MTP layers.
+        layer: index of the trunk's layer that an MTP layer begins with.
         data, seed: what to fit on, and the seed of the draws.
 
     Raises:
@@ -167,7 +167,7 @@ class Moments:
 
 @torch.no_grad()
 def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
-    """Moments of one text, by the modules of the first depth and of the trunk."""
+    """Moments of one text, by the modules of the first MTP layer and of the trunk."""
     entered: list[Tensor] = []
     hook = model.decoder.layers[layer].register_forward_pre_hook(
         lambda _, args, named: entered.append(named["hidden_states"]), with_kwargs=True

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import Kind
+from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
 from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, sizes_of
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
@@ -79,7 +79,7 @@ def plan_fitting(
         )
     read = tuple(layers or FITTED.default_layers(trunk.num_layers, None))
     FITTED.check_layers(read, trunk.num_layers)
-    kind = Kind(FITTED.name, read, trunk.ffn_hidden_size)
+    kind = DrafterSettings(FITTED.name, read, trunk.ffn_hidden_size)
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
     fit = Fit(reader, changed_args(reader, **plain)["args"], trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)

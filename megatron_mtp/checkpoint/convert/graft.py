@@ -71,9 +71,9 @@ DEPTHS = "mtp."
 OF_TRUNKS = {"num_layers", "moe_layer_freq", "hybrid_layer_pattern", "max_sequence_length"}
 """Settings in which the trunks may differ: their layers, and the longest text."""
 OF_TOKENS = {"vocab_size", "max_position_embeddings"}
-"""Keys in which the configs of models that Megatron cannot run may differ, beside those that count depths."""
+"""Keys in which the configs of models that Megatron cannot run may differ, beside those that count MTP layers."""
 _OWN_ROWS = re.compile(r"\b(word_embeddings|output_layer|embed_tokens|shared_head\.output)\.weight$")
-"""Embedding and head of a depth, where it does not use the trunk's."""
+"""Embedding and head of an MTP layer, where it does not use the trunk's."""
 _OUTSIDE = re.compile(rf"^.*\blayers\.\d+\.({SHARDED_TF_LAYER}\.)?")
 """What stands before a tensor's name in its layer."""
 
@@ -176,7 +176,7 @@ class GraftSide:
 
     @property
     def layers(self) -> tuple[str | None, list[str]]:
-        """A hybrid's layers, those of its trunk and of every depth, by their symbols; None and nothing for a GPT."""
+        """Symbols of a hybrid's layers, in its trunk and inside an MTP layer; None and nothing for a GPT."""
         pattern = getattr(self.args, "hybrid_layer_pattern", None)
         return (None, []) if pattern is None else trunk_and_depths(pattern)
 

@@ -1,11 +1,11 @@
-"""gpt-to-hybrid and hybrid-to-gpt: the same model in Megatron's other class, with its depths and its optimizer.
+"""gpt-to-hybrid and hybrid-to-gpt: the same model in Megatron's other class, with its MTP layers and its optimizer.
 
 In:  a distributed checkpoint. Out: one of the same iteration, whose tensors, optimizer's state, random states and
 learning rate are those of the source, bit by bit, under the other keys, and whose arguments describe the other class.
 
 A GPT's layer is two symbols of a hybrid's pattern:
 
-    two layers, the second with experts, and two depths   <->   *-*E/*E/*E
+    two layers, the second with experts, and two MTP layers   <->   *-*E/*E/*E
 
 decoder.layers.3.self_attention.linear_qkv.weight   <->   decoder.layers.6.self_attention.linear_qkv.weight
 decoder.layers.3.mlp.linear_fc2.weight              <->   decoder.layers.7.mlp.linear_fc2.weight
@@ -124,7 +124,7 @@ def _check_optimizer(common: dict[str, Any], pattern: str, source: str) -> None:
 
 
 def _parts(reader: DistReader, keys: dict[str, list[str]]) -> list[list[Group]]:
-    """All stored pieces of all tensors, for their new keys, as many to a part as fit."""
+    """Stored pieces of all tensors, for their new keys, as many to a part as fit."""
     parts: list[list[Group]] = [[]]
     room = FILE_BYTES
     for key, names in keys.items():
@@ -265,7 +265,7 @@ class Halves:
 
     Attributes:
         trunk: symbols of the trunk.
-        depth: symbols of a depth; empty if there are none.
+        depth: symbols of an MTP layer; empty if there are none.
     """
 
     trunk: str

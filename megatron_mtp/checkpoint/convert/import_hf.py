@@ -39,7 +39,7 @@ def hf_to_mcore(source: Path, target: Path, options: Options) -> dict[str, Any]:
 def plan_import(source: Path, options: Options, trunk_only: bool = False) -> Conversion:
     """`hf-to-mcore`, from names and shapes alone; ValueError where copies in the folder differ.
 
-    With `trunk_only` the depths of the folder are left out, be they whole or not, or lost.
+    With `trunk_only` the MTP layers of the folder are left out, be they whole or not, or lost.
     """
     model = HFModel.read(source, trunk_only=trunk_only)
     model.check_numbers()
@@ -102,7 +102,7 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 
 def groups_of(model: HFModel, options: Options) -> list[list[Group]]:
-    """The tensors of a model in parts, the last of which are the tokens that its MTP layers may draft, if listed."""
+    """The tensors of a model in parts; the last part are the tokens that its MTP layers may draft, if listed."""
     parts = [[group_of(model.folder, rule, options) for rule in rules] for rules in parts_of(model.rules).values()]
     return parts + draft_vocabulary(model)
 
@@ -157,7 +157,7 @@ def common_of(model: HFModel, args: Namespace) -> dict[str, Any]:
 
 
 def origin(model: HFModel) -> dict[str, Any]:
-    """A record of the model's folder and of the conventions of its depths, which the checkpoint keeps."""
+    """A record of the model's folder and of the conventions of its MTP layers, which the checkpoint keeps."""
     depths = model.family.depths
     half = "embedding" if depths is None or depths.embedding_first else "hidden"
     side = "before" if depths is not None and depths.before_norm else "after"
@@ -216,7 +216,7 @@ SHARES = "mtp_repeated_layer_shares_kv"
 
 
 def pass_keys(args: Namespace) -> dict[str, Any]:
-    """The keys of `config.json` for a checkpoint with these arguments; none where every depth had one pass."""
+    """The keys of `config.json` for a checkpoint with these arguments; none where every MTP layer had one pass."""
     if not getattr(args, "mtp_use_repeated_layer", False) or trained_depths(args) < 2:
         return {}
     shares = {SHARES: True} if getattr(args, SHARES, False) else {}

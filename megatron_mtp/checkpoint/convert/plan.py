@@ -75,7 +75,7 @@ def _more(left: Collection[str]) -> str:
 
 
 def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[str, Shape]) -> None:
-    """Raises ValueError where carried tensors are not those of transformers' class, or of other layers and depths."""
+    """Raises ValueError where carried tensors are not those of transformers' class, or of other layers of the model."""
     wanted = class_tensors(path)
     for name, shape in shapes.items():
         if shape and wanted.get(name, shape) != shape:
@@ -129,7 +129,7 @@ def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]
 
 
 def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> Iterator[str]:
-    """Tensors that depths lack whose layer has a part of those of another layer."""
+    """Tensors that are missing from MTP layers whose inner layer has a part of those of another layer."""
     own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
     inside: dict[int, dict[str, str]] = {}
     for depth, names in depths.items():
@@ -147,15 +147,15 @@ def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Coll
 
 
 AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tokens|final_layernorm)\b")
-"""A depth's parts around its layer."""
+"""Parts of an MTP layer around the inner layer."""
 INNER = "transformer_layer."
-"""Megatron's module of a depth's layer."""
+"""Megatron's module of the layer inside an MTP layer."""
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
     """Check that every tensor of a checkpoint has one rule, and the shape that the config implies.
 
-    A draft vocabulary is left out, since the depths of a folder draft all tokens, and so is a drafter, which has a
+    A draft vocabulary is left out, since the MTP layers of a folder draft all tokens, and so is a drafter, which has a
     folder of its own (`drafter-to-hf`).
 
     Raises:
@@ -190,7 +190,7 @@ def stored_key(piece: Piece, reader: DistReader) -> str:
 
 
 def stored_layout(reader: DistReader, features: Iterable[str] = (), carried: Iterable[str] = ()) -> Layout:
-    """The layout of a checkpoint's export: the depths that are stored, and the forms that the folder is to have."""
+    """The layout of a checkpoint's export: the MTP layers that are stored, and the forms that the folder is to have."""
     return Layout(StoredDepths.of(reader.keys).layers, frozenset(features) - lost_features(reader), tuple(carried))
 
 
@@ -216,7 +216,7 @@ class HFModel:
         layout: what its tensors decide.
         folder: its tensors.
         rules: the rule of every tensor.
-        left_out: names of the tensors of depths that were left out of all others.
+        left_out: names of the tensors of MTP layers that were left out of all others.
     """
 
     config: HFConfig
@@ -232,8 +232,8 @@ class HFModel:
 
         Args:
             path: the folder.
-            lost_depths: whether the config may count depths of which the folder has no tensor: transformers drops them.
-            trunk_only: whether to leave out all depths, whole or not.
+            lost_depths: whether the config may count MTP layers that the folder does not hold: transformers drops them.
+            trunk_only: whether to leave out all MTP layers, whole or not.
 
         Raises:
             ValueError: the folder is of a kind that does not convert, is damaged, or contradicts itself, or its tensors
@@ -265,14 +265,14 @@ class HFModel:
                 rule.to_mcore([self.folder.read(tensor.name) for tensor in rule.hf])
 
     def beside(self, reader: DistReader) -> "HFModel":
-        """The same model with rules for this checkpoint, which may lack biases that are zero in the folder."""
+        """The model with rules for this checkpoint, which may lack biases that are zero in the folder."""
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 
 def has_lost_depths(path: Path) -> bool:
-    """True if the config of a folder counts depths, and the folder holds no tensor of any.
+    """True if the config of a folder counts MTP layers, and the folder holds no tensor of any.
 
     Raises:
         ValueError: the folder cannot be read, or is of no known family.
@@ -291,7 +291,7 @@ Pair = tuple[str, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class RuleSides:
     """A step along the plan: the tensors of a rule on both sides, each read once, and what each side makes.
 
         folder    q_proj  k_proj  v_proj    to_mcore ->    linear_qkv   there: equal to the stored one?

@@ -1,7 +1,7 @@
 """Quantized exports: which weights get which form, and what `quantization_config` says of them.
 
     --quantize fp8           trunk     layers' projections: attention, MLP, experts
-    --mtp-dtype bfloat16     depths    the same, chosen apart
+    --mtp-dtype bfloat16     MTP layers    the same, chosen apart
     never                    embedding, head, eh_proj, routers, norms, recurrent layers, stacked experts
 
 Engines read lists of unquantized modules differently: vLLM compares whole names, SGLang and transformers parts of them
@@ -20,7 +20,7 @@ from megatron_mtp.checkpoint.hf.forms import BLOCK, WRITTEN, Form, Shape, by
 from megatron_mtp.checkpoint.hf.quantized import COMPRESSED, inside, layer_of, module_of
 
 PLAIN = "bfloat16"
-"""The value of `--mtp-dtype` for depths that are not quantized."""
+"""The value of `--mtp-dtype` for MTP layers that are not quantized."""
 _LINEAR = re.compile(r"^(decoder|mtp)\..*\.linear_\w+\.weight$")
 """Megatron's weights of a layer's projections."""
 _CARRIED_LINEAR = re.compile(r"(?!.*(vis(ion|ual)|audio|tower|projector)).*\blayers\.\d+\..*(?<!eh)_proj\.weight$")
@@ -34,7 +34,7 @@ class Quantize:
 
     Attributes:
         trunk: of the trunk, a key of `WRITTEN`; None for none.
-        depths: of the depths, or `PLAIN` for bfloat16; None leaves them as they are.
+        depths: of the MTP layers, or `PLAIN` for bfloat16; None leaves them as they are.
 
     Raises:
         ValueError: one config cannot describe both forms.
@@ -56,7 +56,7 @@ class Quantize:
 
         Args:
             rule, name, shape: of the tensor in the folder.
-            in_depth: whether it is a depth's.
+            in_depth: whether it is an MTP layer's.
         """
         form = WRITTEN.get((self.depths if in_depth else self.trunk) or "")
         if form is None or form.encoding is None or not rule.mcore:
@@ -74,7 +74,7 @@ def config(
     Args:
         coded: the form of every quantized weight, by name.
         plain: the matrices that are not quantized, without the embedding's.
-        depths: names of the depths' tensors.
+        depths: names of the MTP layers' tensors.
         in_vllm: gives vLLM's name of a module, which is listed beside the folder's.
     """
     forms = list(dict.fromkeys(coded.values()))

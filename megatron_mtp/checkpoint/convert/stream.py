@@ -155,7 +155,7 @@ class Conversion:
 
     @property
     def entries(self) -> list[Entry]:
-        """All tensors that are written."""
+        """Tensors that are written."""
         return [entry for part in self.parts for group in part for entry in group.entries]
 
     @property

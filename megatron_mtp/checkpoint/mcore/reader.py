@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
@@ -49,8 +50,6 @@ from megatron_mtp.patches.catalogue import (
     foreign,
     read_catalogue,
 )
-
-Shape = tuple[int, ...]
 
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything beside tensors."""

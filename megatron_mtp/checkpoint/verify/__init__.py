@@ -1,9 +1,9 @@
 """Proof that a Hugging Face folder and a Megatron checkpoint are the same model.
 
-verify.py           the proof: tensors bit by bit, settings, logits of trunk and depths
+verify.py           the proof: tensors bit by bit, settings, logits of trunk and MTP layers
 prompt.py           the tokens and positions on which two models are compared; float32 products without TF32
 reference.py        what a folder computes, by transformers, in a separate process
-reference_forms.py  how each family stores its depths, as engines load them; a config with transformers' defaults
+reference_forms.py  how each family stores its MTP layers, as engines load them; a config with transformers' defaults
 drafters.py         whether a drafter's folder is the drafter of a checkpoint
 forms.py            whether a GPT checkpoint and a hybrid one are the same model
 """

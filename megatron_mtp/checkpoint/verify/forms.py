@@ -167,7 +167,7 @@ def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Ch
 
 
 def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
-    """Compare a step of AdamW: the loss of trunk and depths before and after it, and the gradients."""
+    """Compare a step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
     (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
     difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
     yield Check("loss of a training step and after it, difference", difference, difference <= TOLERANCE, BOTH)
@@ -188,7 +188,7 @@ def _step(model: MTPTrunk, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
 
 
 def _loss(model: MTPTrunk, prompt: Prompt) -> Tensor:
-    """Cross-entropy, the sum over trunk and depths; a draft vocabulary has the tokens modulo its size."""
+    """Cross-entropy, the sum over trunk and MTP layers; a draft vocabulary has the tokens modulo its size."""
     losses = []
     for ahead, logits_SV in enumerate(logits_of(model, prompt).values(), start=1):
         targets_S = prompt.tokens_BS[0, ahead:] % logits_SV.size(1)

@@ -41,7 +41,7 @@ class Prompt:
         return cls(tokens_BS, torch.arange(tokens_BS.size(1)), tokens_BS.size(1))
 
     def stretched(self, config: HFConfig, seed: int) -> "Prompt":
-        """The same tokens, then random ones at growing distances."""
+        """The tokens, then random ones at growing distances."""
         far_BS = random_tokens(config, FAR, seed + 1)
         steps_S = torch.linspace(0, 1, FAR + 1)[1:]
         positions_S = (self.near * (reach(config) / self.near) ** steps_S).long()

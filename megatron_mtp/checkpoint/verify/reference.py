@@ -2,16 +2,16 @@
 
     python -m megatron_mtp.checkpoint.verify.reference FOLDER TOKENS OUTPUT [FOLDER TOKENS OUTPUT ...]
 
-Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model, and the depths are
+Nothing here uses the rules of the conversion, or Megatron. The trunk is transformers' model, and the MTP layers are
 transformers' `MtpModel` behind it, which knows the tensors by DeepSeek's names; reference_forms.py has those of each
 family. A folder that lacks a tensor of transformers' class is refused.
 
-TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether depths are wanted
-(`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
+TOKENS and OUTPUT are safetensors files. TOKENS holds `tokens` [1, S], `positions` [S], and whether MTP layers are
+wanted (`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth d is given the token d positions later:
 
-    trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the depths
+    trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the MTP layers
 
-Letters: B batch, S positions, D depths, H hidden, V vocabulary.
+Letters: B batch, S positions, D MTP layers, H hidden, V vocabulary.
 """
 
 import sys
@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager",
 SEEING = ("vision", "visual", "projector")
 """Parts of models that read images, which the logits of text do not need."""
 FRAME = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
-"""Parts around a depth's layer (`DepthForm.frame`), by the names in which `MtpModel` reads them."""
+"""Parts of an MTP layer around the inner layer (`DepthForm.frame`), by the names in which `MtpModel` reads them."""
 
 
 @exact_float32()
@@ -49,13 +49,13 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
 
 
 def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True) -> Tensors:
-    """Logits of the trunk and of every depth, as above; float32.
+    """Logits of the trunk and of every MTP layer, as above; float32.
 
     Args:
         folder: a Hugging Face folder.
         tokens_BS: ids [1, S].
         positions_S: positions [S] of the tokens; None for 0, 1, 2, ...
-        with_depths: whether the depths are computed, which may be damaged.
+        with_depths: whether the MTP layers are computed, which may be damaged.
 
     Raises:
         ValueError: the folder lacks tensors of transformers' class.
@@ -117,11 +117,11 @@ def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
     return logits_SV
 
 
-# --- the depths -------------------------------------------------------------------------------------------------------
+# --- the MTP layers --------------------------------------------------------------------------------------------------
 
 
 def _depths(form: DepthForm, config: Any, tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors of every depth."""
+    """The tensors of every MTP layer."""
     depth = 0
     while own := depth_tensors(tensors, form, config, depth):
         yield own
@@ -129,7 +129,7 @@ def _depths(form: DepthForm, config: Any, tensors: Tensors) -> Iterator[Tensors]
 
 
 def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) -> Any:
-    """transformers' model of the depths behind a trunk; ValueError where it lacks a tensor or has other shapes."""
+    """transformers' model of the MTP layers behind a trunk; ValueError where it lacks a tensor or has other shapes."""
     text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(depths)
     first, row = text.num_hidden_layers, form.row(text)
     kinds = [*text.mtp_layers_block_type] if row > 1 else ["full_attention"] * count
@@ -141,7 +141,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) ->
         setattr(text, name, value)
     if "norm" not in depths[0]:
         text.chain_hidden_post_norm = False
-    if row > 1:  # a depth's layers are made by the class of the trunk's last
+    if row > 1:  # the class of the trunk's last layer makes the layers of an MTP layer
         text.rms_norm_eps = text.layer_norm_epsilon
         decoder.layers.append(row_of(type(decoder.layers[-1]))(text.get_mtp_config(), 0))
     model._keys_to_ignore_on_load_unexpected = [rf"layers\.{first + depth}\." for depth in range(count)]
@@ -154,12 +154,12 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) ->
         except RuntimeError as error:
             raise ValueError(f"{what} has depths that are not what transformers' class holds: {error}") from None
     if row > 1:
-        made.config.layer_types = ["full_attention"] * count  # one word a depth chooses its mask
+        made.config.layer_types = ["full_attention"] * count  # one word an MTP layer chooses its mask
     return made
 
 
 def _named(own: Tensors, row: int) -> Iterator[tuple[str, Tensor]]:
-    """A depth's tensors by the names in `MtpModel`, without its copies of embedding and head."""
+    """An MTP layer's tensors by the names in `MtpModel`, without its copies of embedding and head."""
     for name, tensor in own.items():
         if name in FRAME:
             yield f"{FRAME[name]}.weight", tensor
@@ -168,7 +168,7 @@ def _named(own: Tensors, row: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def row_of(block: Any) -> Any:
-    """A class of several layers one after another, which a depth of Nemotron-H has; `block` is that of each."""
+    """A class of several layers one after another, which an MTP layer of Nemotron-H has; `block` is that of each."""
 
     class Row(torch.nn.Module):
         def __init__(self, config: Any, depth: int) -> None:

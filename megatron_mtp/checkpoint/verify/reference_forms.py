@@ -1,10 +1,10 @@
-"""Storage of each family's depths, as engines load them: names, order of the halves, layers. For reference.py.
+"""Storage of each family's MTP layers, as engines load them: names, order of the halves, layers. For reference.py.
 
 This repeats facts of `checkpoint/families` on purpose and shares nothing with them: a mistake in a rule must not be in
 its own proof as well.
 
-In names, {k} is the depth from 0, and {n} the index after the trunk's layers. If a depth has several layers, {flat}
-counts the layers of all depths, and {first} and {last} are the first and last layer of the depth.
+In names, {k} is the depth from 0, and {n} the index after the trunk's layers. If an MTP layer has several layers,
+{flat} counts the layers of all MTP layers, and {first} and {last} are the first and last layer of the depth.
 """
 
 import re
@@ -30,21 +30,22 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class DepthForm:
-    """One family's depths.
+    """MTP layers of a family, as its folders store them.
 
     Attributes:
-        layer: prefix of the tensors of a depth's layer.
+        layer: prefix of the tensors of the layer inside an MTP layer.
         frame: names of the parts around it: `enorm`, `hnorm`, `eh_proj`, `norm` if one follows the layer, and
-            `embedding` and `head` if a depth has or repeats them.
+            `embedding` and `head` if an MTP layer has or repeats them.
         hidden_first: whether the projection has the hidden half first.
-        before_norm: whether the input of a depth is the state before the final norm of the trunk or the depth before.
+        before_norm: whether the input of an MTP layer is the state before the final norm of the trunk or the depth
+            before.
         trunk_type: `model_type` of the trunk's class in transformers, "text" for that of the text model in the config;
             None for the family's own.
         keys: the family's config keys to the keys of that class.
         absent: values of keys that a config may leave out, if they differ from the defaults of that class.
         named: renames all tensors to the names of that class.
         around: wraps the config, if transformers has only a larger model around the trunk.
-        row: number of layers of a depth, from the config.
+        row: number of layers of an MTP layer, from the config.
     """
 
     layer: str
@@ -91,7 +92,7 @@ def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) ->
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """All tensors of a folder, floating-point ones in float32, read and dequantized without `checkpoint/hf`.
+    """Tensors of a folder, floating-point ones in float32, read and dequantized without `checkpoint/hf`.
 
     A weight is multiplied by a scale only if it is FP8 itself; MXFP4 is unpacked by transformers. Forms of packed
     integers and NVFP4 are decoded by `checkpoint/hf`, whose bits tests compare with the forms' own libraries.
@@ -299,7 +300,7 @@ def unknown_keys(folder: Path) -> dict[str, Any]:
 
 
 def _unknown(config: Any, keys: dict[str, Any]) -> set[str]:
-    """Names that neither the class nor an engine reads, which takes counts of depths and rotary settings elsewhere."""
+    """Names that neither the class nor an engine reads: counts of MTP layers and rotary settings stand elsewhere."""
     try:
         known = type(config)().to_dict()
     except Exception:  # a class without defaults

@@ -2,8 +2,8 @@
 
 First every tensor is converted both ways and compared bit by bit, and the settings of both sides are compared. That
 would not find a fault in the rules, which both ways share. So Megatron runs the checkpoint, transformers runs the
-folder (reference.py, in a separate process), and the logits of the trunk and of every depth are compared. If Megatron
-cannot run the model, the result lists a check that was not made.
+folder (reference.py, in a separate process), and the logits of the trunk and of every MTP layer are compared. If
+Megatron cannot run the model, the result lists a check that was not made.
 """
 
 import os
@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.export_hf import kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, flags_of
-from megatron_mtp.checkpoint.convert.plan import HFModel, Step, check_mcore, sides, stored_key
+from megatron_mtp.checkpoint.convert.plan import HFModel, RuleSides, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
@@ -54,13 +54,13 @@ with SmolLM2-135M by 2.0e-3 at one random token, where the last bit moves 1.8e-3
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
+    """A comparison.
 
     Attributes:
         name: what was compared.
         figure: the result: a number of tensors, a difference or a rate.
         ok: whether the check passed; False if it was not made.
-        witness: who computed the other side, or why the check was not made.
+        witness: what the other side is computed by, or why the check was not made.
         made: whether the check was made.
     """
 
@@ -189,7 +189,7 @@ def compare(
     ours: dict[str, Tensor],
     rounding: Callable[[], dict[str, float]] | None = None,
 ) -> list[Check]:
-    """Compare logits [S, V] of trunk and depths, and the rate of accepted drafts.
+    """Compare logits [S, V] of trunk and MTP layers, and the rate of accepted drafts.
 
     Args:
         theirs: logits by transformers, by name.
@@ -216,7 +216,7 @@ def compare(
 
 
 def acceptance(logits: dict[str, Tensor], depth: int = 1) -> float:
-    """Acceptance: the part of positions where a depth's most likely token is the trunk's at its own position."""
+    """Acceptance: the part of positions where an MTP layer's most likely token is the trunk's at its own position."""
     drafts_S = logits[f"depth {depth}"].argmax(-1)
     targets_S = logits["trunk"][depth : depth + drafts_S.size(0)].argmax(-1)
     count = min(drafts_S.size(0), targets_S.size(0))
@@ -238,7 +238,7 @@ def _same_both_ways(rule: Rule, folder: HFFolder, reader: DistReader) -> bool:
     if not rule.rounds:  # what was converted in another type is compared in that
         cast = Options(dtype=ours[0].dtype if ours and ours[0].is_floating_point() else None)
         theirs = {name: tensor.to(cast.cast(name, tensor.dtype)) for name, tensor in theirs.items()}
-    step = Step(rule, theirs, ours)
+    step = RuleSides(rule, theirs, ours)
     ways = (step.back,) if rule.rounds else (step.back, step.there)
     return all(_same_numbers(one, other) for way in ways for _, one, other in way())
 
@@ -290,7 +290,7 @@ def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool 
 
 
 def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[str, Tensor]:
-    """Logits of a checkpoint by Megatron's modules and our depths; names as in reference.py.
+    """Logits of a checkpoint by Megatron's modules and our MTP layers; names as in reference.py.
 
     Args:
         folder: the checkpoint.
@@ -319,7 +319,7 @@ def trunk_and_depths(stage: Any) -> dict[str, Tensor]:
 def logits_of(
     model: Any, prompt: Prompt, read: Callable[[Any], dict[str, Tensor]] = trunk_and_depths
 ) -> dict[str, Tensor]:
-    """Result of `read` on the last stage of a model of Megatron; logits of trunk and depths as in reference.py."""
+    """Result of `read` on the last stage of a model of Megatron; logits of trunk and MTP layers as in reference.py."""
     from megatron_mtp.data.batch import depth_batch
 
     depths = model.config.mtp_num_layers or 0

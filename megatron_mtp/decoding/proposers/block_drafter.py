@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
-from megatron_mtp.decoding.proposers.proposer import DrafterKind
+from megatron_mtp.decoding.proposers.proposer import HeadKind
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
@@ -32,7 +32,7 @@ class DFlash(OneCache):
     """K + 1 rows; the last K draft the tokens of their own places."""
 
     line = "a DFlash drafter, which fills a block of tokens in one pass; K is at most that of its training"
-    depths: ClassVar[DrafterKind | None] = "dflash"
+    depths: ClassVar[HeadKind | None] = "dflash"
     recordable = True
     at_once = True
     limit = "the tokens of the blocks that its drafter was trained on"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_mtp.decoding.backend import MTPRows, Pass, in_tensors
 from megatron_mtp.decoding.draft import Draft, Round
-from megatron_mtp.decoding.proposers.proposer import DrafterKind, Proposer
+from megatron_mtp.decoding.proposers.proposer import HeadKind, Proposer
 from megatron_mtp.decoding.rows import CHUNK
 from megatron_mtp.decoding.sampling import DRAFT, draw
 
@@ -46,7 +46,7 @@ class Vanilla(Proposer):
     """The exact recursion of training: D modules in turn, one cache each."""
 
     line = "the D modules in turn, exactly as trained; K is at most D"
-    depths: ClassVar[DrafterKind] = "sequential"
+    depths: ClassVar[HeadKind] = "sequential"
     limit = "one with each of the checkpoint's MTP layers"
     remedy = "choose mtp_eagle, which reuses a module"
     keeps_states = True
@@ -92,7 +92,7 @@ class Eagle(OneCache):
 
     line = "the first module reused on its own states, any K"
     runner: "Runner"
-    depths: ClassVar[DrafterKind | None] = "sequential"
+    depths: ClassVar[HeadKind | None] = "sequential"
     keeps_states = True
     recordable = True
 

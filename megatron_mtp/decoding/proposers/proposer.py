@@ -13,7 +13,7 @@ from megatron_mtp.decoding.draft import Draft, Round
 Sequences = Any
 """Stands for `sequences.Sequences`, which imports this room's data."""
 
-DrafterKind = str
+HeadKind = str
 """What drafts: MTP layers that continue one another (sequential), heads that all read the trunk's state (parallel), or
 a drafter of `drafters.DRAFTERS`."""
 
@@ -41,7 +41,7 @@ class Proposer:
 
     line: ClassVar[str]
     settings_kind: ClassVar[type[Settings]] = Settings
-    depths: ClassVar[DrafterKind | None] = None
+    depths: ClassVar[HeadKind | None] = None
     drafts_trees: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
     recordable: ClassVar[bool] = False

@@ -36,7 +36,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Show what a Hugging Face folder or Megatron checkpoint holds, whoever wrote it, or what differs "

@@ -58,7 +58,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Let a model with MTP layers continue some prompts, and compare the acceptance of its drafts with "
@@ -197,7 +197,7 @@ def _drafted(
 
 
 def _method(runner: "Runner", positions: int) -> "SpeculativeConfig":
-    """As many drafts as were recorded: of so many depths, or of one that is repeated."""
+    """As many drafts as were recorded: of so many MTP layers, or of one that is repeated."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.depths == positions and not runner.shares_kv:
@@ -236,10 +236,10 @@ def _served(
     ends: frozenset[int],
 ) -> list[AcceptanceStats]:
     """What a server accepts, by prompt: one at a time, and what its counters have grown by."""
-    from megatron_mtp.cli.served_texts import Server
+    from megatron_mtp.cli.served_texts import TextServer
 
     args.batch_size = 1
-    server = Server(args)
+    server = TextServer(args)
     positions = server.start(tokenizer, ends)
     if positions is not None and max(len(prompt) for _, prompt in prompts) >= positions:
         raise ValueError(f"a prompt is longer than the {positions} positions of {args.server}; give shorter ones.")

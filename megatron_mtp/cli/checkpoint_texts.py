@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
-    """Drafts of the depths or of a drafter as they were trained, where there are any; None for plain decoding."""
+    """Drafts of the MTP layers or of a drafter as they were trained, where there are any; None for plain decoding."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
     if runner.kind in DRAFTERS:

@@ -295,7 +295,7 @@ def prove(args: Namespace) -> dict[str, Any]:
 
 
 def options(args: Namespace) -> "Options":
-    """Options of a conversion, from flags of which a command may lack some; ValueError where one is out of range."""
+    """Options of a conversion, from the flags that the command has; ValueError where one is out of range."""
     import torch
 
     from megatron_mtp.checkpoint.convert.quantizing import Quantize
@@ -344,7 +344,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `convert`: its line in `--help`, its positional arguments with their names there, its flags."""
+    """A command of `convert`: its line in `--help`, its positional arguments with their names there, its flags."""
 
     line: str
     operands: dict[str, str]

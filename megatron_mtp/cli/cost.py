@@ -56,7 +56,7 @@ class Work:
     def timed(
         self, config: SpeculativeConfig | None, emit: Callable[[Update], None] | None = None
     ) -> tuple[list[list[int]], Cost]:
-        """All texts, and what they cost; `emit` receives every step of a text, by the text's number in the run."""
+        """Continue all prompts; `emit` receives every step of a text, by the text's number in the run."""
 
         self._generated(config, 0, 1, min(WARM_UP, self.new_tokens))
         self.runner.auto_counts.clear()  # first steps are slower than those that follow
@@ -177,7 +177,7 @@ def summary(
 
 
 def table(figures: dict[str, Any], sampled: bool) -> str:
-    """The same as lines for a terminal."""
+    """The comparison as lines for a terminal."""
     rates, joules = figures["accepted_per_position"], figures["energy_joules_per_token"]
     rows = [
         *((f"acceptance at position {place}", f"{100 * rate:.1f} %") for place, rate in enumerate(rates, start=1)),

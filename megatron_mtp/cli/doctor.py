@@ -50,7 +50,7 @@ exit status: 0 if training can run here (on the CPU counts), 1 if not.
 
 @dataclass(frozen=True)
 class Component:
-    """One row.
+    """A row of the report.
 
     Attributes:
         found: version or name; None if it is not there.
@@ -143,7 +143,7 @@ def check_extras() -> list[Component]:
 
 
 def check_machine() -> list[Component]:
-    """Cores, memory and disk, of which a run needs more than it says."""
+    """Cores, memory and disk of this machine."""
     import psutil
 
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())

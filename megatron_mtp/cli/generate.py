@@ -61,7 +61,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",

@@ -22,7 +22,7 @@ from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.cli.checkpoint_texts import Checkpoint
-    from megatron_mtp.cli.served_texts import Server
+    from megatron_mtp.cli.served_texts import TextServer
     from megatron_mtp.data.prompts import Prompts
     from megatron_mtp.data.tokenizer import Encoder
 
@@ -58,7 +58,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Let a model continue the prompts of a corpus, and write prompts with continuations as data for "
@@ -151,12 +151,12 @@ def _check(args: Namespace) -> None:
         raise ValueError("there are several ranks, and sample runs in one process; start it without torchrun.")
 
 
-def _writer(args: Namespace) -> "Checkpoint | Server":
+def _writer(args: Namespace) -> "Checkpoint | TextServer":
     """What continues the prompts. Raises ValueError for a checkpoint or a server that cannot."""
     from megatron_mtp.cli.checkpoint_texts import Checkpoint
-    from megatron_mtp.cli.served_texts import Server
+    from megatron_mtp.cli.served_texts import TextServer
 
-    return Server(args) if args.server else Checkpoint(args)
+    return TextServer(args) if args.server else Checkpoint(args)
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _write(
     appending: "AbstractContextManager[Callable[[Sample], None]]",
     prompts: "Prompts",
     positions: int | None,
-    writer: "Checkpoint | Server",
+    writer: "Checkpoint | TextServer",
 ) -> None:
     """Make the texts that are not finished, and add each to `texts` and to the file."""
     from tqdm import tqdm

@@ -40,7 +40,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting. Beginnings "

@@ -3,7 +3,7 @@
 In:  numbered prompts as token ids, which /v1/completions takes; chats come as the local chat template writes them.
 Out: samples with token ids, checked against the local tokenizer.
 
-The client retries 408, 409, 429, 5xx and cut connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or when the server says.
+The client retries 408, 409, 429, 5xx and cut connections after 0.5, 1, 2, 4, 8, 8 ... seconds, or as Retry-After asks.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RETRIES = 8
-LONGEST_ANSWER, LONGEST_CONNECT = 3600.0, 10.0
+MAX_ANSWER_S, MAX_CONNECT_S = 3600.0, 10.0
 """Seconds that a server may take for one answer, and for a connection."""
 KEY = "OPENAI_API_KEY"
-LONGEST_MESSAGE = 300
+MAX_MESSAGE_CHARS = 300
 SLACK = 10
 """The count of re-encoded tokens may differ from the server's by one in so many, and by two, since a sampled text need
 not be tokenized as the tokenizer would."""
@@ -34,7 +34,7 @@ UNSEEN = " \t\r\n\ufffd"
 """Characters at the ends of a text by which a server's incremental decoding may differ."""
 
 
-class Server:
+class TextServer:
     """A model behind a URL.
 
     Args:
@@ -90,7 +90,7 @@ class Server:
             ) from error
         url = self._args.server.rstrip("/")
         url = url if url.endswith("/v1") else f"{url}/v1"
-        timeout = Timeout(LONGEST_ANSWER, connect=LONGEST_CONNECT)
+        timeout = Timeout(MAX_ANSWER_S, connect=MAX_CONNECT_S)
         key = os.environ.get(KEY) or "none"
         return AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=timeout)
 
@@ -180,13 +180,13 @@ class Server:
 
         url, go_on = self._args.server, "finished texts are kept, and the same command continues."
         if isinstance(error, APIStatusError):
-            status, message = error.status_code, " ".join(error.message.split())[:LONGEST_MESSAGE]
+            status, message = error.status_code, " ".join(error.message.split())[:MAX_MESSAGE_CHARS]
             is_tried = status in (408, 409, 429) or status >= 500
             tried = f"{RETRIES + 1} times" if is_tried else "and is not asked again"
             advice = f"set {KEY} to its key" if status in (401, 403) else "see its log, or correct what it names"
             return ValueError(f"--server: {url} answers {status} for {what} {tried} ({message}); {advice}; {go_on}")
         if isinstance(error, APIConnectionError):
-            reason = " ".join(str(error.__cause__ or error).split())[:LONGEST_MESSAGE]
+            reason = " ".join(str(error.__cause__ or error).split())[:MAX_MESSAGE_CHARS]
             return ValueError(f"--server: {url} gives no answer for {what} ({reason}); see that it runs; {go_on}")
         if isinstance(error, AttributeError | TypeError | IndexError):
             return ValueError(f"--server: {url} gives {what} in another form than OpenAI's; correct the URL.")

@@ -103,7 +103,7 @@ class Stream:
         self._output.flush()
 
     def __call__(self, tokens: list[int], drafted: int) -> None:
-        """Write a step's tokens, of which the first `drafted` were drafted."""
+        """Write a step's tokens; the first `drafted` were drafted."""
         for place, token in enumerate(tokens):
             piece = self._stream.step(self._backend, token) or ""
             colored = self._colored and place < drafted

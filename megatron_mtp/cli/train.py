@@ -78,7 +78,7 @@ def parser(program: str) -> ArgumentParser:
 
 
 def full_parser(program: str) -> ArgumentParser:
-    """All flags, those of Megatron included."""
+    """The parser of the run's flags, with those of Megatron."""
     prepare()
     made = add_run_arguments(all_parser(program))
     made.formatter_class, made.epilog = RawDescriptionHelpFormatter, EXAMPLES

@@ -18,7 +18,7 @@ PROGRAM = "megatron-mtp"
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb.
+    """A verb of `megatron-mtp`.
 
     Attributes:
         line: its line in `--help`.

@@ -10,6 +10,6 @@ messages.py          messages of published chats in one form, or refused by name
 chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
 sentence_pieces.py   a SentencePiece model behind the names of a transformers tokenizer
-checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which depths
-                     may draft
+checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which MTP
+                     layers may draft
 """

@@ -271,7 +271,7 @@ def _windows(values_BS: Tensor, depths: int, fill: int) -> Tensor:
 
 
 class LaterPositions:
-    """Places of the positions d = 1 .. D later, of which other ranks hold some.
+    """Places of the positions d = 1 .. D later; other ranks hold some of them.
 
     Only positions next to a cut of the sequence are exchanged. `lookup` appends their values to this rank's own, and
     `where` gives the rows of the result.

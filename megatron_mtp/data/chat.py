@@ -347,7 +347,7 @@ class ChatEncoder:
         return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])], unthought
 
     def _in_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and their characters of a text, none of which goes beyond a cut, where a prompt ends."""
+        """Tokens and their characters of a text; none goes beyond a cut, where a prompt ends."""
         ids, places = list[int](), list[tuple[int, int]]()
         for start, stop in pairwise([0, *cuts, len(text)]):
             made = self._tokens(text[start:stop], return_offsets_mapping=True)

@@ -1,4 +1,4 @@
-"""What the depths learn: losses by the names that `--mtp-loss` takes (LOSSES is the table), and one scalar of them.
+"""What MTP layers learn: losses by the names that `--mtp-loss` takes (LOSSES is the table), and one scalar of them.
 
 A loss is a class and a row of the table. This file does not import torch, so that `--help` names
 the losses at once.
@@ -80,5 +80,5 @@ def check_loss(settings: MTPConfig) -> None:
 
 
 def listing() -> str:
-    """All losses, those of other packages included, as `train --list-losses` prints them."""
+    """A listing of losses, those of other packages included, as `train --list-losses` prints them."""
     return "\n".join(f"  {name:<8}{loss.line}" for name, loss in LOSSES.items())

@@ -60,7 +60,7 @@ def mix_weights(given: str | None) -> dict[str, float]:
     """Weights by the names of losses: 'ce=0.5,tv=0.5', or three numbers for ce, kd and tv, '0.2,0.4,0.4'.
 
     Raises:
-        ValueError: there is no such loss, or the weights are not numbers of 0 or more of which one is above 0.
+        ValueError: there is no such loss, or the weights are not numbers of 0 or more with one above 0.
     """
     words = (given or "").split(",")
     if len(words) == len(UNNAMED) and not any("=" in word for word in words):

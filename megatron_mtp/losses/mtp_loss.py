@@ -1,4 +1,4 @@
-"""The depths' loss in a training loop that is not Megatron's: fine-tuning, and RL trainers whose policy has MTP.
+"""The loss of MTP layers in a training loop that is not Megatron's: fine-tuning, and RL trainers whose policy has MTP.
 
     logits_BSV, hidden_SBH = model(tokens_BS, position_ids_BS, mask, output_processor=logits_and_states)
     loss = policy_loss(logits_BSV, ...) + 0.1 * mtp_loss(hidden_SBH.detach(), model, tokens_BS, None, mask_BS).loss
@@ -89,7 +89,7 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
         positions_S.expand(len(joined_BS), -1),
         None,  # attention is causal without a mask
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so they are not run
+        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so MTP layers are not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 
@@ -106,7 +106,7 @@ def mtp_loss(
     packed_seq_params: PackedSeqParams | None = None,
     normalizer: Tensor | float | None = None,
 ) -> MTPLoss:
-    """The loss of the model's depths on the trunk's hidden states.
+    """The loss of the model's MTP layers on the trunk's hidden states.
 
     Args:
         hidden_SBH: from `logits_and_states` or `trunk_states`, as this rank has them. Detached, they keep the depths'
@@ -126,8 +126,9 @@ def mtp_loss(
             for each depth's own unmasked tokens in this call.
 
     Raises:
-        ValueError: the stage has no depths, shapes differ, a label on the CPU is a row that pads the vocabulary, there
-            is no such loss, hidden states are to be mixed, or sequence parallelism cuts several rows with documents.
+        ValueError: the stage has no MTP layers, shapes differ, a label on the CPU is a row that pads the vocabulary,
+            there is no such loss, hidden states are to be mixed, or sequence parallelism cuts several rows with
+            documents.
     """
     trunk = unwrap_model(model)
     settings = settings or MTPConfig()
@@ -210,7 +211,7 @@ def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPC
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
     depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
-    with _fork_rng():  # dropout in the depths does not change the trunk's in its next forward
+    with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
     return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
 
@@ -263,7 +264,7 @@ def _check_labels(labels_BS: Tensor, loss_mask_BS: Tensor, vocab_size: int | Non
 
 
 def _joined(batch: Batch, cuts_rows: bool) -> Batch:
-    """All rows as one, which is packed."""
+    """Join all rows into one, which is packed."""
     assert batch.document_BS is not None
     packed, normalizer = packed_rows(batch.document_BS, cuts_rows), batch.normalizer
     if isinstance(normalizer, Tensor):
@@ -309,7 +310,7 @@ def own_positions(group: ProcessGroup, length: int, packed: PackedSeqParams | No
 
 
 def positions_of_group(group: ProcessGroup, length: int, packed: PackedSeqParams | None) -> Tensor:
-    """The same of every rank, [R, S]."""
+    """The positions of every rank of the group, [R, S]."""
     if group.size() == 1:
         return torch.arange(length).unsqueeze(0)
     offsets = torch.tensor([0, length]) if packed is None else bounds_of(packed)

@@ -31,7 +31,7 @@ class LossSum:
     Attributes:
         total: the masked sum of losses.
         tokens: its unmasked tokens.
-        whole_tokens: those of the whole microbatch, of which this may be one context-parallel rank's part.
+        whole_tokens: tokens of the whole microbatch; this may be a context-parallel rank's part of it.
     """
 
     total: Tensor
@@ -380,7 +380,7 @@ def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> 
 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
-    """The same of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
+    """Logits of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
     weight_KX = head.draft_weight if head.bias_rows is None else torch.cat([head.draft_weight, head.bias_rows], dim=1)
     drafted_NBK = _logits(states_NBH, head, weight_KX)
     if head.draft_vocabulary is None:

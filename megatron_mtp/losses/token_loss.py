@@ -1,4 +1,4 @@
-"""Interface of the depths' losses: a class that says what it needs, and computes a chunk's losses with their gradients.
+"""Interface of the depths' losses: a class declares what it needs, and computes a chunk's losses with their gradients.
 
 The plainest of them, cross-entropy, is below.
 
@@ -54,7 +54,7 @@ class TokenLoss(ABC):
     """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
 
     Attributes:
-        line: what the depths learn, for --list-losses and docs/losses.md.
+        line: what MTP layers learn, for --list-losses and docs/losses.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
         couples_depths: a depth's gradient depends on the losses of the others at the same position, which counts where
@@ -97,7 +97,7 @@ class TokenLoss(ABC):
         """
 
     def joined(self, losses_ND: Tensor, weights_ND: Tensor) -> Joined:
-        """One loss of the depths' losses at every position: their weighted sum, where the loss does not couple them.
+        """Combine the depths' losses at every position: their weighted sum, where the loss does not couple them.
 
         Args:
             losses_ND: what the call returned.

@@ -192,7 +192,7 @@ def _divergence(loss: Divergence, given: Products, losses_N: Tensor) -> None:
 
 
 def _overlap(loss: OverlapLoss, given: Products, losses_N: Tensor) -> None:
-    """Two kernels: between them `joined` says how much the depths of a position count."""
+    """Two kernels: between them `joined` gives the weights of a position's depths."""
     from megatron_mtp.losses import triton_kernels
 
     rows, temperature, factor = len(losses_N), loss.temperature, given.vocabulary.logit_scale / loss.temperature

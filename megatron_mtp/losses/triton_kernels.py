@@ -98,7 +98,7 @@ def divergence(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """These entries' part of t^2 KL(p || q), and its gradient t (q - p)."""
+    """The entries' part of t^2 KL(p || q), and its gradient t (q - p)."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state = tl.load(taught + row)
@@ -239,7 +239,7 @@ def _logits(products, columns, places, factor, TOKENS: tl.constexpr, GATHERED: t
 
 @triton.jit
 def _divergence(q_below, q_total, p_below, p_total, is_token, LARGEST_GAP: tl.constexpr, FLOOR: tl.constexpr):
-    """These tokens' part of KL(p || q), without the sum of terms that cancel."""
+    """The tokens' part of KL(p || q), without the sum of terms that cancel."""
     gap = tl.where(is_token, q_below, 0.0) - tl.where(is_token, p_below, 0.0) + (tl.log(p_total) - tl.log(q_total))
     gap = tl.where(gap > LARGEST_GAP, LARGEST_GAP, gap)
     q, p = tl.exp(q_below) / q_total, tl.exp(p_below) / p_total

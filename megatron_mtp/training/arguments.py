@@ -146,7 +146,7 @@ def read_flags(add_arguments: ArgumentsProvider) -> tuple[Namespace, dict[str, A
     given = parse_args(add_arguments)
     unused = without_depths(given) if given.mtp_num_layers == 0 and given.drafter is None else {}
     older = {"position_embedding_type": "rope"} if given.use_rotary_position_embeddings else {}
-    given = with_changes(given, unused | older)  # which Megatron does after it has checked the positions of depths
+    given = with_changes(given, unused | older)  # which Megatron does after it has checked the positions of MTP layers
     check_ranges(given)
     check_hub(given)
     given = with_changes(given, of_drafter(given))
@@ -199,7 +199,7 @@ def checked_model_config(args: Namespace, **given: Any) -> MTPModelConfig:
     """The model that validated arguments describe, `given` being further arguments of `config_of`.
 
     Raises:
-        ValueError: the checkpoint to load lacks depths, and no flag says how to make them; or it has other ones.
+        ValueError: the checkpoint to load lacks MTP layers, and no flag says how to make them; or it has other ones.
     """
     model_config = config_of(args, **given)
     model_config.mtp = mtp_config_from_args(args)

@@ -72,7 +72,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """Allowed values, and the arguments that Megatron takes with other values too."""
 
 WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
-"""Settings of ours that a run without depths has a use for."""
+"""Settings of ours that a run without MTP layers has a use for."""
 
 
 class Unsupported(NamedTuple):
@@ -82,7 +82,7 @@ class Unsupported(NamedTuple):
         flags: as a command line has them; the row is about runs with all of them.
         because: what would go wrong, as a clause.
         instead: what to do.
-        depths_alone: only runs with depths cannot have it.
+        depths_alone: only runs with MTP layers cannot have it.
     """
 
     flags: str
@@ -236,7 +236,7 @@ def _of_the_run(args: Namespace) -> Sentences:
 
 
 def _of_data(args: Namespace) -> Sentences:
-    """Ours, how batches are cut and packed; silent where several sources are given, one of which is read."""
+    """Ours, how batches are cut and packed; silent where several sources are given and one is read."""
     per_split = args.train_data_path or args.valid_data_path or args.test_data_path
     files = args.data_path, args.data_args_path, per_split, args.per_split_data_args_path
     if sum(map(bool, (args.chat, args.mock_data, *files))) > 1:
@@ -288,7 +288,7 @@ def _of_hybrids(args: Namespace) -> Sentences:
 
 
 def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
-    """Ours: flags of depths would do nothing; what a checkpoint's arguments say of the model may stay."""
+    """Ours: flags of MTP layers would do nothing; what a checkpoint's arguments say of the model may stay."""
     stored = MODEL_ARGUMENTS if args.use_checkpoint_args else ()
     given = [field.name for field in fields(MTPConfig) if getattr(settings, field.name) != field.default]
     given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
@@ -350,7 +350,7 @@ def _with_depths(args: Namespace) -> Sentences:
 
 
 def check_trunk(args: Namespace) -> None:
-    """Raises ValueError where depths go with a trunk that is not loaded from anywhere (ours)."""
+    """Raises ValueError where MTP layers go with a trunk that is not loaded from anywhere (ours)."""
     starts = map(checkpoint_exists, (args.load, args.pretrained_checkpoint))
     if args.mtp_num_layers is not None and (args.mtp_init or args.mtp_train_only) and not any(starts):
         flag = "--mtp-train-only" if args.mtp_train_only else f"--mtp-init {args.mtp_init}"
@@ -470,7 +470,7 @@ def _check_heads(args: Namespace) -> None:
 
 
 def without_depths(args: Namespace) -> dict[str, Any]:
-    """The defaults of what --mtp-num-layers 0 leaves without a use, in a line of flags that has depths (ours).
+    """The defaults of what --mtp-num-layers 0 leaves without a use, in a line of flags that has MTP layers (ours).
 
     Raises:
         ValueError: nothing would be left to train.
@@ -489,7 +489,7 @@ def without_depths(args: Namespace) -> dict[str, Any]:
 
 
 def counted_depths(args: Namespace) -> int | None:
-    """--mtp-num-layers, or the depths of --hybrid-layer-pattern, as Megatron counts later; None for none (ours).
+    """--mtp-num-layers, or the MTP layers of --hybrid-layer-pattern, as Megatron counts later; None for none (ours).
 
     Raises:
         ValueError: the pattern cannot be read, or --mtp-num-layers is another number.

@@ -161,8 +161,8 @@ class TextDataset(GPTDataset):
 class AnswersDataset(TextDataset):
     """Megatron's, over sequences whose answers are known: labels outside of them are masked.
 
-    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The depths' masks are shifted
-    from the loss mask, so no depth is trained on anything else either.
+    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The masks of all depths are
+    shifted from the loss mask, so no MTP layer is trained on anything else either.
 
     Every document ends with the EOD 0, since Megatron puts documents one behind the other. It belongs to the answer
     only if the model chose it. A row of eight positions, over 5 6 7 8 0, which the model ended, and 3 4 9 1 0, which

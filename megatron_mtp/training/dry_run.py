@@ -2,7 +2,7 @@
 
 Megatron's own parser reads and checks the flags, as on a machine with GPUs and all libraries. The model of the first
 rank of every pipeline stage is built on the meta device, over process groups that never send anything, so that
-parameters are counted. Memory is Megatron's own estimate for the trunk, and the same formulas for the depths. What
+parameters are counted. Memory is Megatron's own estimate for the trunk, and the same formulas for the MTP layers. What
 needs libraries of GPUs changes no number: the model is built without it, and the plan names the libraries. Files that
 are not on this machine are left out, and the plan names them too.
 """
@@ -273,7 +273,7 @@ class _PlannedModules(LocalSpecProvider):
 
 
 def _planned_layers(config: TransformerConfig, backend: LocalSpecProvider) -> list[ModuleSpec]:
-    """All layers of the trunk; Megatron makes those of --experimental-attention-variant of TE's modules alone."""
+    """Layers of the trunk; Megatron makes those of --experimental-attention-variant of TE's modules alone."""
     kind = config.experimental_attention_variant
     is_linear = variants.is_linear_attention_variant(kind)
     pattern = variants.get_linear_attention_pattern(config) if is_linear else [1] * config.num_layers
@@ -402,7 +402,7 @@ def _layout(args: Namespace) -> list[str]:
 
 
 def _memory(args: Namespace, of_depths: int) -> list[str]:
-    """Megatron's estimate for the trunk on the fullest rank; by its formulas, that for so many parameters of depths."""
+    """Megatron's estimate for the trunk on the fullest rank, and by its formulas the memory of the MTP layers."""
     if args.hybrid_layer_pattern is not None:
         return ["memory: Megatron has no estimate for hybrid models."]
     trunk = Namespace(**vars(args) | {"mtp_num_layers": None})

@@ -1,7 +1,7 @@
 """The forward step that Megatron's schedule calls for every microbatch: batch -> model -> loss function.
 
 `ForwardStep` is what `pretrain()` takes as `forward_step_func`. `get_batch` reads a rank's microbatch with Megatron's
-loader, gives it its depths, and cuts it for context parallelism.
+loader, gives it the entries of all depths, and cuts it for context parallelism.
 
 Letters in names: D depths, S sequence, B batch.
 """
@@ -176,7 +176,7 @@ def _fraction(learner: _Learner) -> float:
 
 
 def _mixed(batch: DepthBatch, learner: _Learner) -> DepthBatch:
-    """In training with --mtp-hidden-state-mixing, with the ages of the states that the depths continue from."""
+    """In training with --mtp-hidden-state-mixing, with the ages of the states that the MTP layers continue from."""
     if not (learner.head.settings.mtp_hidden_state_mixing and torch.is_grad_enabled()):
         return batch
     args, positions_S = get_args(), batch.positions_S
@@ -332,7 +332,7 @@ def reads_packed_rows() -> bool:
 
 
 def is_packed(args: Namespace) -> bool:
-    """The same, of arguments that are not Megatron's yet."""
+    """Return whether rows are packed, by arguments that are not Megatron's yet."""
     return bool(args.dataloader_inter_document_masking or args.reads_chats)
 
 
@@ -342,7 +342,7 @@ def reads_positions(vp_stage: int | None) -> bool:
 
 
 def reads_everything(vp_stage: int | None) -> bool:
-    """Return whether a stage reads tokens, labels and all other entries: for the depths, for the ends of documents in
+    """Return whether a stage reads tokens, labels and all other entries: for MTP layers, for the ends of documents in
     their losses, or for attention within documents, which Megatron's own script has on two stages alone."""
     args = get_args()
     if holds_mtp_depths(vp_stage) or args.reset_attention_mask:
@@ -351,7 +351,7 @@ def reads_everything(vp_stage: int | None) -> bool:
 
 
 def holds_mtp_depths(vp_stage: int | None) -> bool:
-    """Return whether the depths live on this pipeline stage."""
+    """Return whether the MTP layers live on this pipeline stage."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()

@@ -156,8 +156,8 @@ def plan_load(args: Namespace, settings: MTPConfig) -> LoadPlan:
     """The plan of a run with these arguments and settings; a checkpoint without its heads starts a new run.
 
     Raises:
-        ValueError: the checkpoint has other layers, depths or positions than this run, or the flags of the draft
-            vocabulary do not fit it, the data, the vocabulary or the layout.
+        ValueError: the checkpoint has another trunk, other MTP layers or positions than this run, or the flags of the
+            draft vocabulary do not fit it, the data, the vocabulary or the layout.
     """
     plan, found = LoadPlan(finetune=args.finetune), loaded_iteration(args)
     if found is not None:
@@ -288,7 +288,7 @@ def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
 
 
 def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
-    """Check whether Megatron's loader reads a GPT's checkpoint into layers of this pattern: only without depths.
+    """Check whether Megatron's loader reads a GPT's checkpoint into layers of this pattern: only without MTP layers.
 
     Raises:
         ValueError: it does not.

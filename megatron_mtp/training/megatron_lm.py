@@ -1,4 +1,4 @@
-"""For a `pretrain_gpt.py` of one's own, as Megatron-LM's is since 0.19: two changed lines, and it has our depths.
+"""For a `pretrain_gpt.py` of one's own, as Megatron-LM's is since 0.19: two changed lines, and it trains MTP layers.
 
     from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
 
@@ -61,7 +61,7 @@ def gpt_config_from_args(
 ) -> MTPGPTModelConfig:
     """Megatron's function of this name; the model's builder puts our block on the trunk.
 
-    Ends the program with one sentence where a checkpoint lacks depths, unless --mtp-init says how to make them.
+    Ends the program with one sentence where a checkpoint lacks MTP layers, unless --mtp-init says how to make them.
     """
     made: MTPGPTModelConfig = _config_from_args(args, config, model_config_cls, MTPGPTModelConfig)
     return made
@@ -72,7 +72,7 @@ def hybrid_config_from_args(
     config: TransformerConfig | None = None,
     model_config_cls: type[MTPHybridModelConfig] = MTPHybridModelConfig,
 ) -> MTPHybridModelConfig:
-    """The same for Megatron's hybrid script, whose flags have a --hybrid-layer-pattern."""
+    """The configuration for Megatron's hybrid script, whose flags have a --hybrid-layer-pattern."""
     made: MTPHybridModelConfig = _config_from_args(args, config, model_config_cls, MTPHybridModelConfig)
     return made
 

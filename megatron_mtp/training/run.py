@@ -273,7 +273,7 @@ def _best_states(metrics: Metrics, checkpoint_and_decide_exit: Function) -> Func
 
 
 def with_passes(args: Namespace) -> Namespace:
-    """The arguments of a model that has a depth for every pass of a repeated layer."""
+    """The arguments of a model that has an MTP layer for every pass of a repeated layer."""
     passes = trained_depths(args)
     if passes == (args.mtp_num_layers or 0):
         return args

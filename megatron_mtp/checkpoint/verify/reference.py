@@ -11,7 +11,7 @@ wanted (`with depths`, a truth value). OUTPUT holds, teacher-forced, where depth
 
     trunk, depth 1 ..   logits [S, V] of the trunk, [S - D, V] of the MTP layers
 
-Letters: B batch, S positions, D MTP layers, H hidden, V vocabulary.
+Letters: B batch, S positions, D depths, H hidden, V vocabulary.
 """
 
 import sys

@@ -12,12 +12,12 @@ as Megatron initializes them, so that what the layers add changes few of the tok
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.model.trunk import MTPGPTModel
 
 SMOLLM2: dict[str, Any] = {
     "layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True
@@ -37,7 +37,7 @@ def agreeing_model(
     ffn: int | None = None,
     tied: bool = False,
     zeros: bool = True,
-) -> MTPGPTModel:
+) -> GPTModel:
     """Float32 on the current device; `noise` is relative to the identity of eh_proj, 0 for full agreement.
 
     Heads have 64 channels by default, each its own key. A tied head maps each token to itself. Without `zeros` layers
@@ -73,7 +73,7 @@ def agreeing_model(
 
 
 @torch.no_grad()
-def _set_weights(model: MTPGPTModel, noise: float, zeros: bool, seed: int = 1) -> None:
+def _set_weights(model: GPTModel, noise: float, zeros: bool, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = model.embedding.word_embeddings.weight
     vocabulary, hidden = embedding.shape

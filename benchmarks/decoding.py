@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from benchmarks.agreeing import SMOLLM2, agreeing_model
 from benchmarks.harness import Found, Goal, Table, Timed, interleave, main
@@ -39,7 +40,6 @@ from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.build import join_world
-from megatron_mtp.model.trunk import MTPGPTModel
 from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
@@ -169,7 +169,7 @@ def _runner(model: str, shape: Shape, dtype: torch.dtype, checkpoint: Path | Non
     return Runner(agreeing_model(depths=2, noise=shape.noise, **shape.sizes).to(dtype))
 
 
-def bytes_of_a_step(model: MTPGPTModel) -> int:
+def bytes_of_a_step(model: GPTModel) -> int:
     """Of the weights that a plain step reads: layers, last norm and head; of the embedding only rows of tokens."""
     tied = model.share_embeddings_and_output_weights
     head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight

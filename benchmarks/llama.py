@@ -3,14 +3,13 @@
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from megatron_mtp.model.trunk import MTPGPTModel
 
-
-def llama_of(model: MTPGPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, MtpModel]:
+def llama_of(model: GPTModel, dtype: torch.dtype) -> tuple[LlamaForCausalLM, MtpModel]:
     """The trunk, and the depths as transformers' assisted generation takes them."""
     ours, tied = model.config, model.share_embeddings_and_output_weights
     embedding = model.embedding.word_embeddings.weight

@@ -16,6 +16,7 @@ import torch
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.runtime import prepare
 
 prepare()
@@ -28,7 +29,7 @@ def main(checkpoint: Path, steps: int) -> None:
     model = load_model(checkpoint).train()
     optimizer = torch.optim.AdamW(model.mtp.parameters(), lr=1e-3)
     settings = MTPConfig(mtp_loss="kd", mtp_train_only=True)
-    tokens = model.true_vocab_size or model.vocab_size
+    tokens = attached_of(model).true_vocab_size or model.vocab_size
     for step in range(steps):
         stream_BS = torch.randint(tokens, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
         tokens_BS, labels_BS = stream_BS[:, :-1], stream_BS[:, 1:]

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
@@ -26,7 +27,7 @@ def main(checkpoint: Path) -> None:
     layer = model.mtp.layers[0]
     seen: dict[str, tuple[object, ...]] = {}
     layer.register_forward_pre_hook(lambda _, inputs: seen.setdefault("inputs", inputs) and None)
-    tokens_BS, labels_BS = torch.randint(model.true_vocab_size or model.vocab_size, (2, ROWS, LENGTH))
+    tokens_BS, labels_BS = torch.randint(attached_of(model).true_vocab_size or model.vocab_size, (2, ROWS, LENGTH))
     hidden_SBH = trunk_states(model, tokens_BS).detach()
     mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, torch.ones_like(tokens_BS))
     activities = [ProfilerActivity.CPU] if ON_CPU else [ProfilerActivity.CPU, ProfilerActivity.CUDA]

@@ -6,17 +6,14 @@
 
     attach(model, depths=2, weight=0.1)                 the same loss in every forward, without another line
 
-Three hooks see a forward: one before it keeps the call, one after the decoder keeps the states, and one after it undoes
-what the first has hidden: while the forward runs, the model looks as if it had no depths. So Megatron's own block does
-not run, and its loss is not added.
+The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no depths.
 
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
 
-import copy
-import inspect
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -26,9 +23,9 @@ from torch import Tensor, nn
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
-from megatron_mtp.model.head import Drafted, Head, head_of, head_owner
-from megatron_mtp.model.mtp import AttentionInputs, chain, own_masks
-from megatron_mtp.model.stock import OWN, Refused, add_block, refused_models, runner, tied_embedding
+from megatron_mtp.model.attachment import Attachment
+from megatron_mtp.model.head import Drafted
+from megatron_mtp.model.stock import OWN, Refused, StockHead, add_block, refused_models, tied_embedding
 
 READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
@@ -72,42 +69,32 @@ def attach(
         if not adopts:
             assert depths is not None
             add_block(chunk, depths, block)
-        chunk.mtp_is_attached = True
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    return Attached(next((one for one in chunks if one.post_process), None), settings, weight)
+    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), settings, weight)
 
 
-class Attached:
+class Attached(Attachment):
     """The depths of a model, as a training loop needs them.
+
+    Args:
+        model: the chunk on the last stage, or any on another stage, which has no depths to train.
 
     Attributes:
         last: what `weight=` added to the last forward, without a graph; None before.
     """
 
     def __init__(self, model: Any, settings: MTPConfig, weight: float | None) -> None:
-        self.model, self.settings, self.weight = model, settings, weight
+        super().__init__(model, [StockHead(model)] if model.post_process else [])
+        self.settings, self.weight = settings, weight
         self.last: MTPLoss | None = None
-        self._call: dict[str, Any] | None = None
         self._states_SBH: Tensor | None = None
-        self._attention = AttentionInputs()
         self._position_ids_BS: Any = None
-        self._shown: dict[str, Any] = {}
-        if model is None:
-            return
-        self.config, self.pg_collection, self.depths = model.config, model.pg_collection, model.config.mtp_num_layers
-        self._layers = [runner(layer) for layer in model.mtp.layers]
-        self._owner = head_owner(model)
-        self._embedding = model.embedding if hasattr(model, "embedding") else tied_embedding(model)
-        self._signature = inspect.signature(model.forward)
-        # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with that of
-        # the depths' loss; with this mark the dummy is zero, and is added.
-        self._owner.weight.zero_out_wgrad = True
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.decoder.register_forward_hook(self._keep, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
+        if model.post_process:
+            self._tied = None if hasattr(model, "embedding") else tied_embedding(model)
+            self.hook()
 
     def loss(
         self,
@@ -128,7 +115,7 @@ class Attached:
         Raises:
             ValueError: no forward has run since the last call, the stage has no depths, or shapes differ.
         """
-        if self.model is None:
+        if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")
         if self._states_SBH is None:
             raise ValueError(
@@ -140,70 +127,44 @@ class Attached:
         batch = Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer)
         return loss_of_stage(self, states_SBH, batch, self.settings)
 
-    def head(self, *, detached: bool) -> Head:
-        """The output head; detached, it is not trained."""
-        return head_of(self.model, self._owner, detached=detached)
+    @property
+    @override
+    def embedding(self) -> Any:
+        return self.model.embedding if self._tied is None else self._tied.train(self.model.training)
 
+    @override
     def drafted(self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool) -> Drafted:
         """Output of the depths (`Stage` in losses/mtp_loss.py), with the attention inputs of the forward."""
-        assert batch.tokens_DBS is not None
-        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
-        masks = own_masks(shifted_in_DBS, self.depths, self.config, self.pg_collection.tp)
-        self._embedding.train(self.model.training)
-        tokens = batch.tokens_DBS, self._position_ids_BS, self._embedding
-        states = chain(self._layers, hidden_SBH, *tokens, self._attention, masks, is_apart)
-        return Drafted(states, self.head(detached=is_apart), batch)
+        return self.drafted_by_first(
+            self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart), batch
+        )
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Before the forward: keep its arguments, and hide the depths, except from Megatron's inference engine."""
-        call = {**self._signature.bind_partial(*given).arguments, **named}
+    @override
+    def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._states_SBH = None
-        if any(call.get(name) is not None for name in ("inference_context", "inference_params")):
-            return
-        config, weight = copy.copy(model.config), model.shared_embedding_or_output_weight()
-        config.mtp_num_layers = None
-        hidden = {"config": config, "mtp_process": False, "shared_embedding_or_output_weight": lambda: weight}
-        self._shown = {name: model.__dict__[name] for name in hidden if name in model.__dict__}
-        model.__dict__.update(hidden)
-        self._call = call
+        return super()._begin(model, given, named)
 
-    def _keep(self, _: Any, __: tuple[Any, ...], named: dict[str, Any], hidden_SBH: Any) -> Tensor | None:
-        """After the decoder: keep its output, or add the loss to it."""
-        if self._call is None:
-            return None
-        if not isinstance(hidden_SBH, Tensor):
-            raise ValueError(
-                f"the model's decoder returns a {type(hidden_SBH).__name__}, and MTP layers are attached to one that "
-                "returns a tensor of hidden states; turn off what adds streams or outputs to it."
-            )
-        self._attention = AttentionInputs(**{name: named.get(name) for name in AttentionInputs.__annotations__})
-        self._states_SBH, self._position_ids_BS = hidden_SBH, self._call.get("position_ids")
+    @override
+    def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
+        """Keep the states, or add the loss to them."""
+        self._states_SBH, self._position_ids_BS = hidden_SBH, call.get("position_ids")
         if self.weight is None:
             return None
         if not torch.is_grad_enabled():
             self._states_SBH = None
             return None
-        made: Tensor = MTPLossAutoScaler.apply(hidden_SBH, self._riding())
+        made: Tensor = MTPLossAutoScaler.apply(hidden_SBH, self._riding(call, self.weight))
         return made
 
-    def _end(self, model: Any, *_: Any) -> None:
-        """After the forward, also where it has failed: show the depths again."""
-        if self._call is not None:
-            self._call = None
-            del model.__dict__["shared_embedding_or_output_weight"]
-            model.__dict__.update(self._shown)
-
-    def _riding(self) -> Tensor:
+    def _riding(self, call: Mapping[str, Any], weight: float) -> Tensor:
         """The weighted loss of the forward that is running.
 
         Megatron's schedule scales it as the trunk's loss: divided by microbatches, or all sums by the tokens of the
         global batch where the loss is per token. DDP then has the mean over context-parallel ranks, or the sum.
         """
-        assert self._call is not None
-        assert self.weight is not None
-        tokens_BS, labels_BS, mask_BS = (self._call.get(name) for name in ("input_ids", "labels", "loss_mask"))
+        tokens_BS, labels_BS, mask_BS = (call.get(name) for name in ("input_ids", "labels", "loss_mask"))
         if tokens_BS is None:
             raise ValueError(
                 "the forward of the last pipeline stage has no input_ids, which its MTP layers read; give it the "
@@ -215,7 +176,7 @@ class Attached:
         labels_BS = None if labels_BS is None else self._whole(labels_BS)
         made = self.loss(tokens_BS, labels_BS, mask_BS, 1.0 if per_token else None)
         self.last = replace(made, loss=made.loss.detach())
-        return self.weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss
+        return weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss
 
     def _whole(self, part_BS: Tensor) -> Tensor:
         """Whole sequences, of the parts that context-parallel ranks have."""
@@ -244,7 +205,7 @@ def _arguments(chunk: Any, depths: int | None, settings: MTPConfig, block: str, 
     return [
         (unread, f"{', '.join(unread)} in the settings is not for attached MTP layers; megatron-mtp train has it."),
         (
-            getattr(chunk, "mtp_is_attached", False),
+            isinstance(getattr(chunk, "mtp_attached", None), Attached),
             "MTP layers are attached to this model already; use what attach returned.",
         ),
         (

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
@@ -29,8 +30,8 @@ from megatron_mtp.decoding.draft import Draft, StepOutput
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs, whole_states
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.registry import Registry
 
 
@@ -159,13 +160,16 @@ class Modules:
         all_short: whether `dense_layer` has a forward for every layer.
     """
 
-    def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
-        self.model, self.scope, self.head_VH = model, scope, head_VH
+    def __init__(self, model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
+        self.model, self.attached, self.scope, self.head_VH = model, attached_of(model), scope, head_VH
         decoder: Any = model.decoder
         last = decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm
         mtp_layers: list[Any] = [*model.mtp.layers] if model.mtp_process else []
         self.stacks = [
-            replace(self._stack([*model.decoder.layers], last), read=model.drafter.layers if model.drafter else ()),
+            replace(
+                self._stack([*model.decoder.layers], last),
+                read=self.attached.drafter.layers if self.attached.drafter else (),
+            ),
             *(self._stack(layers_of(one), one.final_layernorm, one) for one in mtp_layers),
         ]
         self.all_short = all(stack.is_short for stack in self.stacks)
@@ -173,9 +177,10 @@ class Modules:
         self._last_norms = [None if one.last is None else short_norm(one.last) for one in self.stacks]
         self._merges = [_merge(stack.mtp, self.product) if stack.is_short else None for stack in self.stacks]
         dtype = model.embedding.word_embeddings.weight.dtype
-        trunk = _Turns(dtype, *model.rotary_angles(positions)) if model.turns_heads else None
+        trunk = _Turns(dtype, *self.attached.rotary_angles(positions)) if self.attached.turns_heads else None
         self.turns_L211C = None if trunk is None else trunk.turns_L211C
-        own = trunk if model.drafter is None else _Turns(dtype, *model.heads[0].angles(positions, packed_seq=True))
+        is_apart = self.attached.drafter is not None
+        own = _Turns(dtype, *model.mtp.angles(positions, packed_seq=True)) if is_apart else trunk
         self._turns = [trunk, *(own for _ in mtp_layers)]
 
     def product(self, weight: Tensor) -> Multiply:
@@ -278,7 +283,7 @@ class Modules:
 BACKENDS: Registry[type[Modules]] = Registry("megatron_mtp.backends", {"modules": Modules})
 
 
-def backend_for(model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> Modules:
+def backend_for(model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> Modules:
     """The first backend of another package that fits the model, else `Modules`; arguments as theirs.
 
     Raises:
@@ -312,7 +317,7 @@ def _merge(mtp: Any, product: Callable[[Tensor], Multiply]) -> Callable[[Tensor,
     return merge
 
 
-def _looks_up(model: MTPTrunk) -> bool:
+def _looks_up(model: LanguageModule) -> bool:
     """True if Megatron's embedding does no more than look up."""
     config = model.config
     return config.tensor_model_parallel_size == 1 and not (config.use_mup or config.fp32_residual_connection)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -27,8 +29,8 @@ from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.kv_cache import KVCache, Memory
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import NOT_DRAFTED
-from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.method import AutoK
@@ -88,7 +90,7 @@ class Runner:
         ValueError: a kind of model that drafting does not support.
     """
 
-    def __init__(self, model: MTPTrunk, vocab_size: int | None = None) -> None:
+    def __init__(self, model: LanguageModule, vocab_size: int | None = None) -> None:
         if not (model.pre_process and model.post_process):
             raise ValueError("drafting needs the whole model on one pipeline stage; load it with pipeline size 1.")
         if model.position_embedding_type not in PLACES:
@@ -96,17 +98,18 @@ class Runner:
                 f"the model has position embeddings of type {model.position_embedding_type}, which drafting does not "
                 f"support; give a model with {' or '.join(PLACES)}."
             )
-        self.model = model.eval()
+        self.model, self.attached = model.eval(), attached_of(model)
         weight, self.hidden_size = model.embedding.word_embeddings.weight, model.config.hidden_size
         self.device, self.dtype, self.trunk_layers = weight.device, weight.dtype, len(model.decoder.layers)
-        self.state_size = self.hidden_size * (2 if model.drafter is not None and model.drafter.layers else 1)
+        reads = () if self.attached.drafter is None else self.attached.drafter.layers
+        self.state_size = self.hidden_size * (2 if reads else 1)
         self.positions: int = model.max_sequence_length
-        self.vocab_size: int = vocab_size or model.true_vocab_size or model.vocab_size
+        self.vocab_size: int = vocab_size or self.attached.true_vocab_size or model.vocab_size
         self.depths: int = model.config.mtp_num_layers or 0 if model.mtp_process else 0
         self.sequential: bool = model.mtp.sequential if self.depths else False
         self.kind: str | None = ("sequential" if self.sequential else "parallel") if self.depths else None
-        if self.depths and model.drafter is not None:
-            self.kind = model.drafter.kind
+        if self.depths and self.attached.drafter is not None:
+            self.kind = self.attached.drafter.kind
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
@@ -182,7 +185,7 @@ class Runner:
         stacks = self._stacks()
         keeping = [self._cached(stack) for stack in stacks]
         self.trunk_keeps = keeping[0]
-        caches = self.depths if self.model.drafter is None else 1
+        caches = self.depths if self.attached.drafter is None else 1
         self.depths_keep = [keeping[1 + depth % (len(keeping) - 1)] for depth in range(caches if self.depths else 0)]
         self.recurrent_trunk = bool(self.trunk_keeps.states)
         self.recurrent_depths = any(one.states for one in self.depths_keep)
@@ -217,7 +220,7 @@ class Runner:
 
     def _place_experts(self) -> None:
         """Where it is asked for: no GPU has run `decoding/experts.py` yet."""
-        if os.environ.get(STATIC_EXPERTS) == "1" and isinstance(self.model, MTPGPTModel):
+        if os.environ.get(STATIC_EXPERTS) == "1" and isinstance(self.model, GPTModel):
             from megatron_mtp.decoding.experts import place_static_experts
 
             for layer in self._layers():
@@ -226,8 +229,8 @@ class Runner:
     def _plain_head(self) -> Tensor | None:
         """The head's rows where logits are its product with a state, of the trunk and of the MTP layers; else None."""
         model = self.model
-        is_scaled, drafts_apart = model.config.use_mup, model.draft_vocabulary is not None or model.drafter is not None
-        if not self._has_whole_head() or is_scaled or drafts_apart:
+        drafts_apart = self.attached.draft_vocabulary is not None or self.attached.drafter is not None
+        if not self._has_whole_head() or model.config.use_mup or drafts_apart:
             return None
         return self._head_weight().detach()[: self.vocab_size]
 
@@ -245,8 +248,8 @@ class Runner:
 
     def _make_draft_head(self) -> tuple[Callable[[Tensor], Tensor], int]:
         """An MTP layer's or a drafter's states to logits, and how many tokens may be drafted."""
-        model, draft_vocabulary = self.model, self.model.draft_vocabulary
-        if model.drafter is not None:  # its head has a norm before it, and may have rows of its own
+        model, draft_vocabulary = self.model, self.attached.draft_vocabulary
+        if self.attached.drafter is not None:  # its head has a norm before it, and may have rows of its own
             layer, tokens_N = model.mtp.layer, model.mtp.draft_vocabulary
             if tokens_N is None or layer.head is None:
                 return lambda state_SBH: self._head(layer.norm(state_SBH)), self.vocab_size

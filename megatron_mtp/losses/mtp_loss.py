@@ -37,7 +37,9 @@ from megatron_mtp.data.batch import (
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import Drafted, Head, StageOutput
+from megatron_mtp.model.mtp import is_detached
 from megatron_mtp.model.packed_rows import bounds_of
 
 
@@ -138,11 +140,11 @@ def mtp_loss(
     if document_BS is not None:
         batch = _joined(batch, trunk.config.sequence_parallel)
         hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
-    return loss_of_stage(trunk, hidden_SBH, batch, settings)
+    return loss_of_stage(attached_of(trunk), hidden_SBH, batch, settings)
 
 
 class Stage(Protocol):
-    """The last pipeline stage of a model with a draft head: `MTPTrunk`, or a model to which MTP layers are attached."""
+    """The draft heads of a model's last pipeline stage: `Attachment` in model/attachment.py."""
 
     config: TransformerConfig
     pg_collection: ProcessGroupCollection
@@ -214,11 +216,6 @@ def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPC
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
         drafted = stage.drafted(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
     return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
-
-
-def is_detached(config: TransformerConfig) -> bool:
-    """Whether `--mtp-detach-heads` is on, which releases before 0.19 do not have."""
-    return bool(getattr(config, "mtp_detach_heads", False))
 
 
 def _loss(stage: Stage, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:

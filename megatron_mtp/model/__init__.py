@@ -3,11 +3,13 @@
 arguments.py         Megatron's arguments of a model, and its configuration; what changes without TE, Apex or CUDA;
                      patterns of hybrids
 build.py             configuration to model, and the process group: the only place that builds one
-trunk.py             a trunk of Megatron's with draft heads on its last pipeline stage: a GPT
+attachment.py        draft heads on a model of Megatron's own class, by hooks on its forward
+trained_stage.py     the same on a pipeline stage of this package's runs: objectives, absent heads, frozen trunks
 heads.py             the list of draft heads: how they are made, what they draft, what a checkpoint lacks of them
-stages.py            what hooks cannot do: states that travel between pipeline stages, schedule plans
+stages.py            what hooks cannot do: states that travel between pipeline stages
+schedule_plan.py     the plan of a forward for --overlap-moe-expert-parallel-comm
 frozen.py            a trunk that stays as it was loaded
-hybrid.py            the same for a hybrid, a trunk of layers that a pattern names; depths that are stacks by a pattern
+hybrid.py            layers of a hybrid, which a pattern names; depths that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one

@@ -1,19 +1,22 @@
 """From a configuration to a model on this machine: whoever needs a model comes here.
 
 join_world()                    the process group, of a job or of this process alone
-build(configuration) -> model   a pipeline stage: `MTPGPTModel` or, of arguments with a hybrid layer pattern,
-                                `MTPHybridModel`, as Megatron's `pretrain()` builds it too
+build(configuration) -> model   a pipeline stage: Megatron's `GPTModel` or, of arguments with a hybrid layer pattern,
+                                its `HybridModel`, with draft heads, as Megatron's `pretrain()` builds it too
 """
 
+import copy
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,7 +34,7 @@ from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, drafter_sizes_of, symbols_of_a_layer
 from megatron_mtp.model.attention import PortableAttention
-from megatron_mtp.model.heads import BLOCKS, HeadPlan
+from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
@@ -40,7 +43,7 @@ from megatron_mtp.model.mtp import (
 )
 from megatron_mtp.model.shared_keys import SharingAttention
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
-from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
+from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.runtime import check_device
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def join_world(alone: bool = False) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, **stage: Any) -> MTPTrunk:
+def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, **stage: Any) -> LanguageModule:
     """The model of this process: the whole of it, or a pipeline stage.
 
     Args:
@@ -78,12 +81,11 @@ def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, 
         stage: further arguments of `MTPGPTModelBuilder.build_model`.
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    trunk: MTPTrunk = config.get_builder_cls()(config).build_model(groups, **stage)
-    return trunk
+    return config.get_builder_cls()(config).build_model(groups, **stage)
 
 
 class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
-    """Megatron's builder, for `MTPGPTModel` in place of `GPTModel`."""
+    """Megatron's builder, for a GPT of these layers with draft heads."""
 
     def build_model(
         self,
@@ -91,56 +93,82 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> MTPGPTModel:
+    ) -> GPTModel:
         """One pipeline stage; the arguments are those of Megatron's builder."""
         config = self._model_config
         layer_spec = _layer_spec(config, vp_stage)
-        with with_portable_projections(config.transformer):
-            return MTPGPTModel(
-                transformer_layer_spec=_block_spec(config, layer_spec, vp_stage),
-                rope_scaling=config.rope_scaling,
-                rope_scaling_factor=config.rope_scaling_factor,
-                scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
-                **stage_arguments(
-                    config,
-                    _mtp_submodules(config, layer_spec, vp_stage),
-                    pg_collection,
-                    pre_process,
-                    post_process,
-                    vp_stage,
-                ),
-            )
+        layers = {
+            "transformer_layer_spec": _block_spec(config, layer_spec, vp_stage),
+            "rope_scaling": config.rope_scaling,
+            "rope_scaling_factor": config.rope_scaling_factor,
+            "scatter_embedding_sequence_parallel": config.scatter_embedding_sequence_parallel,
+        }
+        place = Place.of(config, pg_collection, pre_process, post_process, vp_stage)
+        return built(GPTModel, layers, config, _mtp_submodules(config, layer_spec, vp_stage), place)
 
 
-def stage_arguments(
+@dataclass(frozen=True)
+class Place:
+    """A stage's place in the pipeline: arguments of Megatron's models.
+
+    Attributes:
+        pre_process, post_process: whether it embeds tokens, and whether it has the output head.
+        vp_stage: its number among the virtual stages of the rank; None without such.
+    """
+
+    pg_collection: ProcessGroupCollection
+    pre_process: bool
+    post_process: bool
+    vp_stage: int | None
+
+    @classmethod
+    def of(
+        cls,
+        config: MTPModelConfig,
+        groups: ProcessGroupCollection,
+        pre_process: bool | None,
+        post_process: bool | None,
+        vp_stage: int | None,
+    ) -> "Place":
+        """The place with these ends; None for those that the groups give it."""
+        virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
+        if pre_process is None:
+            pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)
+        if post_process is None:
+            post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(groups.pp)
+        return cls(groups, pre_process, post_process, vp_stage)
+
+
+def built(
+    kind: type,
+    layers: dict[str, Any],
     config: MTPModelConfig,
     mtp_layer: MultiTokenPredictionLayerSubmodules | None,
-    groups: ProcessGroupCollection,
-    pre_process: bool | None,
-    post_process: bool | None,
-    vp_stage: int | None,
-) -> dict[str, Any]:
-    """Arguments that trunks of all classes are built from; `mtp_layer` is the spec of an MTP layer, or None."""
-    virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
-    if pre_process is None:
-        pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)
-    if post_process is None:
-        post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(groups.pp)
-    return {
-        "heads": [_head_plan(config, head, mtp_layer) for head in config.heads],
-        "train_only_mtp": config.mtp.mtp_train_only,
-        "draft_vocabulary": config.draft_vocabulary,
-        "absent_draft_vocabulary": config.absent_draft_vocabulary,
-        "true_vocab_size": config.true_vocab_size,
-        "config": config.transformer,
-        "vocab_size": _padded_vocab_size(config),
-        "max_sequence_length": config.seq_length,
-        "pre_process": pre_process,
-        "post_process": post_process,
-        "pg_collection": groups,
-        "vp_stage": vp_stage,
-        **{name: getattr(config, name) for name in _PASSED_ON},
-    }
+    place: Place,
+) -> Any:
+    """A stage of Megatron's class, and the draft heads on it.
+
+    Args:
+        kind: the class.
+        layers: arguments that are its own.
+        mtp_layer: the spec of an MTP layer; None without any.
+    """
+    groups, alone = place.pg_collection, copy.copy(place.pg_collection)
+    alone.embd = None  # copies of the embedding are made once the stage of the heads has its own
+    with with_portable_projections(config.transformer):
+        model = kind(
+            **layers,
+            **vars(replace(place, pg_collection=alone)),
+            config=config.transformer,
+            vocab_size=_padded_vocab_size(config),
+            max_sequence_length=config.seq_length,
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
+        model.pg_collection, model.embd_group = groups, groups.embd
+        plans = [_head_plan(config, head, mtp_layer) for head in config.heads]
+        heads = DraftHeads(plans, config.absent_draft_vocabulary)
+        TrainedStage(model, heads, config.draft_vocabulary, config.true_vocab_size, config.mtp.mtp_train_only)
+    return model
 
 
 _PASSED_ON = (

@@ -242,11 +242,11 @@ class DrafterBlock(MultiTokenPredictionBlock):
         return trunk.read_SBX.detach()
 
     @override
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    def entries(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> ShardedStateDict:
         """Entries under `drafter.`, beside the trunk's."""
-        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        entries = super().entries(prefix, sharded_offsets, metadata)
         own = prefix.rstrip(".").rpartition(".")[0]
         own = f"{own}.{DRAFTER}" if own else DRAFTER
         apply_prefix_mapping(entries, {f"{prefix}layers.0.": own, prefix: own})

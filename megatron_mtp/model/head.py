@@ -65,7 +65,8 @@ class Head:
 
     Attributes:
         project: hidden states [S, B, H] to logits [S, B, V / TP], new ones that the caller may overwrite.
-        cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S].
+        cross_entropy: labels [B, S] and logits [S, B, V / TP] to losses [B, S]; rows that pad the vocabulary have no
+            probability, and the logits are overwritten.
         tp_group: ranks that hold the other slices.
         weight: [V / TP, H], detached where the caller must not train it.
         whole: hidden states as the tensor-parallel region takes them: all positions, with gradients summed over ranks.
@@ -140,6 +141,7 @@ def head_of(
         draft_vocabulary, vocab_size: see `Head`.
     """
     _await_gathered(owner)
+    loss_of_rows = model.compute_language_model_loss
     weight, group = owner.weight.detach() if detached else owner.weight, model.pg_collection.tp
 
     def scaled(logits: Tensor) -> Tensor:
@@ -149,6 +151,11 @@ def head_of(
     def project(hidden_SBH: Tensor) -> Tensor:
         logits_SBV, _ = model.output_layer(hidden_SBH, weight=weight, runtime_gather_output=gathers)
         return scaled(logits_SBV)
+
+    def cross_entropy(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
+        tokens = tokens_of_slice(vocab_size, logits_SBV.size(-1), group.rank())
+        losses_BS: Tensor = loss_of_rows(labels_BS, mask_padding_(logits_SBV, tokens))
+        return losses_BS
 
     def whole(hidden_SBH: Tensor) -> Tensor:
         spread = (
@@ -161,7 +168,7 @@ def head_of(
 
     return Head(
         project=project,
-        cross_entropy=model.compute_language_model_loss,
+        cross_entropy=cross_entropy,
         tp_group=group,
         weight=weight,
         whole=whole,

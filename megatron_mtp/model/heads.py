@@ -5,7 +5,7 @@ pipeline stage holds all of them; the others know which layers of the trunk they
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,13 +69,14 @@ class DraftHeads:
     """
 
     def __init__(self, plans: Sequence[HeadPlan], lacks_vocabulary: bool) -> None:
-        self.plans, self.lacks_vocabulary = tuple(plans), lacks_vocabulary
+        self.plans, self._lacks_vocabulary = tuple(plans), lacks_vocabulary
         self.blocks: list[MultiTokenPredictionBlock] = []
 
     def build(self, model: Any, draft_vocabulary: Tensor | None) -> None:
         """Give the stage the modules."""
         for plan in self.plans:
             block = plan.block(model.config, plan.layer, model.pg_collection, model.vp_stage, draft_vocabulary)
+            block.absent = tuple(self._lacking(plan))
             set_quantization(block, model.config)
             setattr(model, plan.name, block)
             self.blocks.append(block)
@@ -100,38 +101,35 @@ class DraftHeads:
 
     # --- what a checkpoint lacks -------------------------------------------------------------------------------------
 
-    def lacking(self) -> tuple[str, ...]:
-        """Beginnings of the names of what the checkpoint that is about to be loaded lacks."""
-        return tuple(self._lacking())
-
-    def _lacking(self) -> Iterator[str]:
-        for plan in self.plans:
-            yield from (f"{plan.name}.layers.{index}." for index in plan.absent)
-            if 0 in plan.absent or self.lacks_vocabulary:
-                yield f"{plan.name}.draft_vocabulary"
-            if self.lacks_vocabulary:  # then a drafter has no rows of its own either
-                yield f"{plan.name}.{OWN_HEAD}"
+    def _lacking(self, plan: HeadPlan) -> Iterator[str]:
+        """Beginnings of the names of what the checkpoint that is about to be loaded lacks of a head."""
+        yield from (f"layers.{index}." for index in plan.absent)
+        if 0 in plan.absent or self._lacks_vocabulary:
+            yield "draft_vocabulary"
+        if self._lacks_vocabulary:  # then a drafter has no rows of its own either
+            yield OWN_HEAD
 
     def filled(
         self, loaded: Mapping[str, Any], own_state: Callable[[], dict[str, Any]]
     ) -> tuple[Mapping[str, Any], list[MultiTokenPredictionBlock]]:
         """A stage's state with what the checkpoint lacks, and the blocks whose rows of the output head are new.
 
+        Afterwards nothing is lacking any more.
+
         Args:
             loaded: as read.
             own_state: gives it as initialized.
         """
-        lacking = self.lacking()
-        if not lacking or not self.blocks:
-            return loaded, []
-        own, filled, new = own_state(), dict(loaded), list[MultiTokenPredictionBlock]()
+        new = list[MultiTokenPredictionBlock]()
+        if not any(block.absent for block in self.blocks):
+            return loaded, new
+        own, filled, lacking = own_state(), dict(loaded), list[str]()
         for plan, block in zip(self.plans, self.blocks, strict=True):
+            if not block.absent:
+                continue
             filled = fill_absent_layers(filled, own, block, plan.absent, plan.init, plan.seed, plan.name)
-            if f"{plan.name}.{OWN_HEAD}".startswith(lacking):
+            lacking += (f"{plan.name}.{beginning}" for beginning in block.absent)
+            if OWN_HEAD.startswith(block.absent):
                 new.append(block)
-        return {name: value for name, value in own.items() if name.startswith(lacking)} | filled, new
-
-    def all_loaded(self) -> None:
-        """Note that a checkpoint was loaded: nothing is lacking any more."""
-        self.plans = tuple(replace(plan, absent=()) for plan in self.plans)
-        self.lacks_vocabulary = False
+            block.absent = ()
+        return {name: value for name, value in own.items() if name.startswith(tuple(lacking))} | filled, new

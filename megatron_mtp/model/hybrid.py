@@ -7,13 +7,10 @@ without the libraries of their kernels, or without a GPU, `M` and `G` are those 
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
@@ -38,71 +35,12 @@ from torch import Tensor
 
 from megatron_mtp import runtime
 from megatron_mtp.model.arguments import SHARDED_STACK
-from megatron_mtp.model.build import stage_arguments
+from megatron_mtp.model.build import Place, built
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet, PortableMamba
-from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
-from megatron_mtp.model.trunk import MTPTrunk, Objective
-
-
-class MTPHybridModel(MTPTrunk, HybridModel):
-    """Megatron's hybrid model, whose forward ends with its own head and loss: it is called without them."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._decoder_inputs: dict[str, Any] = {}
-        self.decoder.register_forward_pre_hook(self._keep_inputs, with_kwargs=True)
-
-    def _keep_inputs(self, _: Any, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        """The depths need the rotary embedding, which Megatron's forward makes for the decoder alone."""
-        self._decoder_inputs = {name: inputs[name] for name in ("attention_mask", "rotary_pos_emb")}
-
-    @contextmanager
-    def _ending_behind_decoder(self) -> Iterator[None]:
-        """While this lasts, Megatron's forward returns hidden states, as on a stage without head and depths."""
-        held = {name: getattr(self, name) for name in ("post_process", "mtp_process")}
-        self.__dict__.update(dict.fromkeys(held, False))
-        try:
-            yield
-        finally:
-            self.__dict__.update(held)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor,
-        decoder_input: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        output_processor: Objective | None = None,
-        output_processor_context: Any = None,
-        packed_seq_params: Any = None,
-        runtime_gather_output: bool | None = None,
-        **others: Any,
-    ) -> Any:
-        """Return what `MTPGPTModel` does; `others` are further arguments of Megatron's forward."""
-        others["packed_seq_params"] = packed_seq_params
-        if InferenceMode.is_active():  # Megatron's engine takes the last logits, and drafts after it has verified
-            others["runtime_gather_output"] = runtime_gather_output
-            return super().forward(input_ids, position_ids, attention_mask, decoder_input, labels, **others)
-        with self._ending_behind_decoder():
-            hidden_SBH = super().forward(input_ids, position_ids, attention_mask, decoder_input, **others)
-        inputs, self._decoder_inputs = self._decoder_inputs, {}
-        return self._postprocess(
-            hidden_SBH,
-            output_processor=output_processor,
-            output_processor_context=output_processor_context,
-            position_ids=position_ids,
-            labels=labels,
-            packed_seq_params=packed_seq_params,
-            rotary_pos_cos=None,
-            rotary_pos_sin=None,
-            runtime_gather_output=runtime_gather_output,
-            **inputs,
-        )
+from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
 class PortableStack(HybridStack):
@@ -241,7 +179,7 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
 
 
 class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
-    """Megatron's builder, for `MTPHybridModel` in place of `HybridModel`."""
+    """Megatron's builder, for a hybrid of these layers with draft heads."""
 
     def build_model(
         self,
@@ -249,17 +187,14 @@ class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> MTPHybridModel:
+    ) -> HybridModel:
         """One pipeline stage; the arguments are those of Megatron's builder."""
         config = self._model_config
         trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
         pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
+        layers = {"hybrid_stack_spec": trunk, "hybrid_layer_pattern": pattern.main_pattern}
         submodules = None
         if pattern.mtp_pattern is not None:
             submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
-        with with_portable_projections(config.transformer):
-            return MTPHybridModel(
-                hybrid_stack_spec=trunk,
-                hybrid_layer_pattern=pattern.main_pattern,
-                **stage_arguments(config, submodules, pg_collection, pre_process, post_process, vp_stage),
-            )
+        place = Place.of(config, pg_collection, pre_process, post_process, vp_stage)
+        return built(HybridModel, layers, config, submodules, place)

@@ -106,6 +106,7 @@ class TrunkOutput:
         attention: of the trunk's layers.
         angles: Megatron's rotary angles, from a number of positions and its further arguments.
         read_SBX: states after the layers that a drafter reads, side by side; None without them.
+        is_apart: whether no head may train the trunk and its embedding.
     """
 
     hidden_SBH: Tensor
@@ -114,10 +115,16 @@ class TrunkOutput:
     attention: AttentionInputs
     angles: Callable[..., Tensor]
     read_SBX: Tensor | None = None
+    is_apart: bool = False
 
     def frozen_embedding(self, **given: Any) -> Tensor:
         """The embedding, which is not trained."""
         return self.embedding(**given).detach()
+
+
+def is_detached(config: TransformerConfig) -> bool:
+    """Whether `--mtp-detach-heads` is on, which releases before 0.19 do not have."""
+    return bool(getattr(config, "mtp_detach_heads", False))
 
 
 def whole_states(part: Tensor, config: TransformerConfig, group: ProcessGroup) -> Tensor:
@@ -315,10 +322,12 @@ class MultiTokenPredictionBlock(MegatronModule):
             None where they draft all tokens.
         shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
         drafter: settings of a drafter (`drafter.py`); None of MTP layers.
+        absent: beginnings of the names of what the checkpoint that is about to be loaded lacks of the block.
     """
 
     draft_vocabulary: Tensor | None
     drafter: Any = None
+    absent: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -352,7 +361,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     @property
     def is_apart(self) -> bool:
         """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
-        return bool(self.config.mtp_detach_heads)
+        return is_detached(self.config)
 
     def head_of(self, head: Head) -> Head:
         """The head that drafts, from the trunk's: the same."""
@@ -365,7 +374,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         """Inputs of the head that drafts, one a depth, and the logits of their confidence, if there is one."""
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         given = batch.tokens_DBS, trunk.position_ids_BS, trunk.embedding, trunk.attention, shifted_in_DBS
-        return self(trunk.hidden_SBH, *given, self._mixer(batch), self.later_angles(trunk)), None
+        return self(trunk.hidden_SBH, *given, self._mixer(batch), self.later_angles(trunk), trunk.is_apart), None
 
     def later_angles(self, trunk: "TrunkOutput") -> Angles | None:
         """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
@@ -403,6 +412,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         padding_mask_DBS: Tensor | None = None,
         mixer: "Mixer | None" = None,
         angles: Angles | None = None,
+        is_apart: bool = False,
     ) -> list[Tensor]:
         """Hidden states of depth 1 .. D, each [S, B, H].
 
@@ -414,6 +424,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             padding_mask_DBS: True where the position was shifted in from outside.
             mixer: which states the depths of a chain continue from; None for those of the depths before them.
             angles: the rotary angles of later positions, where passes that share keys stand.
+            is_apart: whether the trunk's states and the embedding get no gradient, whatever the configuration says.
 
         Raises:
             ValueError: passes were trained to share keys, and the layer's attention cannot do that.
@@ -424,7 +435,7 @@ class MultiTokenPredictionBlock(MegatronModule):
                 "cannot do; build the model with --transformer-impl local."
             )
         masks = own_masks(padding_mask_DBS, self.depths, self.config, self.tp_group)
-        is_apart = self.config.mtp_detach_heads
+        is_apart = is_apart or is_detached(self.config)
         if not self.sequential:
             hidden_SBH = hidden_SBH.detach() if is_apart else hidden_SBH
             return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
@@ -435,7 +446,23 @@ class MultiTokenPredictionBlock(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Entries of every layer under `layers.{depth - 1}`, and the draft vocabulary; none is split over stages."""
+        """Entries of every layer under `layers.{depth - 1}`, and the draft vocabulary; none is split over stages.
+
+        What the checkpoint that is about to be loaded lacks has a key that says so.
+        """
+        entries = self.entries(prefix, sharded_offsets, metadata)
+        if self.absent:
+            from megatron_mtp.patches.saving import ABSENT  # a model with attached layers needs no patches
+
+            for name, entry in entries.items():
+                if name.removeprefix(prefix).startswith(self.absent):
+                    entry.key = ABSENT + entry.key
+        return entries
+
+    def entries(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+    ) -> ShardedStateDict:
+        """The same, as if the checkpoint lacked nothing."""
         own = {} if self.draft_vocabulary is None else {"draft_vocabulary": self.draft_vocabulary}
         entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(own, prefix, sharded_offsets=sharded_offsets)
         for index, layer in enumerate(self.layers):

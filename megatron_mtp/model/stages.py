@@ -1,10 +1,10 @@
-"""What a pipeline asks of a trunk with draft heads, and no hook on a stock model can do.
+"""What a pipeline asks of a model with draft heads, and no hook on its forward can do.
 
 states that are read    a drafter reads layers of earlier stages, whose states travel beside the hidden states: input
                         and output of a stage are wider
 a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk and depths as one tensor, and the last
                         stage has no head that drafts
-schedule plans          --overlap-moe-expert-parallel-comm takes the decoder apart; the heads run whole after it
+schedule plans          --overlap-moe-expert-parallel-comm takes the forward apart: schedule_plan.py
 
 Letters in names: S sequence, B batch, H hidden, X states of several layers side by side.
 """
@@ -12,10 +12,7 @@ Letters in names: S sequence, B batch, H hidden, X states of several layers side
 from typing import Any
 
 import torch
-from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
-from torch import Tensor, nn
-
-from megatron_mtp.model.mtp import MultiTokenPredictionBlock
+from torch import Tensor
 
 NO_BACKWARD = -1
 """Id of autograd's task outside of a backward pass."""
@@ -69,11 +66,3 @@ def apart(whole: Tensor, depths: int) -> tuple[Tensor, list[Tensor]]:
     """The trunk's and the depths' states that such a stage has sent."""
     hidden_SBH, *states = whole.chunk(1 + depths)
     return hidden_SBH, states
-
-
-class TrunkSchedulePlan(TransformerModelChunkSchedulePlan):
-    """Megatron's, which takes the trunk's layers apart; the MTP block runs whole after them, in `_postprocess`."""
-
-    def _build_layer_schedule_plan(self, module: nn.Module | None, *streams: Any) -> None:
-        if not isinstance(module, MultiTokenPredictionBlock):
-            super()._build_layer_schedule_plan(module, *streams)

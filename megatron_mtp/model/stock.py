@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -22,10 +22,23 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.model.head import attach_embedding
-from megatron_mtp.model.mtp import AttentionInputs, Layer, checkpointed, set_quantization
+from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.head import Head, attach_embedding
+from megatron_mtp.model.mtp import (
+    AttentionInputs,
+    Layer,
+    TrunkOutput,
+    chain,
+    checkpointed,
+    is_detached,
+    own_masks,
+    set_quantization,
+)
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.specs import with_portable_modules
+
+if TYPE_CHECKING:
+    from megatron_mtp.model.drafter import Drafter
 
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""
@@ -177,6 +190,34 @@ def _initializing(config: TransformerConfig, does: bool = True) -> Iterator[None
 
 
 # --- a layer of the block ---------------------------------------------------------------------------------------------
+
+
+class StockHead:
+    """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py)."""
+
+    drafter: "Drafter | None" = None
+
+    def __init__(self, model: Any) -> None:
+        self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers
+        self._layers = [runner(layer) for layer in model.mtp.layers]
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        return is_detached(self.config)
+
+    def head_of(self, head: Head) -> Head:
+        """The output head that drafts: the trunk's."""
+        return head
+
+    def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
+        """Inputs of the output head, one a depth, and no confidence."""
+        assert batch.tokens_DBS is not None
+        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
+        masks = own_masks(shifted_in_DBS, self.depths, self.config, self.tp_group)
+        tokens = batch.tokens_DBS, trunk.position_ids_BS, trunk.embedding
+        is_apart = trunk.is_apart or self.is_apart
+        return chain(self._layers, trunk.hidden_SBH, *tokens, trunk.attention, masks, is_apart), None
 
 
 def runner(layer: Any) -> Layer:

@@ -49,6 +49,7 @@ from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.packed_rows import PackedRows
+from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
 from megatron_mtp.training.metrics import Metrics
 
 SPIKE = 10
@@ -121,7 +122,7 @@ class ForwardStep:
             outputs.append(objective(stage))
             return outputs[-1].loss
 
-        plan = model.build_schedule_plan(*inputs, **named, output_processor=loss_of)
+        plan = HeadsSchedulePlan(model, *inputs, **named, output_processor=loss_of)
         return plan, lambda loss: self.loss(replace(outputs.pop(), loss=loss))
 
     def loss(self, output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

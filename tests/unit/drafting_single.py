@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import MOE, VOCABULARY, our_model, randomize, transformer_config
 from torch import Tensor
@@ -36,7 +37,6 @@ from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.head import Head, StageOutput
-from megatron_mtp.model.trunk import MTPGPTModel
 
 POSITIONS = 160
 
@@ -83,7 +83,7 @@ LATENT: dict[str, Any] = {
 LATENT_KINDS: dict[str, dict[str, Any]] = {"mla": {}, "mla-moe": MOE}
 
 
-def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPGPTModel:
+def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:
     """A model of KINDS, or of LATENT_KINDS, with `changes` to its transformer's configuration."""
     latent = kind in LATENT_KINDS
     model = _latent_model(kind, depths, changes) if latent else our_model(depths, **{**KINDS[kind], **changes})
@@ -91,7 +91,7 @@ def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **c
     return model.to(dtype).eval()
 
 
-def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> MTPGPTModel:
+def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> GPTModel:
     plain = transformer_config(depths)
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
@@ -145,7 +145,7 @@ def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
 
 
 @torch.no_grad()
-def trained_forward(twin: MTPGPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
+def trained_forward(twin: GPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
 
     def capture(stage: StageOutput) -> Any:
@@ -271,7 +271,7 @@ def launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, kind: str, paged: bool,
     return (counts[1] - counts[0]) / 2
 
 
-def without_numbers(model: MTPGPTModel, fakes: FakeTensorMode) -> MTPGPTModel:
+def without_numbers(model: GPTModel, fakes: FakeTensorMode) -> GPTModel:
     """With weights that know their shapes alone, so that reading one back is refused."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):

@@ -22,7 +22,7 @@ from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomize, transfor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
+from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.norms import PortableNorm
 
 RECURRENT: dict[str, Any] = {
@@ -40,7 +40,7 @@ RECURRENT: dict[str, Any] = {
 
 def our_hybrid(
     pattern: str, tied: bool = False, position: str = "rope", architecture: str = "sequential", **changes: Any
-) -> MTPHybridModel:
+) -> HybridModel:
     """`changes` are fields of TransformerConfig, but `drafted`, the tokens of a draft vocabulary, and `settings`."""
     drafted, settings = changes.pop("drafted", None), changes.pop("settings", {})
     config = MTPHybridModelConfig(
@@ -50,12 +50,12 @@ def our_hybrid(
         **_fields(pattern, tied, position),
     )
     model = build(config)
-    assert isinstance(model, MTPHybridModel)
+    assert isinstance(model, HybridModel)
     randomize(model)
     return model.cuda()
 
 
-def drafting_hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> MTPHybridModel:
+def drafting_hybrid(pattern: str, dtype: torch.dtype = torch.float64, **changes: Any) -> HybridModel:
     """With the settings that the kinds of layers need, and decays so slow that a state holds what came long before:
     with random ones it would forget a fault at once."""
     kinds = (MOE if "E" in pattern else {}) | (LATENT if "+" in pattern else {})

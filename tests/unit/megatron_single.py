@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -25,7 +26,6 @@ from megatron_mtp.losses.objective import HeadObjective, NextTokensObjective, Ob
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.trunk import MTPGPTModel, MTPTrunk
 
 VOCABULARY, LENGTH, ROWS = 96, 16, 3
 LAMBDA = 0.3
@@ -94,7 +94,7 @@ def our_model(
     beside: dict[str, Any] | None = None,
     freezes: bool = False,
     **changes: Any,
-) -> MTPGPTModel:
+) -> GPTModel:
     settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
     if drafter_layers is not None:
         settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True, **(drafter or {})}
@@ -172,7 +172,7 @@ def make_batch(
     return batch
 
 
-def objective(model: MTPTrunk, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
+def objective(model: LanguageModule, factor: float = LAMBDA, **settings: Any) -> NextTokensObjective:
     """With the same weight for every depth, in one context-parallel rank."""
     depths = model.config.mtp_num_layers or 0
     group = parallel_state.get_context_parallel_group()
@@ -194,7 +194,7 @@ def one_head(
 
 
 def forward_ours(
-    model: MTPTrunk,
+    model: LanguageModule,
     batch: dict[str, Any],
     depths: DepthBatch | None = None,
     factor: float = LAMBDA,
@@ -224,7 +224,7 @@ def mean_losses(output: ObjectiveOutput) -> Tensor:
 
 
 def backward_ours(
-    model: MTPTrunk, whole: dict[str, Any], batch: DepthBatch | None = None, factor: float = LAMBDA
+    model: LanguageModule, whole: dict[str, Any], batch: DepthBatch | None = None, factor: float = LAMBDA
 ) -> Tensor:
     """Backward through the loss of one microbatch; returns the mean losses, the trunk's first."""
     destroy_moe_metrics_tracker()  # it has a place for every layer of the model before

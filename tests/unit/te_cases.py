@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.training.arguments import validate_args
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,6 @@ from megatron_mtp.model import arguments
 from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
-from megatron_mtp.model.trunk import MTPTrunk
 
 COMMON = """
     --num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --seq-length 64
@@ -54,7 +54,7 @@ FUSED_STATE = re.compile(r"linear_(q|kv|qkv)_down_proj\._extra_state$")
 WEIGHTS = "weights.safetensors"
 
 
-def made(kind: str) -> tuple[Namespace, MTPTrunk]:
+def made(kind: str) -> tuple[Namespace, LanguageModule]:
     """A model as training would build it, with random weights, norms among them."""
     flags = f"{COMMON} {KINDS[kind]} --transformer-impl transformer_engine"
     args = arguments.parsed(flags.split(), 256)
@@ -68,7 +68,7 @@ def made(kind: str) -> tuple[Namespace, MTPTrunk]:
     return args, model
 
 
-def weights(model: MTPTrunk) -> dict[str, torch.Tensor]:
+def weights(model: LanguageModule) -> dict[str, torch.Tensor]:
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: value.float().contiguous() for name, value in state.items() if "_extra_state" not in name}
 
@@ -82,7 +82,7 @@ def save(folder: str) -> None:
         write(Path(folder, OF_MEGATRON), *made("mla-moe-plain-queries"))
 
 
-def write(folder: Path, args: Namespace, model: MTPTrunk) -> None:
+def write(folder: Path, args: Namespace, model: LanguageModule) -> None:
     step = folder / "iter_0000001"
     step.mkdir(parents=True)
     state = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": model.sharded_state_dict()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LENGTH, VOCABULARY, make_batch, one_head, our_model
 from test_eagle3 import rms, states_after, turned
 from tiers import tiered
@@ -18,8 +19,8 @@ from megatron_mtp.data.batch import with_blocks
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.block_drafter import BlockAttention
-from megatron_mtp.model.trunk import MTPGPTModel
 
 DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
@@ -37,7 +38,7 @@ LOSSES = {"dflash": {"mtp_loss": "ce"}, "dspark": {"mtp_loss": "mix", "mtp_loss_
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-def drafter_model(kind: str, drafted: list[int] | None = None) -> MTPGPTModel:
+def drafter_model(kind: str, drafted: list[int] | None = None) -> GPTModel:
     """With the drafter in training; the trunk is frozen."""
     given: dict[str, Any] = {"num_layers": LAYERS, "drafter_layers": READ, "drafter": KINDS[kind]}
     return our_model(DRAFTS, drafted=drafted, **given).double()
@@ -46,9 +47,9 @@ def drafter_model(kind: str, drafted: list[int] | None = None) -> MTPGPTModel:
 class Reference:
     """One block of one text at a time, row by row, from the weights alone."""
 
-    def __init__(self, model: MTPGPTModel, kind: str) -> None:
+    def __init__(self, model: GPTModel, kind: str) -> None:
         self.layer, self.table, self.kind = model.mtp.layer, model.embedding.word_embeddings.weight, kind
-        self.head = model.mtp.layer.head if model.mtp.layer.head is not None else model.head().weight
+        self.head = model.mtp.layer.head if model.mtp.layer.head is not None else attached_of(model).head().weight
 
     def heads(self, layer: Any, row_H: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """A row's queries [N, C], keys and values [G, C]."""
@@ -95,13 +96,11 @@ class Reference:
         return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
 
 
-def reference_loss(
-    model: MTPGPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]
-) -> Tensor:
+def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """sum_k exp(-2 (k - 1) / (K + 1)) times the mean loss of draft k over all blocks."""
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
-        trunk_SBV = last_SBH @ model.head().weight.t()
+        trunk_SBV = last_SBH @ attached_of(model).head().weight.t()
     drafted = torch.arange(VOCABULARY) if model.mtp.draft_vocabulary is None else model.mtp.draft_vocabulary
     index = {token: number for number, token in enumerate(drafted.tolist())}
     reference, layer, depths = Reference(model, kind), model.mtp.layer, batch["depths"]
@@ -140,7 +139,7 @@ def side_by_side(after: list[Tensor]) -> Tensor:
 
 
 def losses(
-    model: MTPGPTModel,
+    model: GPTModel,
     kind: str,
     read: Callable[[list[Tensor]], Tensor] = side_by_side,
     blocks: int | None = None,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import launches_of_a_layer, model_of, prompts_of, trained_forward
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -23,7 +24,6 @@ from megatron_mtp.cli.generate import main
 from megatron_mtp.decoding import dense_layer
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -38,7 +38,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 """Switches that Megatron has and that the short layer does not know."""
 
 
-def assert_drafts_as_trained(runner: Runner, twin: MTPGPTModel) -> None:
+def assert_drafts_as_trained(runner: Runner, twin: GPTModel) -> None:
     """Drafting emits the argmax of the training forward, along whole texts."""
     prompts = prompts_of(3)
     for prompt, new in zip(prompts, generate(runner, prompts, 12, speculative=MTP).token_ids, strict=True):
@@ -203,7 +203,7 @@ def half_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "forward", scaled)
 
 
-def with_planted_switch() -> MTPGPTModel:
+def with_planted_switch() -> GPTModel:
     model = model_of("gqa")
     for module in model.modules():
         if hasattr(module, "config"):

@@ -47,7 +47,7 @@ def test_the_map_is_saved_with_the_depths_and_loaded(lacks: bool, tmp_path: Path
     stored = stored_draft_vocabulary(tmp_path)
     assert (None if stored is None else stored.tolist()) == (None if lacks else DRAFTED)
 
-    loading._heads.lacks_vocabulary = lacks
+    loading.mtp.absent = ("draft_vocabulary",) if lacks else ()
     state = dist_checkpointing.load({"model": loading.sharded_state_dict()}, str(tmp_path))["model"]
     assert (DRAFT_VOCABULARY in state) != lacks
     loading.load_state_dict(state)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from drafting_single import VOCABULARY, Recorder, p_value_of, prompts_of, run, trained_forward
 from hybrid_single import drafting_hybrid
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron_single import LATENT, our_model
 from tiers import tiered
 
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.model.attachment import attached_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -43,22 +44,22 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt(settings: dict[str, Any], dtype: torch.dtype, **changes: Any) -> MTPTrunk:
+def gpt(settings: dict[str, Any], dtype: torch.dtype, **changes: Any) -> LanguageModule:
     own = dict(settings)
     model = our_model(STEPS, num_layers=4, drafter_layers=own.pop("drafter_layers"), drafter=own, **changes)
     model.max_sequence_length = 160
     return model.to(dtype).eval()
 
 
-def hybrid(pattern: str) -> Callable[..., MTPTrunk]:
-    def make(settings: dict[str, Any], dtype: torch.dtype) -> MTPTrunk:
+def hybrid(pattern: str) -> Callable[..., LanguageModule]:
+    def make(settings: dict[str, Any], dtype: torch.dtype) -> LanguageModule:
         passes = {"mtp_num_layers": STEPS, "mtp_use_repeated_layer": True}
         return drafting_hybrid(pattern, dtype, settings={**settings, "mtp_train_only": True}, **passes)
 
     return make
 
 
-TRUNKS: dict[str, Callable[..., MTPTrunk]] = {
+TRUNKS: dict[str, Callable[..., LanguageModule]] = {
     "latent": lambda settings, dtype: gpt(settings, dtype, **LATENT),
     "pairs of delta rule and MLP": hybrid("G-G-*-G-"),
     "Mamba": hybrid("M*EM"),
@@ -68,7 +69,7 @@ CASES = [(trunk, kind) for trunk in TRUNKS for kind in DRAFTERS]
 FIRST = (("latent", "eagle3"), ("pairs of delta rule and MLP", "dspark"), ("Mamba", "dflash"))
 
 
-def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) -> MTPTrunk:
+def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) -> LanguageModule:
     return TRUNKS[trunk]({**DRAFTERS[kind], **OWN}, dtype)
 
 
@@ -105,6 +106,6 @@ def test_sampled_texts_have_the_targets_distribution(trunk: str, kind: str) -> N
 
 def test_layers_of_pairs_are_counted_as_the_folders_are() -> None:
     """Layer 3 of G-G-*-G- ends with Megatron's sixth; M*EM has four layers."""
-    assert drafting_model("pairs of delta rule and MLP", "eagle3").drafter.layers == (2, 4, 6)
-    assert drafting_model("Mamba", "eagle3").drafter.layers == (1, 2, 3)
-    assert drafting_model("latent", "eagle3").drafter.vocabulary == VOCABULARY
+    assert attached_of(drafting_model("pairs of delta rule and MLP", "eagle3")).drafter.layers == (2, 4, 6)
+    assert attached_of(drafting_model("Mamba", "eagle3")).drafter.layers == (1, 2, 3)
+    assert attached_of(drafting_model("latent", "eagle3")).drafter.vocabulary == VOCABULARY

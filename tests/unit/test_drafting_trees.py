@@ -15,6 +15,7 @@ from drafting_single import (
     runner_of,
     trained_forward,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_mtp.decoding.draft import Draft, Round, Verdict
@@ -27,7 +28,6 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.model.mtp import AttentionInputs
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -80,7 +80,7 @@ def test_after_any_path_the_cache_is_that_of_the_path_alone(kind: str) -> None:
 
 
 @torch.no_grad()
-def eagle_reference(twin: MTPGPTModel, text: list[int], path: list[int]) -> Tensor:
+def eagle_reference(twin: GPTModel, text: list[int], path: list[int]) -> Tensor:
     """Log-probabilities [V] after a drafted path, by the module over whole sequences, without a cache."""
     states_SBH = trunk_states(twin, text[:-1])
     tokens = text[1:]
@@ -95,7 +95,7 @@ def eagle_reference(twin: MTPGPTModel, text: list[int], path: list[int]) -> Tens
 
 
 @torch.no_grad()
-def trunk_states(twin: MTPGPTModel, text: list[int]) -> Tensor:
+def trunk_states(twin: GPTModel, text: list[int]) -> Tensor:
     """h_0 [S, 1, H] by the forward of training."""
     hidden, mask = embedded_and_mask(twin, text)
     for layer in twin.decoder.layers:
@@ -103,7 +103,7 @@ def trunk_states(twin: MTPGPTModel, text: list[int]) -> Tensor:
     return twin.decoder.final_layernorm(hidden)
 
 
-def embedded_and_mask(twin: MTPGPTModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
+def embedded_and_mask(twin: GPTModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
     """[S, 1, H], and True where a row must not look."""
     rows = len(tokens)
     places_1S = torch.arange(rows, device="cuda").unsqueeze(0)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import our_model
 from test_eagle3 import DRAFTED, RECOMPUTE, STEPS, Reference, losses
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafters import DRAFTERS
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -29,12 +29,12 @@ class EagleReference(Reference):
     def normed(self, states_SH: Tensor) -> Tensor:
         return states_SH
 
-    def __init__(self, model: MTPGPTModel) -> None:
+    def __init__(self, model: GPTModel) -> None:
         super().__init__(model)
         assert not [*self.norms.parameters()]
 
 
-def eagle_model(drafted: list[int] | None = None, **changes: Any) -> MTPGPTModel:
+def eagle_model(drafted: list[int] | None = None, **changes: Any) -> GPTModel:
     own = {"drafter": "eagle", "drafter_layers": None}
     return our_model(STEPS, drafted=drafted, drafter_layers=(), drafter=own, **changes).double()
 

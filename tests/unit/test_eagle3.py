@@ -7,6 +7,7 @@ import megatron_single
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import VOCABULARY, make_batch, one_head, our_model
 from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
@@ -16,7 +17,7 @@ from megatron_mtp.config import MTPConfig
 from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import depth_weights
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.attachment import attached_of
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
@@ -27,16 +28,16 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-def drafter_model(drafted: list[int] | None = None, **changes: Any) -> MTPGPTModel:
+def drafter_model(drafted: list[int] | None = None, **changes: Any) -> GPTModel:
     """With the drafter in training; the trunk is frozen."""
     layers = {"num_layers": LAYERS, "drafter_layers": READ}
     return our_model(STEPS, drafted=drafted, **{**layers, **changes}).double()
 
 
-def states_after(model: MTPGPTModel, batch: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+def states_after(model: GPTModel, batch: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
     """The trunk's states after 0, 1, .. layers, and after its final norm, each [S, B, H]."""
     hidden = [model.embedding(batch["tokens"], batch["position_ids"])]
-    angles = model.rotary_angles(hidden[0].size(0))[0]
+    angles = attached_of(model).rotary_angles(hidden[0].size(0))[0]
     for layer in model.decoder.layers:
         hidden.append(layer(hidden[-1], attention_mask=batch["attention_mask"], rotary_pos_emb=angles)[0])
     return hidden, model.decoder.final_layernorm(hidden[-1])
@@ -58,7 +59,7 @@ def turned(heads_GC: Tensor, position: int) -> Tensor:
 class Reference:
     """One text at a time, one position and step at a time, from the weights alone."""
 
-    def __init__(self, model: MTPGPTModel) -> None:
+    def __init__(self, model: GPTModel) -> None:
         layer, self.table = model.mtp.layer, model.embedding.word_embeddings.weight
         self.weights = dict(layer.named_parameters())
         self.norms = layer.tf_layer.input_layernorm
@@ -109,14 +110,14 @@ class Reference:
 
 
 def reference_loss(
-    model: MTPGPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], kind: type[Reference] = Reference
+    model: GPTModel, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], kind: type[Reference] = Reference
 ) -> Tensor:
     """sum_k 0.8^(k - 1) times the mean KL divergence of step k from the trunk's distribution of the same token."""
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
-        trunk_SBV = last_SBH @ model.head().weight.t()
+        trunk_SBV = last_SBH @ attached_of(model).head().weight.t()
     drafted = torch.arange(VOCABULARY) if model.mtp.draft_vocabulary is None else model.mtp.draft_vocabulary
-    head = model.mtp.layer.head if model.mtp.layer.head is not None else model.head().weight
+    head = model.mtp.layer.head if model.mtp.layer.head is not None else attached_of(model).head().weight
     reference, depths = kind(model), batch["depths"]
     features_SBH = reference.features(read([*after, last_SBH]))
     total = torch.zeros((), dtype=torch.double)
@@ -138,7 +139,7 @@ def side_by_side(after: list[Tensor]) -> Tensor:
 
 
 def losses(
-    model: MTPGPTModel,
+    model: GPTModel,
     read: Callable[[list[Tensor]], Tensor] = side_by_side,
     name: str = "eagle3",
     kind: type[Reference] = Reference,
@@ -228,8 +229,8 @@ def test_a_step_that_sees_its_own_future_is_seen(monkeypatch: pytest.MonkeyPatch
 
 def test_a_new_drafter_begins_with_the_trunks_rows_and_the_trunk_stays_frozen() -> None:
     model = drafter_model(DRAFTED)
-    model.mtp.begin_head(model.head())
-    assert torch.equal(model.mtp.layer.head, model.head().weight[DRAFTED])
+    model.mtp.begin_head(attached_of(model).head())
+    assert torch.equal(model.mtp.layer.head, attached_of(model).head().weight[DRAFTED])
     assert {name.split(".")[0] for name, weight in model.named_parameters() if weight.requires_grad} == {"mtp"}
 
 

@@ -15,6 +15,7 @@ from megatron_mtp.checkpoint.convert.fitting_drafter import RIDGE, SCORE
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
+from megatron_mtp.model.attachment import attached_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -96,7 +97,7 @@ def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(t
     assert f"{KEY.format('fc').removesuffix('weight')}_extra_state/shard_0_1" in DistReader(new).objects  # for training
     model = load_model(new)
     layer, last = model.mtp.layer, model.decoder.layers[-1]
-    assert torch.equal(layer.head, model.head().weight[[3, 5, 40]])
+    assert torch.equal(layer.head, attached_of(model).head().weight[[3, 5, 40]])
     assert torch.equal(layer.norm.weight, model.decoder.final_layernorm.weight)
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
         assert torch.equal(layer.tf_layer.get_parameter(name), last.get_parameter(name))

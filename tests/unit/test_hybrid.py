@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hybrid_single import hybrid_name, megatrons_hybrid, our_hybrid
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_single import (
     LATENT,
     MOE,
@@ -22,8 +24,7 @@ from megatron_single import (
     transformer_config,
 )
 
-from megatron_mtp.model.hybrid import MTPHybridModel, stack_spec
-from megatron_mtp.model.trunk import MTPTrunk
+from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.training import forward_step
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -39,7 +40,7 @@ GPT_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def gpt_and_hybrid(kind: str, depths: int, **changes: Any) -> tuple[MTPTrunk, MTPHybridModel]:
+def gpt_and_hybrid(kind: str, depths: int, **changes: Any) -> tuple[LanguageModule, HybridModel]:
     attention, mlp, fields = GPT_KINDS[kind]
     gpt = our_model(depths, **fields, **changes)
     layer = attention + mlp

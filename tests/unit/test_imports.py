@@ -186,7 +186,7 @@ def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None
             found.add(name)
             waiting += graph.get(name, ())
     assert "megatron_mtp.model.mtp" in found
-    ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trunk", "model.arguments")}
+    ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trained_stage", "model.arguments")}
     assert [name for name in found if any(f"{name}.".startswith(f"{one}.") for one in ours)] == []
     modules = {".".join(("megatron_mtp", *Path(file).with_suffix("").parts)): file for file in sources}
     imported = [

@@ -9,6 +9,7 @@ import megatron_single
 import pytest
 import torch
 from hybrid_single import our_hybrid
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.model.initialize import RandomWeights, fill_absent_layers
-from megatron_mtp.model.trunk import MTPGPTModel
 
 QUIET = Options(quiet=True, workers=1)
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.fixture
-def model(megatron: None) -> MTPGPTModel:
+def model(megatron: None) -> GPTModel:
     return our_model(depths=2)
 
 
-def without_layer(model: MTPGPTModel, index: int) -> dict[str, Tensor]:
+def without_layer(model: GPTModel, index: int) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if f"mtp.layers.{index}." not in name}
 
 
-def test_last_layer_is_copied_and_the_hidden_state_passes(model: MTPGPTModel) -> None:
+def test_last_layer_is_copied_and_the_hidden_state_passes(model: GPTModel) -> None:
     filled = fill_absent_layers(without_layer(model, 1), model.state_dict(), model.mtp, (1,), "last-layer", 0)
     assert filled.keys() == model.state_dict().keys()
     made = "mtp.layers.1."
@@ -85,7 +85,7 @@ def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) 
             torch.testing.assert_close(drawn[f"mtp.{name}"], value, rtol=0, atol=0)
 
 
-def built(depths: int, **kind: Any) -> MTPGPTModel:
+def built(depths: int, **kind: Any) -> GPTModel:
     """As Megatron initializes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron_single, "randomize", lambda _: None)
@@ -115,21 +115,21 @@ def test_random_has_no_rule_for_what_it_does_not_know() -> None:
     assert RandomWeights(7, 0.02, 4).draw("mtp.layers.0.transformer_layer.self_attention.A_log", (4,)) is None
 
 
-def test_stored_depths_are_left_alone(model: MTPGPTModel) -> None:
+def test_stored_depths_are_left_alone(model: GPTModel) -> None:
     loaded = {name: value + 1 if value is not None else None for name, value in without_layer(model, 1).items()}
     filled = fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer", 0)
     name = "mtp.layers.0.eh_proj.weight"
     assert torch.equal(filled[name], loaded[name])
 
 
-def test_a_stage_without_trunk_layers_cannot_copy_one(model: MTPGPTModel) -> None:
+def test_a_stage_without_trunk_layers_cannot_copy_one(model: GPTModel) -> None:
     loaded = {name: value for name, value in without_layer(model, 1).items() if not name.startswith("decoder.layers.")}
     with pytest.raises(ValueError, match=r"--mtp-init last-layer .* give --mtp-init random"):
         fill_absent_layers(loaded, model.state_dict(), model.mtp, (1,), "last-layer", 0)
 
 
 @pytest.mark.parametrize("name", ["transformer_layer", "mtp_model_layer"])
-def test_plain_state_dicts_of_megatrons_own_mtp_are_read(model: MTPGPTModel, name: str) -> None:
+def test_plain_state_dicts_of_megatrons_own_mtp_are_read(model: GPTModel, name: str) -> None:
     expected = {key: value.clone() for key, value in model.state_dict().items() if value is not None}
     other = our_model(depths=2)
     other.load_state_dict({key.replace("tf_layer", name): value for key, value in expected.items()}, strict=False)

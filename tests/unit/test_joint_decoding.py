@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import model_of, prompts_of, runner_of, trained_forward
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_mtp.decoding.draft import Draft
@@ -16,7 +17,6 @@ from megatron_mtp.decoding.proposers.tree import _without_replacement
 from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -25,13 +25,13 @@ TARGET, SMALL = "gqa", "mha-tied-layernorm"
 BEAM = {"method": "draft_model", "model": "-", "verifier": "joint"}
 
 
-def log_probs(model: MTPGPTModel, text: list[int], count: int) -> Tensor:
+def log_probs(model: GPTModel, text: list[int], count: int) -> Tensor:
     """Of the last `count` tokens, among the first `TOKENS`."""
     logits_SV = trained_forward(model, text)[0][-count - 1 : -1, :TOKENS]
     return logits_SV.log_softmax(-1).gather(1, torch.tensor(text[-count:]).unsqueeze(1))[:, 0]
 
 
-def likeliest(model: MTPGPTModel, text: list[int], count: int) -> list[int]:
+def likeliest(model: GPTModel, text: list[int], count: int) -> list[int]:
     """The `count` tokens of the highest joint probability, of all that there are."""
     every = [list(one) for one in product(range(TOKENS), repeat=count)]
     return max(every, key=lambda one: log_probs(model, text + one, count).sum().item())
@@ -95,7 +95,7 @@ def test_what_joint_accepts_is_the_longest_prefix_above_tau(tau: float) -> None:
     assert len(lengths) > 2
 
 
-def ratios_of(twin: MTPGPTModel, text: list[int], draft: Draft, sampling: Sampling) -> list[float]:
+def ratios_of(twin: GPTModel, text: list[int], draft: Draft, sampling: Sampling) -> list[float]:
     """min(1, p/q) of every prefix of a draft."""
     tokens, probs = draft.tokens_BN[0].tolist(), draft.probs_BNV
     assert probs is not None

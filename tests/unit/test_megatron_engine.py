@@ -12,11 +12,12 @@ import torch
 from hybrid_single import our_hybrid
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LATENT, MOE, join_world_of_one, our_model
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.attachment import attached_of
 
 WIDTH = 32
 EPSILON = 1e-5
@@ -79,7 +80,7 @@ def test_neighbors_change_nothing(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(together[own], alone, rtol=1e-5, atol=1e-6)
 
 
-def controller(model: MTPGPTModel, states_SBH: Tensor, tokens: list[int], last: list[int], count: int) -> Any:
+def controller(model: GPTModel, states_SBH: Tensor, tokens: list[int], last: list[int], count: int) -> Any:
     """What the controller reads and writes where it drafts `count` tokens for requests whose last rows are `last`."""
     context = SimpleNamespace(
         total_request_count=len(last),
@@ -121,7 +122,7 @@ def test_megatrons_controller_drafts_each_from_the_state_and_the_draft_before(re
         for number in range(2):
             layer = model.mtp.layers[0 if repeated else number]
             state_H = plain_depth(layer, state_H, model.embedding.word_embeddings.weight[token])
-            token = int(model.head(None).project(state_H[None, None])[0, 0].argmax())
+            token = int(attached_of(model).head().project(state_H[None, None])[0, 0].argmax())
             assert token == drafted_KN[number, request]
 
 
@@ -145,7 +146,7 @@ def test_the_trunk_keeps_its_states_for_the_controller() -> None:
         )
     assert context.mtp_decoder_hidden_states is states_SBH
     assert logits_BSV.shape == (1, 2, model.vocab_size)
-    expected_SBV = model.head(None).project(states_SBH[[2, 5]])
+    expected_SBV = attached_of(model).head().project(states_SBH[[2, 5]])
     torch.testing.assert_close(logits_BSV[0], expected_SBV[:, 0])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hybrid_single import drafting_hybrid
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import Float16Module
 from megatron_single import (
@@ -27,7 +28,6 @@ from megatron_mtp.data.batch import IGNORED_LABEL
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
 from megatron_mtp.losses.objective import depth_weights
-from megatron_mtp.model.trunk import MTPTrunk
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -72,7 +72,7 @@ def test_of_a_drafter_with_rows_of_its_own_it_is_that_of_a_training_step() -> No
 def test_a_row_of_documents_computes_what_they_compute_alone(kind: str) -> None:
     """Two rows of two documents; attention and recurrent states stop at their ends, and the second row has padding."""
     if kind == "hybrid":
-        model: MTPTrunk = drafting_hybrid("MG*-/M*-/M*-", torch.float32)
+        model: LanguageModule = drafting_hybrid("MG*-/M*-/M*-", torch.float32)
     else:
         model = our_model(2, **(LATENT if kind == "latent" else {}))
     batch = make_batch(2)

@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.model.trunk import MTPGPTModel
 
 TOLERANCE = 1e-5
 """Of float32: the largest difference of a tensor over its largest value."""
@@ -49,20 +48,20 @@ pytestmark = pytest.mark.usefixtures("megatron")
 # --- against Megatron ------------------------------------------------------------------------------------------------
 
 
-def pair(depths: int, tied: bool = False, **changes: Any) -> tuple[MTPGPTModel, GPTModel]:
+def pair(depths: int, tied: bool = False, **changes: Any) -> tuple[GPTModel, GPTModel]:
     """Ours and Megatron's, with the same weights."""
     ours, theirs = our_model(depths, tied, **changes), megatron_model(depths, tied, **changes)
     copy_weights(ours, theirs)
     return ours, theirs
 
 
-def worst_gradient(ours: MTPGPTModel, theirs: GPTModel) -> float:
+def worst_gradient(ours: GPTModel, theirs: GPTModel) -> float:
     expected = gradients(theirs)
     return max(relative_difference(grad, expected[megatron_name(name)]) for name, grad in gradients(ours).items())
 
 
 def assert_parity(
-    ours: MTPGPTModel, theirs: GPTModel, whole: dict[str, Any], note: Callable[..., None], **changes: Any
+    ours: GPTModel, theirs: GPTModel, whole: dict[str, Any], note: Callable[..., None], **changes: Any
 ) -> None:
     losses = backward_ours(ours, whole, replace(whole["depths"], **changes))
     expected = backward_megatron(theirs, whole)
@@ -148,14 +147,14 @@ def test_an_empty_mask_gives_gradients_of_zero() -> None:
 # --- the comparison can fail -----------------------------------------------------------------------------------------
 
 
-def swap_halves_of_eh_proj(model: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
+def swap_halves_of_eh_proj(model: GPTModel, batch: DepthBatch) -> DepthBatch:
     with torch.no_grad():
         for layer in model.mtp.layers:
             layer.eh_proj.weight.copy_(layer.eh_proj.weight.roll(HIDDEN, dims=1))
     return batch
 
 
-def chain_before_the_final_norm(model: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
+def chain_before_the_final_norm(model: GPTModel, batch: DepthBatch) -> DepthBatch:
     first, second = model.mtp.layers
     unnormed: list[Tensor] = []
     first.final_layernorm.register_forward_hook(lambda _, inputs, __: unnormed.append(inputs[0]))
@@ -163,22 +162,22 @@ def chain_before_the_final_norm(model: MTPGPTModel, batch: DepthBatch) -> DepthB
     return batch
 
 
-def later_tokens(_: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
+def later_tokens(_: GPTModel, batch: DepthBatch) -> DepthBatch:
     return replace(batch, tokens_DBS=batch.tokens_DBS.roll(-1, dims=2))
 
 
-def later_labels(_: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
+def later_labels(_: GPTModel, batch: DepthBatch) -> DepthBatch:
     return replace(batch, labels_DBS=batch.labels_DBS.roll(-1, dims=2))
 
 
-def unshifted_mask(_: MTPGPTModel, batch: DepthBatch) -> DepthBatch:
+def unshifted_mask(_: GPTModel, batch: DepthBatch) -> DepthBatch:
     return replace(batch, loss_mask_DBS=batch.loss_mask_BS.expand_as(batch.loss_mask_DBS))
 
 
 @pytest.mark.parametrize(
     "fault", [swap_halves_of_eh_proj, chain_before_the_final_norm, later_tokens, later_labels, unshifted_mask]
 )
-def test_a_planted_fault_is_seen(fault: Callable[[MTPGPTModel, DepthBatch], DepthBatch]) -> None:
+def test_a_planted_fault_is_seen(fault: Callable[[GPTModel, DepthBatch], DepthBatch]) -> None:
     ours, theirs = pair(2)
     whole = make_batch(2)
     losses = backward_ours(ours, whole, fault(ours, whole["depths"]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_single import (
     LATENT,
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import depth_batch, documents_from_offsets
 from megatron_mtp.losses.objective import ObjectiveOutput
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -66,7 +66,7 @@ def row_of(pack: Pack) -> dict[str, Any]:
 
 
 def outputs(
-    model: MTPGPTModel, batch: dict[str, Any], packed: PackedSeqParams | None, document_BS: Tensor | None = None
+    model: GPTModel, batch: dict[str, Any], packed: PackedSeqParams | None, document_BS: Tensor | None = None
 ) -> ObjectiveOutput:
     position_ids = torch.zeros_like(batch["tokens"])  # RoPE does not look at them
     return model(
@@ -80,13 +80,13 @@ def outputs(
     )
 
 
-def of_pack(model: MTPGPTModel, pack: Pack) -> ObjectiveOutput:
+def of_pack(model: GPTModel, pack: Pack) -> ObjectiveOutput:
     batch, real, held = row_of(pack), pack.offsets(pack.lengths), pack.offsets(pack.held)
     packed = PackedSeqParams("thd", held, held, held, held, max_seqlen_q=max(pack.held), max_seqlen_kv=max(pack.held))
     return outputs(model, batch, packed, documents_from_offsets(real[None], held[None], pack.slots))
 
 
-def of_documents(model: MTPGPTModel, pack: Pack) -> list[ObjectiveOutput]:
+def of_documents(model: GPTModel, pack: Pack) -> list[ObjectiveOutput]:
     row = row_of(pack)
     found = []
     for start, length in zip(pack.starts, pack.lengths, strict=True):

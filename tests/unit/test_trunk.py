@@ -1,4 +1,4 @@
-"""model/trunk.py: a plain GPT where no objective is given, and Megatron's checkpoint keys."""
+"""model/trained_stage.py: a plain GPT where no objective is given, and Megatron's checkpoint keys."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_single import our_hybrid
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -14,6 +15,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_single import (
@@ -32,9 +34,9 @@ from megatron_single import (
 )
 from tiers import tiered
 
+from megatron_mtp.losses.objective import HeadObjective
 from megatron_mtp.model import mtp
 from megatron_mtp.model.frozen import freeze_trunk
-from megatron_mtp.model.trunk import MTPGPTModel
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -60,6 +62,56 @@ def test_without_an_objective_it_is_megatrons_gpt(kind: dict[str, Any], depths: 
     for with_labels in (True, False):
         ours_out, theirs_out = (plain_forward(model, batch, with_labels) for model in (ours, theirs))
         assert relative_difference(ours_out, theirs_out) < 1e-6
+
+
+PATTERN = "M*-/*-"
+
+
+def model_with_heads(pattern: str | None, freezes: bool = False) -> Any:
+    if pattern is None:
+        return our_model(1, freezes=freezes)
+    return our_hybrid(pattern, settings={"mtp_train_only": freezes})
+
+
+@pytest.mark.parametrize(("pattern", "kind"), [(None, GPTModel), (PATTERN, HybridModel)], ids=["gpt", "hybrid"])
+def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(pattern: str | None, kind: type) -> None:
+    """No method of it is replaced, and the losses in chunks read the head's weight instead of its output."""
+    model = model_with_heads(pattern)
+    assert type(model) is kind
+    assert [name for name in vars(model) if hasattr(kind, name)] == []
+    calls: list[int] = []
+    model.output_layer.register_forward_hook(lambda *_: calls.append(1))
+    loss_of(forward_ours(model, make_batch(1), linear_main=True)).backward()
+    assert calls == []
+    plain_forward(model, make_batch(1), with_labels=True)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("fails", ["decoder", "objective"])
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["gpt", "hybrid"])
+def test_after_a_forward_that_fails_the_model_is_as_before(
+    pattern: str | None, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = model_with_heads(pattern), make_batch(1)
+    expected, before = mean_losses(forward_ours(model, batch)), dict(vars(model))
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(*((model.decoder, "forward") if fails == "decoder" else (HeadObjective, "__call__")), stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            forward_ours(model, batch)
+    assert vars(model) == before
+    assert torch.equal(mean_losses(forward_ours(model, batch)), expected)
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["gpt", "hybrid"])
+def test_a_frozen_trunk_stays_in_evaluation_while_its_heads_train(pattern: str | None) -> None:
+    model = model_with_heads(pattern, freezes=True)
+    forward_ours(model.train(), make_batch(1), trains_trunk=False)
+    training = {name for name, module in model.named_children() if module.training}
+    assert training == {"mtp"}
 
 
 def test_without_depths_there_is_no_block() -> None:
@@ -159,7 +211,7 @@ class FusedAccumulation:
         main_grad_VH += gradient_NV.t() @ states_NH
 
 
-def main_gradients(model: MTPGPTModel, **settings: Any) -> dict[str, torch.Tensor]:
+def main_gradients(model: GPTModel, **settings: Any) -> dict[str, torch.Tensor]:
     """What Megatron's optimizer would see of two microbatches."""
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     wrapped.zero_grad_buffer()
@@ -186,7 +238,7 @@ def test_fused_accumulation_keeps_what_the_depths_add_to_the_head(
     assert max(relative_difference(fused[name], gradient) for name, gradient in plain.items()) <= 1e-5
 
 
-def linear_layers(model: MTPGPTModel) -> dict[bool, set[str]]:
+def linear_layers(model: GPTModel) -> dict[bool, set[str]]:
     """Names of layers, by whether they fuse their weight gradients."""
     named = {name: each.gradient_accumulation_fusion for name, each in model.named_modules() if _is_linear(each)}
     return {fused: {name for name, own in named.items() if own == fused} for fused in (False, True)}
@@ -289,7 +341,7 @@ def test_a_parallel_heads_checkpoint_has_no_embedding_side() -> None:
     assert "mtp.layers.1.final_layernorm.weight" in keys
 
 
-def step(model: MTPGPTModel, batch: dict[str, Any]) -> list[float]:
+def step(model: GPTModel, batch: dict[str, Any]) -> list[float]:
     output = forward_ours(model, batch)
     loss_of(output).backward()
     return mean_losses(output).tolist()

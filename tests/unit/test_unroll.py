@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core import dist_checkpointing
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomize, relative_difference
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
@@ -21,7 +22,6 @@ from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.arguments import CUDA, flags_without, parsed
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.training.arguments import parse_run_args
 
 FLAGS = (
@@ -41,7 +41,7 @@ def arguments(depths: int, passes: int | None = None, more: list[str] | None = N
     return args
 
 
-def model(args: Namespace) -> MTPTrunk:
+def model(args: Namespace) -> LanguageModule:
     made = model_of(args)
     randomize(made)
     return made.train()
@@ -118,7 +118,7 @@ def test_a_folder_with_no_number_of_passes_is_refused(tmp_path: Path) -> None:
         set_passes(arguments(1), config)
 
 
-def save(made: MTPTrunk, args: Namespace, folder: Path) -> None:
+def save(made: LanguageModule, args: Namespace, folder: Path) -> None:
     folder.mkdir(parents=True)
     args.tokenizer_model = None
     entries = {"model": made.sharded_state_dict(), "args": args, "checkpoint_version": 3.0, "iteration": 1}

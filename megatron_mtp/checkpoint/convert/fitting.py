@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,7 +30,6 @@ from megatron_mtp import cpu
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.data.checks import check_data_prefixes, part_of
-from megatron_mtp.model.trunk import MTPTrunk
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Times the mean of the diagonal of sum_i u_i u_i^T."""
@@ -105,7 +105,7 @@ class Fit:
         self.texts = data.texts(args.hidden_size, seed)
         self.args, self._reader, self._layer = args, reader, layer
 
-    def trunk(self) -> MTPTrunk:
+    def trunk(self) -> LanguageModule:
         """The model with the trunk's weights; ValueError where the checkpoint is damaged."""
         model = model_of(self.args)
         fill(model, self._reader, ("embedding.", "decoder.", "output_layer."))
@@ -166,7 +166,7 @@ class Moments:
 
 
 @torch.no_grad()
-def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
+def moments(model: LanguageModule, layer: int, tokens_S: Tensor) -> Moments:
     """Moments of one text, by the modules of the first MTP layer and of the trunk."""
     entered: list[Tensor] = []
     hook = model.decoder.layers[layer].register_forward_pre_hook(
@@ -181,7 +181,7 @@ def moments(model: MTPTrunk, layer: int, tokens_S: Tensor) -> Moments:
     return Moments.of(u_NU, x_NX, x_NX)
 
 
-def run_trunk(model: MTPTrunk, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_trunk(model: LanguageModule, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run a trunk on a text; returns tokens and positions [1, S], and final states [S, 1, H]."""
     tokens_BS = tokens_S.cuda().unsqueeze(0)
     positions_BS = torch.arange(len(tokens_S), device="cuda").unsqueeze(0)

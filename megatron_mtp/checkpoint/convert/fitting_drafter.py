@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,9 +39,9 @@ from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafters import EAGLE3_LAYERS, FITTED
 from megatron_mtp.model.arguments import check_trainable
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
-from megatron_mtp.model.trunk import MTPTrunk
 
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
@@ -137,7 +138,7 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
         **{f"{LAYER}input_layernorm.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")},
         **dict(zip((QKV, PROJ), _attention(fit.args, of_residual, embedded_H, seed), strict=True)),
         **{f"{LAYER}{name}": last.get_parameter(name) for name in COPIED},
-        **({} if drafted_N is None else {HEAD: model.head().weight[drafted_N]}),
+        **({} if drafted_N is None else {HEAD: attached_of(model).head().weight[drafted_N]}),
     }
     return {key: tensor.detach().float().cpu() for key, tensor in weights.items()}
 
@@ -189,7 +190,7 @@ class Seen:
     made_SH: Tensor
 
 
-def _seen(model: MTPTrunk, read: tuple[int, ...], tokens_S: Tensor) -> Seen:
+def _seen(model: LanguageModule, read: tuple[int, ...], tokens_S: Tensor) -> Seen:
     entered, made, layers = list[Tensor](), list[Tensor](), model.decoder.layers
     hooks = [layers[-1].pre_mlp_layernorm.register_forward_pre_hook(lambda _, given: entered.append(given[0][:, 0]))]
     for number in (*read, len(layers)):

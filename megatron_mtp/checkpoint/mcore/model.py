@@ -8,16 +8,16 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from megatron_mtp.checkpoint.mcore import other_key
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
-from megatron_mtp.model.trunk import MTPTrunk
 
 
-def load_model(folder: Path) -> MTPTrunk:
+def load_model(folder: Path) -> LanguageModule:
     """Load a checkpoint's model in float32 and evaluation mode; ValueError where Megatron cannot run it.
 
     A drafter beside MTP layers is left out.
@@ -30,7 +30,7 @@ def load_model(folder: Path) -> MTPTrunk:
     return model
 
 
-def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTrunk:
+def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> LanguageModule:
     """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
 
     `draft_vocabulary` has the ids [N] of the tokens that the depths draft; None for all.
@@ -42,7 +42,7 @@ def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> MTPTr
         return build(config).cuda().eval()
 
 
-def fill(model: MTPTrunk, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
+def fill(model: LanguageModule, reader: DistReader, parts: tuple[str, ...] = ("",)) -> None:
     """Load parameters by Megatron's loader, those whose names begin with one of `parts`; ValueError on faults."""
     check_query_norms(reader, str(reader.folder))
     metadata = dist_checkpointing.load_content_metadata(str(reader.folder)) or {}

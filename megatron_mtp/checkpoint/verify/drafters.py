@@ -39,6 +39,7 @@ from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
 from megatron_mtp.model.arguments import symbols_of_a_layer
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
 
 Drafts = dict[str, Tensor]
@@ -122,9 +123,8 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
     for hook in hooks:
         hook.remove()
     states_SX = torch.cat([states[number] for number in layers or [0]], dim=-1)
-    words_VH, head = model.embedding.word_embeddings.weight, model.head().weight[: reference.keys["vocab_size"]]
-    tokens_S = prompt.tokens_BS[0].cuda()
-    words_VH = reference.weights.get("embed_tokens.weight", words_VH)
+    head, tokens_S = attached_of(model).head().weight[: reference.keys["vocab_size"]], prompt.tokens_BS[0].cuda()
+    words_VH = reference.weights.get("embed_tokens.weight", model.embedding.word_embeddings.weight)
     if reference.block is None:
         return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head)
     return drafted, reference.drafts(states_SX[: place + 1], tokens_S[place + 1 :], words_VH, head)

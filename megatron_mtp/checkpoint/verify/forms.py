@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
@@ -21,7 +22,6 @@ from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits, shardin
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
 from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.patches.catalogue import DamagedError
 
 TOLERANCE = 1e-6
@@ -52,7 +52,7 @@ def verify_forms(one: Path, other: Path, seed: int = 0) -> list[Check]:
     tensors = _same_tensors("tensors", gpt, hybrid, gpt.keys, hybrid.keys, halves)
     states = _same_tensors("tensors of the optimizer's state", gpt, hybrid, gpt.state_keys, hybrid.state_keys, halves)
     checks = [tensors, states, *_same_beside(gpt, hybrid)]
-    models = list[MTPTrunk]()
+    models = list[LanguageModule]()
     for reader in (gpt, hybrid):
         model = model_of(_arguments(reader), stored_draft_vocabulary(reader.folder))
         try:
@@ -146,7 +146,7 @@ def prompt_of(reader: DistReader, seed: int, length: int = LENGTH) -> Prompt:
     return Prompt.of(torch.randint(0, rows, (1, length), generator=torch.Generator().manual_seed(seed)))
 
 
-def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
+def _same_order(gpt: LanguageModule, hybrid: LanguageModule) -> Check:
     """True if both models have their parameters in the same order, in which buffers of the optimizer hold them."""
     names = [  # without the layer, which has another number in the other form
         [
@@ -159,14 +159,14 @@ def _same_order(gpt: MTPTrunk, hybrid: MTPTrunk) -> Check:
     return Check.none_differs("parameters in another order", wrong, "both models, built by Megatron")
 
 
-def _same_logits(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
+def _same_logits(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> Iterator[Check]:
     with torch.no_grad():
         theirs, ours = logits_of(gpt, prompt), logits_of(hybrid, prompt)
     for name, logits_SV in theirs.items():
         yield Check.close(f"{name} logits", ours[name], logits_SV, BOTH, TOLERANCE)
 
 
-def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Check]:
+def _same_step(gpt: LanguageModule, hybrid: LanguageModule, prompt: Prompt) -> Iterator[Check]:
     """Compare a step of AdamW: the loss of trunk and MTP layers before and after it, and the gradients."""
     (their_losses, their_gradients), (our_losses, our_gradients) = (_step(model, prompt) for model in (gpt, hybrid))
     difference = max(abs(one - other) / abs(one) for one, other in zip(their_losses, our_losses, strict=True))
@@ -176,7 +176,7 @@ def _same_step(gpt: MTPTrunk, hybrid: MTPTrunk, prompt: Prompt) -> Iterator[Chec
     yield Check("gradients, largest relative difference", largest, largest <= TOLERANCE, BOTH)
 
 
-def _step(model: MTPTrunk, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
+def _step(model: LanguageModule, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
     """The losses before and after a step, and the gradients by parameter, in the model's order."""
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=RATE)
     loss = _loss(model, prompt)
@@ -187,7 +187,7 @@ def _step(model: MTPTrunk, prompt: Prompt) -> tuple[list[float], list[Tensor]]:
         return [loss.item(), _loss(model, prompt).item()], gradients
 
 
-def _loss(model: MTPTrunk, prompt: Prompt) -> Tensor:
+def _loss(model: LanguageModule, prompt: Prompt) -> Tensor:
     """Cross-entropy, the sum over trunk and MTP layers; a draft vocabulary has the tokens modulo its size."""
     losses = []
     for ahead, logits_SV in enumerate(logits_of(model, prompt).values(), start=1):

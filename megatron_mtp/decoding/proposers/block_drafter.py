@@ -56,7 +56,7 @@ class DFlash(OneCache):
     def block(self, sequences: "Sequences", count: int) -> Tensor:
         """States [K, B, H] of the rows that draft, before the norm."""
         self._keep_context(sequences)
-        newest_B1, drafter = sequences.tokens_at(sequences.newest_B, 1), self.runner.model.drafter
+        newest_B1, drafter = sequences.tokens_at(sequences.newest_B, 1), self.runner.attached.drafter
         assert drafter is not None
         tokens_BR = pad(newest_B1, (0, count + drafter.idle_rows - 1), value=drafter.mask_token)
         place_BR = torch.arange(tokens_BR.size(1), device=tokens_BR.device).expand_as(tokens_BR)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import override
 
 import psutil
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
 from megatron_mtp.decoding.backend import Modules, Pass, Stack, Unfit
@@ -17,7 +18,6 @@ from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, head_of, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product
-from megatron_mtp.model.trunk import MTPTrunk
 
 MOST_OF_FREE_MEMORY = 0.5
 """Part of the free memory that packed weights may take."""
@@ -35,7 +35,7 @@ class CpuRows(Modules):
         Unfit: there is no compiled code, or none for weights of this kind, or no memory for packed weights.
     """
 
-    def __init__(self, model: MTPTrunk, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
+    def __init__(self, model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
         if not is_compiled(model.embedding.word_embeddings.weight) or library() is None:
             raise Unfit
         if not _has_room(model):
@@ -46,7 +46,7 @@ class CpuRows(Modules):
         self._drafts = None if self._head is None else greedy_drafts(self.few_rows[1:], self._head)
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
-        if self.embedding_VH is None or not stack.is_short or self.model.drafter is not None:
+        if self.embedding_VH is None or not stack.is_short or self.attached.drafter is not None:
             return None
         return few_rows(stack.layers, stack.last, self.embedding_VH, self.turns_L211C, stack.mtp)
 

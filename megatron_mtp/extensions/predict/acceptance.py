@@ -7,10 +7,11 @@ token; the trunk adds one more. "Acceptance" of position d is the share of round
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
-from megatron_mtp.model.trunk import MTPTrunk
 
 NOTABLE = 0.02
 """Accepted drafts a round that exchanged halves have to bring to be named as a cause."""
@@ -55,7 +56,7 @@ class Foretold:
 
 
 def foretell(
-    model: MTPTrunk,
+    model: LanguageModule,
     samples: list[Sample],
     count: int,
     feeding: Feeding,
@@ -96,7 +97,7 @@ EXCHANGED = Difference(
 """A fault of the given folder, not of an engine."""
 
 
-def accepted(model: MTPTrunk, text: Text, sample: Sample, count: int, feeding: Feeding) -> AcceptanceStats:
+def accepted(model: LanguageModule, text: Text, sample: Sample, count: int, feeding: Feeding) -> AcceptanceStats:
     """Acceptance in the rounds that an engine would need for this text."""
     stats = AcceptanceStats()
     for kept in rounds(drafts(model, text, count, feeding), sample):

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feeding
-from megatron_mtp.model.hybrid import MTPHybridModel
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.rope import placed
-from megatron_mtp.model.trunk import MTPTrunk
 
 ROWS_OF_LOGITS = 256
 """Rows whose logits are computed together."""
@@ -58,26 +59,26 @@ HYBRID_SENTENCE = (
 )
 
 
-def check_model(model: MTPTrunk) -> None:
+def check_model(model: LanguageModule) -> None:
     """Raises ValueError for a model whose drafts are not made here."""
     if not model.mtp_process:
         raise ValueError("the checkpoint has no depths to draft with; give one that was trained with --mtp-num-layers.")
     if not model.mtp.sequential:
         raise ValueError("the depths are parallel heads, which no engine of the table runs; give sequential depths.")
-    if isinstance(model, MTPHybridModel):
+    if isinstance(model, HybridModel):
         raise ValueError(HYBRID_SENTENCE)
     if model.config.window_size is not None:
         raise ValueError("the model's attention has a window, which foretell does not run yet; give one without.")
 
 
-def trained_feeding(model: MTPTrunk) -> Feeding:
+def trained_feeding(model: LanguageModule) -> Feeding:
     """Inputs of the depths in training; a single layer makes every draft, whatever it is called."""
     feeding = SHARED_KEYS if model.mtp.shares_kv else TRAINED
     return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
 
 
 @torch.no_grad()
-def read_text(model: MTPTrunk, tokens: list[int]) -> Text:
+def read_text(model: LanguageModule, tokens: list[int]) -> Text:
     """Run the trunk over a text."""
     attention = _attention(model, None, list(range(len(tokens))))
     with _input_of(model.decoder.final_layernorm) as before:
@@ -90,7 +91,7 @@ def read_text(model: MTPTrunk, tokens: list[int]) -> Text:
 
 
 @torch.no_grad()
-def greedy(model: MTPTrunk, prompt: list[int], new: int) -> list[int]:
+def greedy(model: LanguageModule, prompt: list[int], new: int) -> list[int]:
     """Prompt and continuation, by whole forwards of the trunk: slow, and without a cache that could be wrong."""
     tokens = list(prompt)
     for _ in range(new):
@@ -99,7 +100,7 @@ def greedy(model: MTPTrunk, prompt: list[int], new: int) -> list[int]:
 
 
 @torch.no_grad()
-def drafts(model: MTPTrunk, text: Text, count: int, feeding: Feeding) -> list[list[int]]:
+def drafts(model: LanguageModule, text: Text, count: int, feeding: Feeding) -> list[list[int]]:
     """Drafts 1 .. `count` of every start i, as lists of R tokens; draft d is for token i + d + 1.
 
     Args:
@@ -123,14 +124,15 @@ def drafts(model: MTPTrunk, text: Text, count: int, feeding: Feeding) -> list[li
     return made
 
 
-def likeliest(model: MTPTrunk, states_RBH: Tensor) -> list[int]:
+def likeliest(model: LanguageModule, states_RBH: Tensor) -> list[int]:
     """The likeliest token of every state [R, 1, H]."""
-    project, tokens = model.head(None).project, model.true_vocab_size
+    attached = attached_of(model)
+    project, tokens = attached.head().project, attached.true_vocab_size
     parts = [project(part_RBH)[:, 0, :tokens].argmax(-1) for part_RBH in states_RBH.split(ROWS_OF_LOGITS)]
     return [int(token) for token in torch.cat(parts)]
 
 
-def _layer(model: MTPTrunk, number: int, feeding: Feeding) -> MultiTokenPredictionLayer:
+def _layer(model: LanguageModule, number: int, feeding: Feeding) -> MultiTokenPredictionLayer:
     layers = model.mtp.layers
     layer = layers[0] if feeding.module == "first" else layers[(number - 1) % len(layers)]
     assert isinstance(layer, MultiTokenPredictionLayer)
@@ -149,7 +151,7 @@ def _blocks(text: Text, states_RBH: Tensor, chain: list[Tensor], number: int, fe
 
 
 def _run(
-    model: MTPTrunk,
+    model: LanguageModule,
     layer: MultiTokenPredictionLayer,
     tokens: list[int],
     blocks: list[Block],
@@ -199,14 +201,15 @@ def _with_first(visible_NN: Tensor) -> Tensor:
     return torch.cat([first, wider])
 
 
-def _attention(model: MTPTrunk, mask: Tensor | None, positions: list[int]) -> AttentionInputs:
+def _attention(model: LanguageModule, mask: Tensor | None, positions: list[int]) -> AttentionInputs:
     """Mask and rotary angles; latent attention makes its own (`placed`)."""
-    angles = model.rotary_angles(max(positions) + 1)[0][positions] if model.turns_heads else None
+    attached = attached_of(model)
+    angles = attached.rotary_angles(max(positions) + 1)[0][positions] if attached.turns_heads else None
     return AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
 
 
 @contextmanager
-def _swapped(model: MTPTrunk, swapped: bool) -> Iterator[None]:
+def _swapped(model: LanguageModule, swapped: bool) -> Iterator[None]:
     """While this lasts, the halves of every eh_proj are exchanged."""
     layers: Iterable[torch.nn.Module] = model.mtp.layers if swapped else ()
     _exchange_halves(layers)
@@ -222,7 +225,7 @@ def _exchange_halves(layers: Iterable[torch.nn.Module]) -> None:
         weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
 
 
-def _embed(model: MTPTrunk, tokens: list[int]) -> Tensor:
+def _embed(model: LanguageModule, tokens: list[int]) -> Tensor:
     """[N, 1, H], a copy."""
     device = _device(model)
     positions_BN = torch.arange(len(tokens), device=device).unsqueeze(0)
@@ -231,7 +234,7 @@ def _embed(model: MTPTrunk, tokens: list[int]) -> Tensor:
     return embedded_NBH.clone()
 
 
-def _device(model: MTPTrunk) -> torch.device:
+def _device(model: LanguageModule) -> torch.device:
     return model.embedding.word_embeddings.weight.device
 
 

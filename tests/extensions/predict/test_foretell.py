@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import make
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import LATENT, MOE, join_world_of_one, our_model
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
-from megatron_mtp.model.mtp import AttentionInputs, TrunkOutput
-from megatron_mtp.model.trunk import MTPGPTModel
+from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.model.mtp import AttentionInputs
 
 COUNT = 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -33,9 +34,7 @@ def _world() -> None:
 # --- a plain reference: one round, one sequence, no blocks and no masks but the causal one ---------------------------
 
 
-def depth_of(
-    model: MTPGPTModel, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool
-) -> tuple[Tensor, Tensor]:
+def depth_of(model: GPTModel, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool) -> tuple[Tensor, Tensor]:
     """States [S, 1, H] of a depth over the rows of a sequence, before and after its final norm."""
     layer, slots = model.mtp.layers[number], len(ids)
     embedded_SBH = model.embedding(torch.tensor([ids]), torch.arange(slots)[None]).clone()
@@ -49,12 +48,12 @@ def depth_of(
     return before_SBH, norm(before_SBH)
 
 
-def likeliest(model: MTPGPTModel, state_SBH: Tensor) -> int:
-    return int(model.head(None).project(state_SBH[-1:])[0, 0].argmax())
+def likeliest(model: GPTModel, state_SBH: Tensor) -> int:
+    return int(attached_of(model).head().project(state_SBH[-1:])[0, 0].argmax())
 
 
 def reused_round(
-    model: MTPGPTModel, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
+    model: GPTModel, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
 ) -> list[int]:
     """Depth 1 over the known tokens with the trunk's states, then on its own state, as EAGLE's drafts are made."""
     states_SBH, ids = text.states(trunk)[: start + 1], text.tokens[1 : start + 2]
@@ -69,7 +68,7 @@ def reused_round(
     return made
 
 
-def own_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
+def own_round(model: GPTModel, text: Text, start: int) -> list[int]:
     """Depth after depth, each over all rows of the depth before."""
     states_SBH, made = text.after_SBH[: start + 1], []
     for number in range(COUNT):
@@ -79,7 +78,7 @@ def own_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
     return made
 
 
-def window_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
+def window_round(model: GPTModel, text: Text, start: int) -> list[int]:
     """Depth after depth; states and tokens move up by one, and the last output is appended (TensorRT-LLM's example)."""
     states_SBH, ids, made = text.after_SBH[: start + 1], text.tokens[1 : start + 2], []
     for number in range(COUNT):
@@ -90,7 +89,7 @@ def window_round(model: MTPGPTModel, text: Text, start: int) -> list[int]:
     return made
 
 
-Round = Callable[[MTPGPTModel, Text, int], list[int]]
+Round = Callable[[GPTModel, Text, int], list[int]]
 ROUNDS: dict[tuple[str, str, int], Round] = {
     ("vllm", "glm4_moe", 2): lambda *given: reused_round(*given, "after", "before", zeroed=True),
     ("vllm", "deepseek_v3", 2): lambda *given: reused_round(*given, "after", "after", zeroed=True),
@@ -137,18 +136,18 @@ def test_shared_keys_make_the_drafts_of_a_block_that_was_trained_so() -> None:
     compare_with_block(model, SHARED_KEYS)
 
 
-def compare_with_block(model: MTPGPTModel, feeding: Feeding) -> None:
+def compare_with_block(model: GPTModel, feeding: Feeding) -> None:
     text, starts = read_text(model, TOKENS), len(TOKENS) - COUNT - 1
     made = drafts(model, text, COUNT, feeding)
     tokens_DBS = torch.tensor([[TOKENS[depth : depth + starts]] for depth in range(1, COUNT + 1)])
     latent = model.config.multi_latent_attention
     attention = AttentionInputs(rotary_pos_emb=None if latent else model.rotary_pos_emb(starts))
     positions_BS = torch.arange(starts)[None]
-    trunk = TrunkOutput(text.after_SBH[:starts], positions_BS, model.embedding, attention, model._angles)
+    trunk = attached_of(model).trunk_output(text.after_SBH[:starts], positions_BS, attention)
     given = tokens_DBS, positions_BS, model.embedding, attention
     states = model.mtp(trunk.hidden_SBH, *given, angles=model.mtp.later_angles(trunk))
     for draft, state_SBH in zip(made, states, strict=True):
-        assert draft == model.head(None).project(state_SBH)[:, 0].argmax(-1).tolist()
+        assert draft == attached_of(model).head().project(state_SBH)[:, 0].argmax(-1).tolist()
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ def test_rounds_by_hand() -> None:
 
 
 @torch.no_grad()
-def text_of_drafts(model: MTPGPTModel, feeding: Feeding, length: int) -> list[int]:
+def text_of_drafts(model: GPTModel, feeding: Feeding, length: int) -> list[int]:
     """A text in which the first draft by these rules is always right."""
     tokens = [3, 5]
     while len(tokens) < length:

@@ -19,6 +19,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.audit.auditing import audit
@@ -33,7 +34,6 @@ from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import greedy, read_text
-from megatron_mtp.model.trunk import MTPTrunk
 from megatron_mtp.runtime import prepare
 
 prepare()
@@ -98,7 +98,7 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
     agree(load_model(checkpoint), served, case.family, name)
 
 
-def agree(model: MTPTrunk, served: list[dict[str, Any]], family: str, name: str) -> None:
+def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name: str) -> None:
     """vLLM's tokens are our greedy ones, and it accepted the drafts that we foretell."""
     feeding = ENGINES["vllm"].feeding(family, len(model.mtp.layers))
     whole = greedy(model, PROMPT, NEW + max(DRAFTS) + 1)

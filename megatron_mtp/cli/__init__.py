@@ -15,6 +15,10 @@ evaluate.py    loss and acceptance of a checkpoint on a text
 check.py       drafts of a folder, here or behind a server, beside its record of acceptance
 audit.py       what is in a checkpoint, and what differs between two
 attach.py      MTP layers for a Hugging Face model, step by step
+attach_steps.py       the command of every step
+attach_training.py    what every training and evaluation is given
+attach_probe.py       the budget beside a training, and the probe of learning rates and losses
+attach_guard.py       layers that draft worse than before are not exported
 preprocess.py  text to .bin and .idx
 doctor.py      what this machine has, and what the absence of a thing costs
 """

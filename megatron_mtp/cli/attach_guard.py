@@ -1,0 +1,85 @@
+"""The guard of `megatron-mtp attach`: MTP layers that draft worse than those that they began as are not exported.
+
+The same held-out documents were drafted before and after the training. For all of them, and for every source of eight
+documents or more apart, the gain in expected accepted length has the standard error of a bootstrap over documents.
+"""
+
+import json
+import os
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, gain_of, with_others
+from megatron_mtp.cli.attach_probe import TABLE
+from megatron_mtp.files import written_beside
+from megatron_mtp.training.run_files import read_documents
+
+DEVIATIONS = 2
+"""Standard errors by which the expected accepted length may fall in training."""
+ALL = "all text"
+
+
+class Gain(NamedTuple):
+    """Expected accepted lengths before and after the training, and the error of their difference."""
+
+    before: float
+    after: float
+    error: float
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it has fallen beyond the error."""
+        return self.after < self.before - self.error
+
+
+def gains(before: BySource, after: BySource) -> dict[str, Gain]:
+    """The gain of all documents, and of every source."""
+    begun, trained = with_others(before), with_others(after)
+    found = {ALL: _gain(_documents(before), _documents(after))} if before and after else {}
+    return found | {name: _gain(begun[name], trained[name]) for name in begun if name in trained and len(begun) > 1}
+
+
+def _documents(sources: BySource) -> dict[int, AcceptanceStats]:
+    return {number: stats for documents in sources.values() for number, stats in documents.items()}
+
+
+def _gain(before: dict[int, AcceptanceStats], after: dict[int, AcceptanceStats]) -> Gain:
+    numbers = sorted(before.keys() & after.keys())
+    begun, trained = ([of[number] for number in numbers] for of in (before, after))
+    gain, error = gain_of(begun, trained)
+    length = sum(begun, AcceptanceStats()).expected_length
+    return Gain(length, length + gain, DEVIATIONS * error)
+
+
+def check_gain(args: Namespace) -> None:
+    """Keep the gains in the record of the trained checkpoint.
+
+    Raises:
+        ValueError: the layers draft worse than before, on all held-out text or on a source of it.
+    """
+    record = args.run / "checkpoint" / RECORD
+    found = gains(read_documents(args.run / "before"), read_documents(args.run))
+    if args.drafter or not found or not record.is_file():  # a new drafter begins from nothing
+        return
+    worse = {name: gain for name, gain in found.items() if gain.is_worse}
+    if worse and not args.allow_worse:
+        name, gain = min(worse.items(), key=lambda pair: pair[1].after - pair[1].before + pair[1].error)
+        origin = "those of --donor" if args.donor else "at their start"
+        raise ValueError(
+            f"the MTP layers draft worse than {origin} on {name}: {gain.after:.3f} tokens a forward of held-out text, "
+            f"and {gain.before:.3f} before the training (error {gain.error:.3f}), so they are not exported; train them "
+            "in another RUN with a lower --learning-rate, another --loss or other text, or give --allow-worse."
+        )
+    whole = found.pop(ALL)
+    start: dict[str, Any] = {
+        "donor": None if args.donor is None else os.path.abspath(args.donor),
+        "text": os.path.basename(args.corpus),
+        EXPECTED_LENGTH: whole.before,
+        "error": whole.error,
+        "is worse": bool(worse),
+        "sources": {name: {EXPECTED_LENGTH: gain.before, "error": gain.error} for name, gain in found.items()},
+    }
+    probe = args.run / TABLE
+    learned = {"before": start} | ({"probe": json.loads(probe.read_text())} if probe.is_file() else {})
+    with written_beside(record) as beside:
+        beside.write_text(json.dumps(json.loads(record.read_text()) | learned, indent=2))

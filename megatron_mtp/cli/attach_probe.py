@@ -1,0 +1,160 @@
+"""The probe of `megatron-mtp attach`: a learning rate and a loss by successive halving, within a budget of steps.
+
+The budget: what is spent beside the training is at most 15 % of its steps, where a step and a batch of an evaluation
+count alike. The evaluations before, in and after the training (the guard) take up to half, but not fewer than three.
+The rest is the probe's: every candidate is trained for R steps from the beginning, the better half again for 2R, and
+the best of that round is chosen by its expected accepted length on held-out text. Where R would be below 50 there is
+no probe, and the defaults are taken; so it is with flags that leave nothing to choose.
+
+RUN/probe has a folder for every trial, and RUN/probe.json the table. A finished trial is not repeated.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.acceptance import EXPECTED_LENGTH
+from megatron_mtp.cli.attach_training import Choice, beginning, training_of
+from megatron_mtp.files import written_beside
+from megatron_mtp.training.run_files import METRICS, read_rows
+
+SHARE = 0.15
+"""Of the training's steps, for probe and guard together."""
+LEAST_STEPS, MOST_EVALUATIONS = 50, 10
+RATE, RATES = "5e-4", ("5e-4", "1.5e-3", "1.5e-4")
+LOSS, LOSSES = "kd", ("kd", "lk")
+"""The defaults, and what the probe chooses from."""
+TABLE, TRIALS = "probe.json", "probe"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Steps of a training, and batches of its evaluations.
+
+    Attributes:
+        interval: steps between evaluations in the training.
+        guard: batches of all evaluations around the training.
+        rounds: of the probe: trials, and steps of each; none without a probe.
+        evaluated: batches of a trial's evaluation.
+    """
+
+    interval: int
+    guard: int
+    rounds: tuple[tuple[int, int], ...]
+    evaluated: int
+
+    @property
+    def probe(self) -> int:
+        """Steps and batches of the probe."""
+        return sum(trials * (steps + self.evaluated) for trials, steps in self.rounds)
+
+
+def budget_of(args: Namespace) -> Budget:
+    """The budget of a run, by the rule above."""
+    batches, most = int(args.evaluated_batches), int(SHARE * args.steps)
+    evaluations = min(max(most // (2 * batches) - 2, 1), MOST_EVALUATIONS)
+    interval = -(-args.steps // evaluations)
+    guard = (args.steps // interval + 2) * batches
+    count, evaluated = len(candidates(args)), max(batches // 2, 1)
+    shares = [(count, 1), (-(-count // 2), 2)] if count > 2 else [(count, 1)]
+    left = most - guard - evaluated * sum(trials for trials, _ in shares)
+    steps = left // sum(trials * share for trials, share in shares)
+    is_probed = count > 1 and steps >= LEAST_STEPS
+    return Budget(interval, guard, tuple((trials, share * steps) for trials, share in shares if is_probed), evaluated)
+
+
+def default(args: Namespace) -> Choice:
+    """The settings without a probe."""
+    return candidates(args)[0]
+
+
+def candidates(args: Namespace) -> list[Choice]:
+    """What the probe chooses from: what the flags leave open. The first is the default."""
+    rates = RATES if args.learning_rate is None else (args.learning_rate,)
+    losses = LOSSES if args.loss is None and not args.drafter else (args.loss,)
+    return [Choice(rate, loss) for loss in losses for rate in rates]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, trained for so many steps."""
+
+    choice: Choice
+    steps: int
+    folder: Path
+
+    def command(self, args: Namespace, batches: int) -> list[str]:
+        """The verb and its arguments."""
+        once = f"--eval-iters {batches} --eval-interval {self.steps + 1}".split()  # after the last step alone
+        load = ["--load", beginning(args), "--finetune", "--mtp-metrics-dir", str(self.folder)]
+        return ["train", *training_of(args, self.choice, self.steps), *once, *load]
+
+    @property
+    def length(self) -> float | None:
+        """Expected accepted length after it; None where it is not finished, 0 where it failed."""
+        with suppress(ValueError):
+            rows = [row for row in read_rows(self.folder) if row["split"] == "validation"]
+            return next((float(row[EXPECTED_LENGTH]) for row in rows if EXPECTED_LENGTH in row), None)
+        return None
+
+    def fail(self) -> None:
+        """Record that it did not get through: its loss diverged, or it has no memory."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        row = {"iteration": self.steps, "split": "validation", EXPECTED_LENGTH: 0.0}
+        with written_beside(self.folder / METRICS) as beside:
+            beside.write_text(json.dumps(row) + "\n")
+
+
+def rounds(args: Namespace) -> Iterator[list[Trial]]:
+    """The trials of every round whose trials before are finished."""
+    chosen = candidates(args)
+    for count, steps in budget_of(args).rounds:
+        folders = (args.run / TRIALS / f"{each.loss or 'own'}-{each.rate}-{steps}" for each in chosen[:count])
+        trials = [Trial(each, steps, folder) for each, folder in zip(chosen, folders, strict=False)]
+        yield trials
+        if any(trial.length is None for trial in trials):
+            return
+        chosen = [trial.choice for trial in sorted(trials, key=lambda trial: -(trial.length or 0))]
+
+
+def left_trial(args: Namespace) -> Trial | None:
+    """The next trial to run, or the one of --trial; None where all are finished."""
+    trials = [trial for each in rounds(args) for trial in each]
+    if args.trial is not None:
+        trials = trials[args.trial : args.trial + 1] if args.trial < len(candidates(args)) else []
+    return next((trial for trial in trials if trial.length is None), None)
+
+
+def next_trial(args: Namespace) -> list[str] | None:
+    """The command of the next trial."""
+    trial = left_trial(args)
+    return None if trial is None else trial.command(args, budget_of(args).evaluated)
+
+
+def choice(args: Namespace) -> Choice:
+    """The best of the last round; the default without a probe, or before it has ended."""
+    *_, last = [[], *rounds(args)]
+    finished = [trial for trial in last if trial.length]
+    return max(finished, key=lambda trial: trial.length or 0).choice if finished else default(args)
+
+
+def keep_table(args: Namespace) -> dict[str, Any] | None:
+    """Write the table of a finished probe, and print it; returns it, None without a probe."""
+    trials = [trial for each in rounds(args) for trial in each]
+    if not trials:
+        return None
+    chosen, budget = choice(args), budget_of(args)
+    rows = [{**trial.choice._asdict(), "steps": trial.steps, EXPECTED_LENGTH: trial.length} for trial in trials]
+    spent = {"probe": budget.probe, "guard": budget.guard, "training": args.steps}
+    table = {"trials": rows, "chosen": chosen._asdict(), "steps and evaluated batches": spent}
+    with written_beside(args.run / TABLE) as beside:
+        beside.write_text(json.dumps(table, indent=2))
+    print("  learning rate   loss   steps   expected accepted length")
+    for trial in trials:
+        mark = ">" if trial.choice == chosen else " "
+        print(f"{mark} {trial.choice.rate:>13}   {trial.choice.loss or '':4} {trial.steps:7}   {trial.length or 0:.3f}")
+    return table

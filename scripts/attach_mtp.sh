@@ -7,7 +7,9 @@
 # (runs/attached). Started again, it goes on.
 # Settings, as environment variables:
 #   UNROLL 2 passes of one depth, or DEPTHS of their own   INIT fitted (last-layer, random)   LOSS kd (ce, kd, ...)
-#   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   FRACTION 1   PRECISION --bf16
+#   STEPS 600   SEQUENCE 512   BATCH 4   LR 5e-4   FRACTION 1   PRECISION --bf16   PATIENCE 3 evaluations without growth
+#   Without LR or LOSS a long training chooses them by a probe: ONLY=probe TRIAL=I runs one candidate of it.
+#   ONLY the steps to run, of all   TRUNK a Megatron checkpoint of MODEL, which then needs no weights
 #   DONOR a model whose MTP layers are grafted and trained on (INIT donor)
 #   FAMILY glm4_moe (or mimo; deepseek_v3 for latent attention)   PROMPT a text to draft on   FLAGS more of pretrain_gpt.py
 #   SELF_GENERATED N texts of the model itself to train on   TEMPERATURE, NEW_TOKENS, PROMPT_TOKENS of these texts
@@ -27,16 +29,26 @@ launch=${LAUNCH:-$python}
 attach=(
     -m megatron_mtp attach "$model" "$corpus" "$run" --steps "${STEPS:-600}"
     ${DEPTHS:+--mtp-layers "${DEPTHS:-}"} ${UNROLL:+--unroll "${UNROLL:-}"} ${INIT:+--mtp-init "${INIT:-}"}
-    ${DONOR:+--donor "${DONOR:-}"}
-    --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" --learning-rate "${LR:-5e-4}" --loss "${LOSS:-kd}"
-    --token-fraction "${FRACTION:-1}" ${FAMILY:+--family "${FAMILY:-}"} --evaluated-batches "${EVAL_ITERS:-8}"
+    ${DONOR:+--donor "${DONOR:-}"} ${TRUNK:+--load "${TRUNK:-}"} ${LR:+--learning-rate "${LR:-}"}
+    --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" ${LOSS:+--loss "${LOSS:-}"}
+    --token-fraction "${FRACTION:-1}" ${FAMILY:+--family "${FAMILY:-}"} --evaluated-batches "${EVAL_ITERS:-8}" --patience "${PATIENCE:-3}"
     --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"
     --temperature "${TEMPERATURE:-0.7}" --max-new-tokens "${NEW_TOKENS:-256}" --prompt-tokens "${PROMPT_TOKENS:-32}"
     ${SELF_GENERATED:+--self-generated "${SELF_GENERATED:-}"} --float32 ${PRECISION---bf16} ${FLAGS:-}
 )
-for step in corpus trunk start sample before train export verify draft; do
+for step in ${ONLY:-corpus trunk start sample before probe train export verify draft}; do
     case $step in
         before | train) $launch "${attach[@]}" --only "$step" ;;
+        probe)
+            if [ -n "${TRIAL:-}" ]; then
+                $launch "${attach[@]}" --only probe --trial "$TRIAL"
+                continue
+            fi
+            until $python "${attach[@]}" --only probe --dry-run | grep ': finished$' >/dev/null; do
+                $launch "${attach[@]}" --only probe # a trial
+            done
+            $python "${attach[@]}" --only probe # the table
+            ;;
         *) $python "${attach[@]}" --only "$step" ;;
     esac
 done

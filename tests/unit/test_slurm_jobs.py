@@ -107,7 +107,7 @@ def test_an_array_takes_a_value_each(cluster: Cluster) -> None:
         ),
         ("pretrain", ["tiny"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run scripts/setup.sh"),
         ("convert", ["tiny", "back"], {}, "the direction is 'back'; give mcore-to-hf or hf-to-mcore"),
-        ("attach_mtp", ["tiny"], {}, "CORPUS is not set; give the text to train on"),
+        ("attach", ["tiny"], {}, "CORPUS is not set; give the text to train on"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -167,13 +167,42 @@ def test_a_conversion_is_proved(cluster: Cluster) -> None:
 def test_attaching_depths_takes_a_step_for_every_program(cluster: Cluster) -> None:
     """`attach_mtp.sh` takes the steps of `megatron-mtp attach` one by one; here srun stops it at the first."""
     cluster.answer("srun", "exit 4")
-    done = cluster.submit("attach_mtp", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs")
+    done = cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs")
     assert done.returncode == 4, done.stderr
     words = cluster.given()
     first = words.index("megatron_mtp")
     assert words[first + 1 : first + 5] == ["attach", str(ROOT / "docs"), str(ROOT / "LICENSE"), str(cluster.run)]
     assert value(words, "--only") == "corpus"
     assert value(words, "--chdir") == str(cluster.run / "jobs/123456/code")
+
+
+def test_an_array_without_a_sweep_runs_the_trials_of_the_probe(cluster: Cluster) -> None:
+    """Each in the one folder, with all ranks."""
+    done = cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs", SLURM_ARRAY_TASK_ID="4")
+    assert done.returncode == 0, done.stderr
+    words = cluster.given()
+    assert words.count("attach") == 1
+    assert (value(words, "--only"), value(words, "--trial")) == ("probe", "4")
+    assert value(words, "--nproc-per-node") == "4"
+    assert str(cluster.run) in words
+
+
+def test_the_rest_of_the_probe_runs_until_it_is_finished(cluster: Cluster) -> None:
+    cluster.answer(
+        "srun",
+        f"""[[ $* != *--dry-run* ]] || [ ! -e {cluster.folder}/ran ] || echo "> x: finished"
+[[ $* = *--dry-run* ]] || touch {cluster.folder}/ran""",
+    )
+    variables = {"CORPUS": "LICENSE", "HF_MODEL": "docs", "ONLY": "probe train", "TRUNK": "trunk", "LR": "1e-3"}
+    done = cluster.submit("attach", "smollm2_135m", **variables)
+    assert done.returncode == 0, done.stderr
+    words = cluster.given()
+    places = [place for place, word in enumerate(words) if word == "--only"]
+    assert [words[place + 1] for place in places] == ["probe", "probe", "probe", "probe", "train"]
+    assert words.count("--dry-run") == 2
+    assert words.count("torch.distributed.run") == 2, "a trial, and the training"
+    assert (value(words, "--load"), value(words, "--learning-rate")) == ("trunk", "1e-3")
+    assert "--loss" not in words
 
 
 class Node:

@@ -95,6 +95,7 @@ SMOKE = {
     "planning": [],
     "decoding": ["--dtype", "float32", "--model", "small"],
     "serving": [],
+    "joint": [],
     "convert": ["--folder", "FOLDER"],
     "audit": ["--folder", "FOLDER"],
     "shift": [],

@@ -1,0 +1,129 @@
+"""The methods of arXiv:2407.09722 on one trunk: tokens a forward, perplexity and energy of sampled texts.
+
+    python benchmarks/joint.py                        the quickstart's trunk; a small model is trained first (a minute)
+    python benchmarks/joint.py --batch-sizes 1 4 16   energy and speed by batch size too
+    python benchmarks/joint.py --quick                does it run? (the figures mean nothing)
+
+    speculative   chains of the small model, the rule of rejection
+    BiLD          chains that end where the small model is unsure; rolled back where the trunk finds a token unlikely
+    SpecTr        trees of samples, k-sequential selection
+    SpecInfer     the same trees, multi-round rejection
+    MTAD          the likeliest of a beam; the longest prefix whose joint p/q is above a threshold
+
+Prompts are pieces of the corpus that the trunk was not trained on. Every method samples at temperature 1, in turns with
+plain decoding, as `generate --compare` does. Speculative, SpecTr and SpecInfer keep the trunk's distribution: their
+perplexity is that of plain sampling but for chance. BiLD and MTAD move it.
+"""
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.agreeing import agreeing_model
+from benchmarks.harness import Found, Table, count, main
+from megatron_mtp.cli.cost import NO_METER, Work, summary
+from megatron_mtp.data.prompts import Beginnings
+from megatron_mtp.decoding import load_runner
+from megatron_mtp.decoding.method import config_from, make_method
+from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.model.build import join_world
+from megatron_mtp.runtime import prepare
+
+ON_CPU = prepare()
+
+DRAFTS, TREE, BEAM = 4, [3, 2, 1, 1], 4
+MODEL: dict[str, Any] = {"model": "the small model", "num_speculative_tokens": DRAFTS}
+METHODS: dict[str, dict[str, Any]] = {
+    "speculative": {"method": "draft_model", **MODEL, "verifier": "rejection"},
+    "BiLD": {"method": "draft_model", **MODEL, "verifier": "bild"},
+    "SpecTr": {"method": "draft_model_tree", **MODEL, "tree": TREE, "verifier": "spectr"},
+    "SpecInfer": {"method": "draft_model_tree", **MODEL, "tree": TREE, "verifier": "specinfer"},
+    "MTAD, tau 0.5": {"method": "draft_model", **MODEL, "beam_width": BEAM, "verifier": "joint", "threshold": 0.5},
+    "MTAD, tau 0.1": {"method": "draft_model", **MODEL, "beam_width": BEAM, "verifier": "joint", "threshold": 0.1},
+}
+SMALL = (
+    "--num-layers 1 --hidden-size 128 --num-attention-heads 2 --seq-length 256 --max-position-embeddings 256 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --micro-batch-size 8 --global-batch-size 8 --train-iters 270 --lr 3e-3 "
+    "--min-lr 0 --lr-decay-style linear --lr-warmup-iters 20 --mtp-num-layers 0 --split 98,2,0 "
+    "--make-vocab-size-divisible-by 128 --no-create-attention-mask-in-dataloader --eval-interval 270 --eval-iters 4 "
+    "--save-interval 270 --tokenizer-type HuggingFaceTokenizer"
+).split()
+"""The small model: one layer, trained for as many steps as the quickstart's trunk."""
+PROMPT_TOKENS = 32
+
+OWN, DATA = Path("runs/quickstart/checkpoint"), Path("runs/quickstart/data/corpus")
+FLAGS: dict[str, dict[str, Any]] = {
+    "--checkpoint": {"type": Path, "default": OWN, "help": f"the trunk; default: {OWN}"},
+    "--data": {"type": Path, "default": DATA, "metavar": "PREFIX", "help": f"its corpus; default: {DATA}"},
+    "--small": {
+        "type": Path,
+        "default": Path("runs/joint/small"),
+        "help": "the small model's checkpoint, trained on the corpus where there is none; default: runs/joint/small",
+    },
+    "--prompts": {"type": count, "default": 32, "metavar": "N", "help": "default: 32"},
+    "--new-tokens": {"type": count, "default": 128, "metavar": "N", "help": "of every text; default: 128"},
+    "--batch-sizes": {"type": count, "nargs": "+", "default": [1], "metavar": "B", "help": "default: 1"},
+}
+
+
+def joint(wanted: Namespace) -> Found:
+    """Every method at every batch size, in turns with plain decoding."""
+    join_world()
+    if wanted.quick:
+        sizes: dict[str, Any] = {"hidden": 64, "vocabulary": 128, "noise": 0.5}
+        runner, small = (Runner(agreeing_model(layers=layers, depths=1, **sizes)) for layers in (2, 1))
+        prompts, new = [[5, 6, 7], [8, 9]], 8
+    else:
+        if not wanted.small.is_dir():
+            train_small(wanted.small, wanted.data)
+        runner, small = load_runner(wanted.checkpoint), load_runner(wanted.small)
+        drawn = Beginnings(str(wanted.data), PROMPT_TOKENS, 1, "98,2,0", "validation", anywhere=True)
+        prompts, new = [drawn.prompt(number) for number in range(wanted.prompts)], wanted.new_tokens
+    figures: dict[str, dict[str, Any]] = {}
+    for batch in wanted.batch_sizes:
+        work = Work(runner, prompts, new, Sampling(1.0), frozenset(), small, None, batch, 0)
+        figures |= {_called(name, batch, wanted): measured(work, given) for name, given in METHODS.items()}
+    not_run = {"energy": NO_METER} if all(one["energy_joules_per_token"] is None for one in figures.values()) else {}
+    return Found(
+        {"prompts": len(prompts), "new_tokens": new, "figures": figures}, tables=[table(figures)], not_run=not_run
+    )
+
+
+def train_small(folder: Path, data: Path) -> None:
+    """Train the small model with the trunk's tokenizer."""
+    given = ["--data-path", str(data), "--tokenizer-model", f"{data}-tokenizer", "--save", str(folder)]
+    subprocess.run([sys.executable, "-m", "megatron_mtp", "train", *SMALL, *given], check=True, stdout=sys.stderr)
+
+
+def measured(work: Work, given: dict[str, Any]) -> dict[str, Any]:
+    """What `generate --compare --json` prints of a method."""
+    config = config_from(given)
+    make_method(work.runner, config, work.sampling, work.drafter)  # refuses what does not fit
+    cost, plain, same = work.compared(config, [])
+    perplexities = work.perplexity(config), work.perplexity(None)
+    joules = None if plain.joules is None else plain.joules / max(plain.stats.emitted, 1)
+    return summary(cost, work.runner.dtype, plain, same, perplexities) | {"plain_joules_per_token": joules}
+
+
+def table(figures: dict[str, dict[str, Any]]) -> Table:
+    """A row a method, and plain decoding first."""
+    header = ("method", "tokens a forward", "perplexity", "over plain, times", "J/token")
+    names = ("accepted_length", "perplexity", "speed_up", "energy_joules_per_token")
+    first = next(iter(figures.values()))
+    plain = ("plain", 1.0, first["plain_perplexity"], 1.0, first["plain_joules_per_token"])
+    rows = [(name, *(one[figure] for figure in names)) for name, one in figures.items()]
+    return Table("Sampled texts at temperature 1", header, [plain, *rows])
+
+
+def _called(name: str, batch: int, wanted: Namespace) -> str:
+    return name if len(wanted.batch_sizes) == 1 else f"{name}, batch {batch}"
+
+
+if __name__ == "__main__":
+    main(joint, __doc__, ON_CPU, flags=FLAGS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megatron_mtp.cli.terminal import (
     Stream,
     add_checkpoint_flags,
+    add_ranks_flags,
     add_sampling_flags,
     cutter,
     own_output,
@@ -70,6 +71,7 @@ def parser(program: str) -> Parser:
         "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.",
     )
     add_checkpoint_flags(made)
+    add_ranks_flags(made)
     add = made.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
@@ -125,9 +127,10 @@ def run(args: Namespace, answer: TextIO) -> None:
 
     sampling = Sampling.of(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)
-    check_counts(args, "batch_size")
+    check_counts(args, "batch_size", "expert_model_parallel_size")
     dtype = args.dtype and getattr(torch, args.dtype)
-    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code, config=config)
+    trusted, spread = args.trust_remote_code, args.expert_model_parallel_size
+    loaded = load_checkpoint(args.load, None, dtype, "--load", trusted, config, spread)
     runner, tokenizer = loaded.runner, loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     prompts = read_prompts(args.prompt, args.prompt_file, args.prompt_ids, tokenizer)
     if not -(2**63) <= args.seed <= 2**63 - len(prompts):

@@ -6,7 +6,7 @@ from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_mtp.cli.terminal import add_checkpoint_flags, say_if_lossy
+from megatron_mtp.cli.terminal import add_checkpoint_flags, add_ranks_flags, say_if_lossy
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import quieten
 
@@ -48,6 +48,7 @@ def parser(program: str) -> Parser:
         epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
     )
     add_checkpoint_flags(made)
+    add_ranks_flags(made)
     add = made.add_argument
     add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
@@ -84,7 +85,8 @@ def run(args: Namespace) -> int:
     listening = listener(args.host, args.port) if is_first else None
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    loaded = load_checkpoint(args.load, dtype=dtype, trust_remote_code=args.trust_remote_code, config=config)
+    trusted, spread = args.trust_remote_code, args.expert_model_parallel_size
+    loaded = load_checkpoint(args.load, None, dtype, "--load", trusted, config, spread)
     runner, drafter = loaded.runner, load_drafter(config, dtype)
     tokenizer = loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
     if args.cache_gib is None:
@@ -138,7 +140,7 @@ def drafting_line(engine: "Engine") -> str:
 
 def _check(args: Namespace) -> None:
     """Raises ValueError for flags that cannot be served."""
-    check_counts(args, "max_running", "max_waiting")
+    check_counts(args, "max_running", "max_waiting", "expert_model_parallel_size")
     if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
         raise ValueError(
             f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take, at most {LARGEST_GIB}."

@@ -136,6 +136,12 @@ def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | Non
     add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
 
 
+def add_ranks_flags(parser: Parser) -> None:
+    """The flags that say how a model is spread over the ranks of torchrun."""
+    spread = "under torchrun: ranks that experts are spread over, each whole; default: 1, every rank has a part of each"
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="E", help=spread)
+
+
 def add_sampling_flags(parser: Parser, temperature: float) -> None:
     """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
     add = parser.add_argument

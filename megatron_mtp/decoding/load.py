@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_mtp import cpu
@@ -40,12 +41,8 @@ OF_THE_RUN = (
 )
 """Arguments that change what a model computes, and that `completed` leaves out, since no conversion has them."""
 
-OVER_ALL_RANKS = (
-    "tensor_model_parallel_size",
-    "tensor_parallel_num_weight_shards",
-    "expert_tensor_parallel_size",
-    "expert_tensor_parallel_num_weight_shards",
-)
+OVER_ALL_RANKS = "tensor_model_parallel_size", "tensor_parallel_num_weight_shards"
+OF_EXPERTS = "expert_tensor_parallel_size", "expert_tensor_parallel_num_weight_shards"
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,7 @@ def load_checkpoint(
     flag: str = "--load",
     trust_remote_code: bool = False,
     config: SpeculativeConfig | None = None,
+    expert_parallel: int = 1,
 ) -> Loaded:
     """Build the model that the checkpoint's own arguments describe, and fill it.
 
@@ -130,6 +128,7 @@ def load_checkpoint(
         trust_remote_code: whether to run the code of a tokenizer that has some.
         config: how the model is to draft; of MTP layers and a drafter beside them it chooses what is loaded, which are
             the MTP layers unless its method drafts with the drafter.
+        expert_parallel: of `join_world`, where this process is in no group yet.
 
     Raises:
         ValueError: there is no checkpoint that Megatron has written, or a model that drafting does not support.
@@ -139,7 +138,7 @@ def load_checkpoint(
         iteration = iteration_folder(Path(folder))
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
-    join_world()
+    join_world(expert_parallel=expert_parallel)
     reader = DistReader(iteration)
     args = reader.common().get("args")
     if not isinstance(args, Namespace):
@@ -184,15 +183,25 @@ def _config(stored: Namespace, dtype: torch.dtype, name: str) -> MTPModelConfig:
         name: of the checkpoint in messages.
 
     Raises:
-        ValueError: experts have biases, and there are several ranks.
+        ValueError: experts have biases, and there are several ranks; or they cannot be spread over those of
+            --expert-model-parallel-size.
     """
-    ranks = torch.distributed.get_world_size()
+    ranks, spread = torch.distributed.get_world_size(), parallel_state.get_expert_model_parallel_world_size()
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
         args = completed(stored)
     if ranks > 1 and args.num_experts and args.add_bias_linear:
         raise ValueError(f"{name} has experts with biases, which Megatron does not cut over {ranks} ranks; start one.")
+    if spread > 1 and (args.num_experts or 1) % spread:
+        raise ValueError(
+            f"--expert-model-parallel-size is {spread}, and {name} has {args.num_experts or 'no'} experts; give a "
+            "number that divides them."
+        )
     vars(args).update(
-        dict.fromkeys(OVER_ALL_RANKS, ranks), params_dtype=dtype, attention_dropout=0.0, hidden_dropout=0.0
+        dict.fromkeys(OVER_ALL_RANKS, ranks) | dict.fromkeys(OF_EXPERTS, ranks // spread),
+        expert_model_parallel_size=spread,
+        params_dtype=dtype,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
     )
     vars(args).update({name: getattr(stored, name) for name in OF_THE_RUN if hasattr(stored, name)})
     if ranks > 1 and getattr(stored, "transformer_impl", "local") != "local" and transformer_engine_works():

@@ -50,14 +50,15 @@ if TYPE_CHECKING:
     from megatron_mtp.model.drafter import Drafter
 
 
-def join_world(alone: bool = False) -> None:
+def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
     """Join the process group of the job, all of it tensor-parallel, unless this process is in one already.
 
     Args:
         alone: make a group of this process, whatever job it belongs to.
+        expert_parallel: over so many ranks experts are spread whole; over the others each is cut.
 
     Raises:
-        ValueError: the job was given GPUs, and this rank finds none.
+        ValueError: the job was given GPUs, and this rank finds none; or it does not have a multiple of these ranks.
     """
     if not torch.distributed.is_initialized():
         backend = "gloo" if alone or cpu.installed() else "nccl"
@@ -69,7 +70,17 @@ def join_world(alone: bool = False) -> None:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
+        ranks = torch.distributed.get_world_size()
+        if ranks % expert_parallel:
+            raise ValueError(
+                f"--expert-model-parallel-size is {expert_parallel}, and there are {ranks} ranks (torchrun "
+                "--nproc-per-node); give a number that divides them."
+            )
+        parallel_state.initialize_model_parallel(
+            ranks,
+            expert_model_parallel_size=expert_parallel,
+            expert_tensor_parallel_size=ranks // expert_parallel,
+        )
         model_parallel_cuda_manual_seed(0)
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import launch
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from tiers import tiered
+
 PROMPTS = ["--prompt-ids", "1,2,3", "--prompt-ids", "9,8", "--max-new-tokens", "24"]
 WORKER = Path(__file__).parent / "generate_worker.py"
 RANKS_WORKER = Path(__file__).parent / "drafting_ranks_worker.py"
@@ -77,6 +81,55 @@ def test_two_ranks_draft_what_one_does(kinds: tuple[str, ...], tmp_path: Path) -
     assert tuple(same) == kinds
     for kind, outcomes in same.items():
         assert outcomes == [True] * 7, kind
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-token-dispatcher-type {dispatcher} "
+    "--moe-router-load-balancing-type none --train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2"
+)
+
+
+def of_experts(folder: Path, dispatcher: str = "alltoall") -> Path:
+    """Two depths with experts, after two steps."""
+    flags = EXPERTS.format(dispatcher=dispatcher).split()
+    saving = ["--ckpt-format", "torch_dist", "--save", str(folder / "experts")]
+    launch.run(launch.pretrain(*flags, *saving), folder / "log")
+    return folder / "experts"
+
+
+SPREAD = ["--expert-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize("dispatcher", tiered(["alltoall", "allgather"], ("alltoall",)))
+def test_experts_spread_over_two_ranks_emit_what_one_process_does(dispatcher: str, tmp_path: Path) -> None:
+    flags = ["--load", str(of_experts(tmp_path, dispatcher)), *PROMPTS, "--json", "--batch-size", "2"]
+    one = printed(generate(*flags), tmp_path / "log1")
+    two = printed(generate(*flags, *MTP, *SPREAD, "--compare", processes=2), tmp_path / "log2")
+    assert two["same_tokens"] is True
+    assert two["token_ids"] == one["token_ids"]
+    assert two["drafted"] > 0
+
+
+@pytest.mark.matrix
+def test_experts_spread_over_two_ranks_sample_what_one_process_does(tmp_path: Path) -> None:
+    flags = ["--load", str(of_experts(tmp_path)), *PROMPTS, "--json", "--temperature", "1"]
+    one = printed(generate(*flags), tmp_path / "log1")
+    assert printed(generate(*flags, *SPREAD, processes=2), tmp_path / "log2")["token_ids"] == one["token_ids"]
+
+
+def test_experts_that_cannot_be_spread_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(checkpoint), *PROMPTS]
+    for number, (size, ranks, said) in enumerate(
+        (
+            ("2", 1, "--expert-model-parallel-size is 2, and there are 1 ranks (torchrun --nproc-per-node); give a"),
+            ("2", 2, "has no experts; give a number that divides them."),
+            ("0", 1, "--expert-model-parallel-size is 0; give 1 or more."),
+        )
+    ):
+        log = tmp_path / f"log{number}"
+        command = generate(*flags, "--expert-model-parallel-size", size, processes=ranks)
+        assert launch.start(command, log).wait(launch.TIMEOUT) == 2
+        assert said in log.read_text()
 
 
 @pytest.mark.matrix

@@ -235,7 +235,7 @@ def test_the_list_says_what_each_method_is_and_which_keys_it_has(capsys: pytest.
         "ngram_max longest suffix that is looked up (4; 1 to 64)",
         "(sequential depths)",
         "rollback the trunk rolls back where -log p exceeds this (3.0; 0.0 or more)",
-        "relaxed, joint and bild change the distribution",
+        "relaxed, joint, mtjd and bild change the distribution",
     ):
         assert words in shown
 

@@ -29,7 +29,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.rows import Rows
+from megatron_mtp.decoding.rows import Rows, Window
 from megatron_mtp.model.attention import with_sink
 
 
@@ -42,14 +42,15 @@ class Scope:
     def enter(self, cache: KVCache, rows: Rows) -> None:
         """Attend over this cache, from these rows, until the next call."""
         if rows is not getattr(self, "rows", None):
-            self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
+            self._masks: dict[tuple[torch.dtype, int, Window | None], Tensor] = {}
         self.cache, self.rows = cache, rows
 
-    def mask(self, dtype: torch.dtype, heads: int) -> Tensor:
+    def mask(self, dtype: torch.dtype, heads: int, window: Window | None = None) -> Tensor:
         """The rows' mask, once for each of `heads` query heads of a key head, [B, 1, heads * R, W]."""
-        if (dtype, heads) not in self._masks:
-            self._masks[dtype, heads] = self.rows.mask_B1RW.to(dtype).repeat(1, 1, heads, 1)
-        return self._masks[dtype, heads]
+        key = dtype, heads, window
+        if key not in self._masks:
+            self._masks[key] = self.rows.mask_within(window).to(dtype).repeat(1, 1, heads, 1)
+        return self._masks[key]
 
 
 def attend(
@@ -60,25 +61,33 @@ def attend(
     value_BGRC: Tensor | None,
     scale: float,
     sink_N: Tensor | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """The attention output, [B, N, R, C of the values]; adds the rows' keys and values to the cache.
 
     Args:
         value_BGRC: None where the keys are the values as well.
         sink_N: scores of the heads' sinks; None without sinks.
+        window: of positions that a row attends to; None for all before it.
     """
     key_BGWC, value_BGWC = scope.cache.append(layer, key_BGRC, value_BGRC, scope.rows)
-    return attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N)
+    return attended(scope, query_BNRC, key_BGWC, value_BGWC, scale, sink_N, window)
 
 
 def attended(
-    scope: Scope, query_BNRC: Tensor, key_BGWC: Tensor, value_BGWC: Tensor, scale: float, sink_N: Tensor | None = None
+    scope: Scope,
+    query_BNRC: Tensor,
+    key_BGWC: Tensor,
+    value_BGWC: Tensor,
+    scale: float,
+    sink_N: Tensor | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """The attention output over keys and values of the window [B, G, W, C], which the cache has; see `attend`."""
     packed = scope.rows
     if packed.padded is not None:
         query_BNRC = packed.unpacked(query_BNRC, rows=2)
-    mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1))
+    mask_B1RW = scope.mask(query_BNRC.dtype, query_BNRC.size(1) // key_BGWC.size(1), window)
     if sink_N is not None:
         query_BNRC, key_BGWC, value_BGWC = with_sink(query_BNRC, key_BGWC, value_BGWC, sink_N, scale)
         mask_B1RW = pad(mask_B1RW, (0, 1))
@@ -121,16 +130,18 @@ class StandIn(torch.nn.Module):
 class CachedAttention(torch.nn.Module):
     """Megatron's core attention for a forward whose earlier rows are in a cache."""
 
-    def __init__(self, scope: Scope, layer: int, scale: float, sink_N: Tensor | None = None) -> None:
+    def __init__(
+        self, scope: Scope, layer: int, scale: float, sink_N: Tensor | None = None, window: Window | None = None
+    ) -> None:
         super().__init__()
-        self.scope, self.layer, self.scale, self.sink_N = scope, layer, scale, sink_N
+        self.scope, self.layer, self.scale, self.sink_N, self.window = scope, layer, scale, sink_N, window
 
     def forward(
         self, query_SBNC: Tensor, key_SBGC: Tensor, value_SBGC: Tensor, attention_mask: None = None, **_: object
     ) -> Tensor:
         """[S, B, N * C]; the mask is the scope's."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
-        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale, self.sink_N)
+        attended_BNSC = attend(self.scope, self.layer, query, key, value, self.scale, self.sink_N, self.window)
         return attended_BNSC.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -158,18 +169,13 @@ def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
     """Give every transformer layer an attention over its own part of the cache.
 
     Raises:
-        ValueError: a layer's attention cannot run over a cache of all keys.
+        ValueError: a layer's attention cannot run over a cache.
     """
     for index, layer in enumerate(layers):
         attention, config = layer.self_attention, layer.config
         if not isinstance(attention, Attention):
             raise ValueError(
                 f"drafting needs attention layers, and layer {index + 1} has {type(attention).__name__}; draft with "
-                "another model."
-            )
-        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, index + 1):
-            raise ValueError(
-                "the model attends to a sliding window (--window-size), which drafting does not support; draft with "
                 "another model."
             )
         if config.softmax_type != "vanilla" and isinstance(attention, MultiLatentAttention):
@@ -182,7 +188,9 @@ def attach(layers: Iterable[Any], scope: Scope, positions: int) -> None:
         is_latent = isinstance(attention, MultiLatentAttention)
         scale = attention.softmax_scale if is_latent else config.softmax_scale
         scale = config.kv_channels**-0.5 if scale is None else scale
-        attention.core_attention = CachedAttention(scope, index, scale, sink_N)
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
+        window = config.window_size if is_windowed else None
+        attention.core_attention = CachedAttention(scope, index, scale, sink_N, window)
         if is_latent:
             attention.rotary_pos_emb = PositionedRotary(attention.rotary_pos_emb, scope, positions)
 
@@ -210,7 +218,7 @@ class LatentAttention(CachedAttention):
     """Cached attention over latents; the attention's up-projection is `Latents`."""
 
     def __init__(self, core: CachedAttention, up: Latents, heads: int, key_channels: int) -> None:
-        super().__init__(core.scope, core.layer, core.scale)
+        super().__init__(core.scope, core.layer, core.scale, window=core.window)
         self._up = (up,)  # a module of the attention, and none of its core
         self.heads, self.key_channels = heads, key_channels
 
@@ -230,7 +238,9 @@ class LatentAttention(CachedAttention):
         latents_SB1L, rotary_SB1C = self.up.latents_SBL.unsqueeze(2), key_SBGC[:, :, :1, self.key_channels :]
         query = torch.cat((torch.einsum("sbnk,nkl->bnsl", query_SBNK, to_key_NKL), turned_SBNC.permute(1, 2, 0, 3)), -1)
         key = torch.cat((latents_SB1L, rotary_SB1C), dim=-1).permute(1, 2, 0, 3)
-        attended_BNSL = attend(self.scope, self.layer, query, key, None, self.scale)[..., : latents_SB1L.size(-1)]
+        attended_BNSL = attend(self.scope, self.layer, query, key, None, self.scale, window=self.window)[
+            ..., : latents_SB1L.size(-1)
+        ]
         return torch.einsum("bnsl,ndl->sbnd", attended_BNSL, to_value_NDL).flatten(2)
 
 

@@ -293,7 +293,7 @@ def _attention(attention: SelfAttention, product: Product) -> Forward:
         caches = core.scope.cache.take(core.layer, groups, channels, mixed_SBGQC)
         query_BNRC = keep(mixed_SBGQC, norms, angles, caches, core.scope.rows.memory_places)
         key_BGWC, value_BGWC = map(core.scope.rows.window_of, caches)
-        attended_BNRC = attended(core.scope, query_BNRC, key_BGWC, value_BGWC, core.scale)
+        attended_BNRC = attended(core.scope, query_BNRC, key_BGWC, value_BGWC, core.scale, window=core.window)
         return to_hidden(attended_BNRC.permute(2, 0, 1, 3).reshape(rows, batch, heads * channels))
 
     return forward

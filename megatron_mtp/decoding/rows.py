@@ -36,6 +36,10 @@ FORBIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a slot that a row must not look at; finite, so that a padding row has no NaN."""
 
 
+Window = tuple[int, int]
+"""Positions before and after its own that a row may attend to, as Megatron's `window_size`; -1 is without limit."""
+
+
 @dataclass(eq=False)
 class Rows:
     """Tensors are made when they are first read, since compiled code reads `first_B` alone.
@@ -143,6 +147,40 @@ class Rows:
             among_B1W = ((place_BW >= 0) & (place_BW < tree)).unsqueeze(1)
             forbidden_BRW = ~((place_BW < 0).unsqueeze(1) | (self.ancestors_BRA.gather(2, index_BRW) & among_B1W))
         return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
+
+    def mask_within(self, window: Window | None) -> Tensor:
+        """The same for layers that attend to a window of positions, whatever slots these have in a tree."""
+        if window is None:
+            return self.mask_B1RW
+        if self.padded is not None:
+            return self.padded.mask_within(window)
+        (before, after), ago_BRW = window, self.ago_BRW
+        forbidden_BRW = torch.zeros_like(ago_BRW, dtype=torch.bool)
+        if before >= 0:
+            forbidden_BRW = forbidden_BRW | (ago_BRW > before)
+        if after >= 0:
+            forbidden_BRW = forbidden_BRW | (ago_BRW < -after)
+        return self.mask_B1RW.masked_fill(forbidden_BRW.unsqueeze(1), FORBIDDEN)
+
+    @cached_property
+    def ago_BRW(self) -> Tensor:
+        """By how many positions a slot's row is before each row; of slots that `mask_B1RW` allows.
+
+        Slots before the tree are their positions. In the tree a row and its ancestors are a path, so the distance is
+        the number of ancestors behind the slot; in a block, whose rows see one another, it is that of the depths.
+        """
+        slot_W = torch.arange(self.window, device=self.first_B.device)
+        before_BRW = self.positions_BR.unsqueeze(2) - slot_W
+        if self.ancestors_BRA is None or self.depth_BR is None:
+            return before_BRW
+        tree = self.ancestors_BRA.size(2)
+        if self.start == 0 and tree == self.count:
+            ago_BRA = self.depth_BR.unsqueeze(2) - self.depth_BR.unsqueeze(1)
+        else:
+            ago_BRA = self.ancestors_BRA.long().flip(2).cumsum(2).flip(2) - 1
+        place_B1W = (slot_W - self.first_B.unsqueeze(1)).unsqueeze(1)
+        index_BRW = place_B1W.clamp(0, tree - 1).expand(-1, self.count, -1)
+        return torch.where(place_B1W < 0, before_BRW, ago_BRA.gather(2, index_BRW))
 
     def without_padding(self) -> "Rows | None":
         """The rows that count, [1, X]; None where padding may run as well, or there is none."""

@@ -58,6 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "parallel": {"architecture": "parallel"},
+    "windows": {"window_size": (5, 0), "window_attn_skip_freq": 2},
+    "windows-sinks": {"window_size": (5, 0), "softmax_type": "learnable"},
     "eagle3": {"num_layers": 4, "drafter_layers": (1, 2, 3)},
     "eagle3-own-head": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafted": OWN_HEAD},
     "eagle": {"drafter_layers": (), "drafter": {"drafter": "eagle", "drafter_layers": None}},

@@ -282,6 +282,8 @@ class FewRows:
     def _layer(self, layer: Any) -> _Layer:
         made = _Layer()
         if (attention := attention_of(layer)) is not None:
+            if attention.core_attention.window is not None:
+                raise NotImplementedError("a window")
             made.qkv, made.proj = map(self._weight, (attention.linear_qkv, attention.linear_proj))
             made.query, made.key = map(self._norm, (attention.q_layernorm, attention.k_layernorm))
             made.scale = attention.core_attention.scale

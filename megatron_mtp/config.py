@@ -19,6 +19,7 @@ DRAFTER_SETTINGS = (
     *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
     *(*OWN_SIZES, "drafter_rope_scaling", "drafter_idle_rows"),
+    *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
 )
 """What a model with a drafter is built from."""
 
@@ -107,6 +108,14 @@ class MTPConfig:
         "Measure the acceptance of every depth on each N-th training step as well, not only in evaluations; 0 never "
         "does, since the measurement costs a pass over all logits. Default: 0.",
         allowed=("0 (never) or a number of steps", FROM_0[1]),
+        metavar="N",
+    )
+    mtp_context_lengths: Sequence[int] | None = _flag(
+        None,
+        "In evaluations, count acceptance by the tokens that a position and those before it in its sequence are, too: "
+        "up to the first of these numbers, from there to the second, and so on. Default: not.",
+        type=int,
+        nargs="+",
         metavar="N",
     )
     mtp_metrics_dir: str | None = _flag(
@@ -296,6 +305,31 @@ class MTPConfig:
         '{"rope_type": "default"} has none. Default: the trunk\'s.',
         metavar="JSON",
     )
+    drafter_window_size: int | None = _flag(
+        None,
+        "Positions that the drafter's layers attend to, their own among them. Default: all.",
+        allowed=FROM_1,
+        metavar="W",
+    )
+    drafter_full_layers: Sequence[int] | None = _flag(
+        None,
+        "Layers of a block drafter, from 1, that attend to all positions beside --drafter-window-size. Default: none.",
+        type=int,
+        nargs="+",
+        metavar="N",
+    )
+    drafter_causal: int | None = _flag(
+        None,
+        "1: a row of a block sees the rows before it in the block, and not those after it. Default: 0, all of them.",
+        allowed=("0 or 1", lambda number: number in (0, 1)),
+        metavar="N",
+    )
+    drafter_softmax_type: str | None = _flag(
+        None,
+        "'learnable' gives each head of a block drafter a sink: a trained score beside those of the positions, without "
+        "a value. Default: vanilla.",
+        choices=("vanilla", "learnable"),
+    )
     drafter_num_layers: int | None = _flag(
         None, f"Layers of a block drafter. Default: {BLOCK_LAYERS}.", allowed=FROM_1, metavar="N"
     )
@@ -346,6 +380,11 @@ class MTPConfig:
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
         if self.drafter_rope_scaling is not None:
             parsed_scaling(self.drafter_rope_scaling)
+        lengths = list(self.mtp_context_lengths or ())
+        if lengths != sorted({*lengths}) or min(lengths, default=1) < 1:
+            raise ValueError(
+                f"--mtp-context-lengths is {' '.join(map(str, lengths))}; give rising numbers of tokens, 1 or more."
+            )
         is_constant = self.mtp_loss_schedule == "constant"
         for is_wrong, sentence in (
             (

@@ -160,3 +160,27 @@ def size_settings(sizes: AttentionSizes, usual: AttentionSizes) -> dict[str, Any
         **{flag: None if own == default else own for flag, (own, default) in pairs.items()},
         "drafter_rope_scaling": None if sizes.scaling == usual.scaling else text,
     }
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def drafter_windows(settings: Any, layers: int, fills_blocks: bool) -> tuple[tuple[int, int] | None, ...]:
+    """The positions before and after its own that a row of each layer attends to; None for all that there are.
+
+    A row at position p of a window of W attends to positions above p - W, as engines serve it. -1 is without limit:
+    the rows of a block see one another in both directions, unless they are causal.
+
+    Raises:
+        ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it.
+    """
+    names = "drafter_window_size", "drafter_full_layers", "drafter_causal"
+    width, full, causal = (getattr(settings, name, None) for name in names)
+    numbers, after = range(1, layers + 1), 0 if causal or not fills_blocks else -1
+    if full and (width is None or not {*full} < {*numbers}):
+        raise ValueError(
+            f"--drafter-full-layers is {' '.join(map(str, full))}, of {layers} layers with --drafter-window-size "
+            f"{width}; give a window, and some of the layers, counted from 1."
+        )
+    wide = (-1, 0) if causal else None
+    return tuple(wide if width is None or number in (full or ()) else (width - 1, after) for number in numbers)

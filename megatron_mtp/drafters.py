@@ -126,6 +126,9 @@ _OF_BLOCKS: dict[str, int | None] = {
     "drafter_num_layers": BLOCK_LAYERS,
     "drafter_mask_token": None,
     "drafter_blocks": BLOCKS,
+    "drafter_causal": 0,
+    "drafter_full_layers": None,
+    "drafter_softmax_type": None,
 }
 
 _OF_LAYERS: dict[str, int | None] = {"drafter_layers": None}

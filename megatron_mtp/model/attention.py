@@ -146,7 +146,10 @@ class PortableAttention(torch.nn.Module):
         plain = plain and self.softmax_offset is None
         if position_S is None:
             position_S = torch.arange(keys - queries, keys, device=query.device)
-        visible = None if plain else self._visible(position_S, keys, mask)
+        passes = len(chain)
+        visible = None if plain else self._visible(position_S, keys, mask, passes)
+        if self.window is not None and 0 <= self.window[0] < passes:
+            chain = chain[passes - self.window[0] - 1 :]
         if chain:
             scores_SBNP = torch.stack([_scores(query_SBNC, keys_SBGC) for keys_SBGC, _ in chain], dim=-1)
             query, key, value = with_chain(query, key, value, scores_SBNP.permute(1, 2, 0, 3))
@@ -177,15 +180,19 @@ class PortableAttention(torch.nn.Module):
             found_SBNC = found_SBNC + (weight_SBGM.unsqueeze(-1) * values_SBGC.unsqueeze(3)).flatten(2, 3)
         return found_SBNC.flatten(2)
 
-    def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None) -> Tensor:
-        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key."""
+    def _visible(self, position_S: Tensor, keys: int, mask: Tensor | None, later: int = 0) -> Tensor:
+        """Bool, broadcast over [B, N, S, keys]: True where a query attends to a key.
+
+        Args:
+            later: how many positions behind its place a query stands, from which its window counts.
+        """
         visible = torch.ones(position_S.numel(), keys, dtype=torch.bool, device=position_S.device)
         if mask is not None:
             visible = ~mask
         elif self.causal:
             visible = ~causal_mask(position_S, keys)
         if self.window is not None:
-            ahead = torch.arange(keys, device=position_S.device) - position_S.unsqueeze(1)
+            ahead = torch.arange(keys, device=position_S.device) - (position_S + later).unsqueeze(1)
             before, after = (keys if side < 0 else side for side in self.window)  # -1 is without limit
             visible = visible & (ahead >= -before) & (ahead <= after)
         return visible

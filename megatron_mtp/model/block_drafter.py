@@ -20,7 +20,8 @@ Letters in names: S positions (rows of a layer), B batch, H hidden, A blocks, K 
 X states of several layers side by side, G key heads, C channels, R rank of the bias, V vocabulary, W slice of it.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, override
@@ -41,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.model.attention import PortableAttention
+from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
@@ -59,15 +60,19 @@ class Context:
     Attributes:
         key_SBGC, value_SBGC: of every position.
         visible_B1AS: of each block; B may be 1.
+        first_A: positions of the blocks' first rows.
     """
 
     key_SBGC: Tensor
     value_SBGC: Tensor
     visible_B1AS: Tensor
+    first_A: Tensor
 
 
 class BlockAttention(PortableAttention):
     """Attention of the rows of many blocks, each to its context and to its own rows.
+
+    A window counts from the row's position, as in drafting.
 
     Attributes:
         context: of the next call.
@@ -88,13 +93,35 @@ class BlockAttention(PortableAttention):
             block_R = torch.arange(visible_B1RS.size(2), device=query.device) // rows
             own_RR = block_R.unsqueeze(1) == block_R
             visible = torch.cat([visible_B1RS, own_RR.expand(len(visible_B1RS), 1, -1, -1)], dim=-1)
+            if self.window is not None:
+                visible = visible & self._inside(context, context.first_A[these], rows)
             keys = torch.cat([context.key_SBGC, key[of_these]]), torch.cat([context.value_SBGC, value[of_these]])
             query_BNRC, key_BGWC, value_BGWC = (each.permute(1, 2, 0, 3) for each in (query[of_these], *keys))
+            if self.softmax_offset is not None:
+                given = query_BNRC, key_BGWC, value_BGWC
+                query_BNRC, key_BGWC, value_BGWC = with_sink(*given, self.softmax_offset, self.scale)
+                visible, value_BGWC = pad(visible, (0, 1), value=True), pad(value_BGWC, (0, 1))
             made_BNRC = scaled_dot_product_attention(
                 query_BNRC, key_BGWC, value_BGWC, attn_mask=visible, scale=self.scale, enable_gqa=True
             )
-            attended.append(made_BNRC.permute(2, 0, 1, 3).flatten(2))
+            attended.append(made_BNRC[..., : value.size(-1)].permute(2, 0, 1, 3).flatten(2))
         return torch.cat(attended)
+
+    def _inside(self, context: Context, first_A: Tensor, rows: int) -> Tensor:
+        """Whether a key is in the window of a row, [R, S + R]."""
+        assert self.window is not None
+        position_R = (first_A.unsqueeze(1) + torch.arange(rows, device=first_A.device)).flatten()
+        position_S = torch.arange(len(context.key_SBGC), device=first_A.device)
+        ahead = torch.cat([position_S, position_R]) - position_R.unsqueeze(1)
+        before, after = self.window
+        inside = torch.ones_like(ahead, dtype=torch.bool)
+        if before >= 0:
+            inside = inside & (ahead >= -before)
+        return inside if after < 0 else inside & (ahead <= after)
+
+
+class BlockSinkAttention(BlockAttention, SinkAttention):
+    """The same with sinks."""
 
 
 class HeadNorm(PortableNorm):
@@ -121,6 +148,14 @@ def context_keys(attention: Any, feature_SBH: Tensor) -> tuple[Tensor, Tensor]:
     pairs = weight.view(groups, -1, channels, weight.size(-1))[:, -2:].flatten(0, 2)
     key_SBGC, value_SBGC = linear(feature_SBH, pairs).unflatten(-1, (groups, 2, channels)).unbind(-2)
     return attention.k_layernorm(key_SBGC), value_SBGC
+
+
+def _windowed(config: TransformerConfig, drafter: Drafter) -> Iterator[TransformerConfig]:
+    """The configuration of each layer, with its window."""
+    for window in drafter.windows:
+        own = copy.copy(config)
+        own.window_size = window
+        yield own
 
 
 class BlockDrafterLayer(DrafterLayer):
@@ -152,8 +187,8 @@ class BlockDrafterLayer(DrafterLayer):
         self.hidden_norm = PortableNorm(config, config.hidden_size, config.layernorm_epsilon)
         made: dict[str, Any] = {"config": config, "vp_stage": vp_stage, "pg_collection": pg_collection}
         self.layers = torch.nn.ModuleList(
-            build_module(submodules.tf_layer, layer_number=number, is_mtp_layer=True, **made)
-            for number in range(1, drafter.depth + 1)
+            build_module(submodules.tf_layer, layer_number=number, is_mtp_layer=True, **{**made, "config": own})
+            for number, own in enumerate(_windowed(config, drafter), start=1)
         )
         rank = drafter.markov_rank
         sizes: dict[str, tuple[int, ...]] = {}
@@ -216,7 +251,8 @@ class BlockDrafter(DrafterBlock):
     @classmethod
     @override
     def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
-        spec = layer_spec(layer_config(config, drafter, **cls.settings), {PortableAttention: BlockAttention})
+        swaps = {PortableAttention: BlockAttention, SinkAttention: BlockSinkAttention}
+        spec = layer_spec(layer_config(config, drafter, **cls.settings), swaps)
         norm = partial(HeadNorm, is_summed=config.qk_layernorm)
         attention = spec.submodules.self_attention
         attention.submodules = replace(attention.submodules, q_layernorm=norm, k_layernorm=norm)
@@ -244,7 +280,8 @@ class BlockDrafter(DrafterBlock):
         before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
         feature_SBH = self.layer.feature(self._whole(states_SBX, positions_S))
         turned, _ = self.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
-        self._give_context(feature_SBH, turned, _visible(trunk.attention, place_A, position_A, len(feature_SBH)))
+        visible_B1AS = _visible(trunk.attention, place_A, position_A, len(feature_SBH))
+        self._give_context(feature_SBH, turned, visible_B1AS, position_A + 1)
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
         made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], trunk.frozen_embedding), rotary))
@@ -263,7 +300,7 @@ class BlockDrafter(DrafterBlock):
         states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.cp_group)
         return states_SBX[gather_from_sequence_parallel_region(positions_S, group=self.cp_group).argsort()]
 
-    def _give_context(self, feature_SBH: Tensor, turned: Tensor, visible_B1AS: Tensor) -> None:
+    def _give_context(self, feature_SBH: Tensor, turned: Tensor, visible_B1AS: Tensor, first_A: Tensor) -> None:
         feature_SBH = copy_to_tensor_model_parallel_region(feature_SBH, group=self.tp_group)
         for layer in self.layer.layers:
             own = layer.self_attention
@@ -275,7 +312,7 @@ class BlockDrafter(DrafterBlock):
                 mscale=own._yarn_concentration_factor,
                 cp_group=self.cp_group,
             )
-            own.core_attention.context = Context(key_SBGC, value_SBGC, visible_B1AS)
+            own.core_attention.context = Context(key_SBGC, value_SBGC, visible_B1AS, first_A)
 
     def _embedded(self, newest_BA: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
         """Embeddings [S, B, H] of the rows of all blocks: the newest token, and masks."""

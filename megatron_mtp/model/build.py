@@ -32,6 +32,7 @@ from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
+from megatron_mtp.drafter_sizes import drafter_windows
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, drafter_sizes_of, symbols_of_a_layer
 from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
@@ -270,7 +271,11 @@ def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
     width = settings.drafter_ffn_hidden_size
     sizes, numbers = drafter_sizes_of(config, settings), tuple(symbols * number for number in chosen)
     idle = kind.idle_rows if settings.drafter_idle_rows is None else settings.drafter_idle_rows
-    return Drafter(kind.name, numbers, sizes, head.depths, width, depth or 1, mask, tokens, rank, idle)
+    windows, sinks = (
+        drafter_windows(settings, depth or 1, kind.fills_blocks),
+        settings.drafter_softmax_type == "learnable",
+    )
+    return Drafter(kind.name, numbers, sizes, head.depths, width, depth or 1, mask, tokens, rank, idle, windows, sinks)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:

@@ -45,6 +45,8 @@ class Drafter:
         vocabulary: tokens of the trunk.
         markov_rank: of the bias by the token before; None without.
         idle_rows: the first rows of a block, which draft nothing.
+        windows: of its layers, as Megatron's `window_size`; None for all positions.
+        has_sinks: whether every head has a sink with a trained score.
     """
 
     kind: str
@@ -57,6 +59,8 @@ class Drafter:
     vocabulary: int = 0
     markov_rank: int | None = None
     idle_rows: int = 0
+    windows: tuple[tuple[int, int] | None, ...] = (None,)
+    has_sinks: bool = False
 
 
 def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> TransformerConfig:
@@ -93,8 +97,9 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
         "qk_layernorm": False,
         "qk_l2_norm": False,
         "attention_output_gate": False,
-        "softmax_type": "vanilla",
-        "window_size": None,
+        "softmax_type": "learnable" if drafter.has_sinks else "vanilla",
+        "window_size": drafter.windows[0],
+        "window_attn_skip_freq": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "transformer_impl": "local",

@@ -21,6 +21,7 @@ _OWN_SIZES = (
     "--drafter-num-attention-heads 4 --drafter-num-query-groups 2 --drafter-kv-channels 6 --drafter-rotary-base 500 "
     '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}'
 )
+_WINDOWED = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 _DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
 _PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
 _DISTILLED = (
@@ -148,6 +149,13 @@ MODELS: dict[str, Model] = {
     "drafter-mamba-flash": Model(
         0, f"--hybrid-layer-pattern M*-M {_MAMBA} {_FLASH} {_OWN_SIZES}", frozen=True, passes=3
     ),
+    "drafter-windows": Model(0, f"{_WINDOWED} {_DRAFTER} --drafter-window-size 4", frozen=True, passes=3),
+    "drafter-windows-spark": Model(
+        0,
+        f"{_WINDOWED} {_SPARK} --drafter-window-size 4 --drafter-full-layers 2 --drafter-softmax-type learnable",
+        frozen=True,
+        passes=3,
+    ),
     "beside-d2": Model(2, f"{_DRAFTER} {_UNTIED} {_DRAFTED} --mtp-loss tv", frozen=True, beside=3),
     "beside-trained-d2": Model(2, f"{_DRAFTER} --calculate-per-token-loss", beside=3),
     "beside-spark-d2": Model(2, f"{_SPARK} {_DRAFTED}", frozen=True, beside=3),
@@ -191,7 +199,8 @@ LAYOUTS: dict[str, Layout] = {
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
-        "drafter-latent drafter-delta-spark drafter-mamba-flash",
+        "drafter-latent drafter-delta-spark drafter-mamba-flash"
+        " drafter-windows drafter-windows-spark",
     ),
     "tp2-sp": Layout(
         tp=2,
@@ -207,14 +216,16 @@ LAYOUTS: dict[str, Layout] = {
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
         "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
         "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
-        "drafter-mamba-flash",
+        "drafter-mamba-flash"
+        " drafter-windows drafter-windows-spark",
     ),
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
         "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
-        "drafter-delta-spark drafter-mamba-flash",
+        "drafter-delta-spark drafter-mamba-flash"
+        " drafter-windows drafter-windows-spark",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -227,7 +238,7 @@ LAYOUTS: dict[str, Layout] = {
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
         "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2 "
-        "drafter-latent drafter-delta-spark drafter-mamba-flash",
+        "drafter-latent drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),

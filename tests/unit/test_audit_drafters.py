@@ -73,7 +73,7 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
     "layers that the trunk has not": (
         "dflash", nothing, {"dflash_config": BLOCK | {"target_layer_ids": [0, 5]}}, "damaged config"
     ),
-    "a form that is not known": ("dspark", nothing, {"is_causal": True}, "damaged config"),
+    "a form that is not known": ("dspark", nothing, {"attention_mode": "mla"}, "damaged config"),
     "no block size": ("dspark", nothing, {"block_size": None}, "damaged config"),
 }  # fmt: skip
 """Fault: the kind, what is done to its tensors and keys, and what the audit of the folder alone calls it."""

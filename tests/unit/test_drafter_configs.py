@@ -186,6 +186,43 @@ def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, A
     assert (form.kind.steps, form.kind.depth) == ((15, 5) if keys is ZLAB else (7, 5))
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048}
+
+
+@pytest.mark.parametrize(
+    ("keys", "window", "full", "causal", "sinks"),
+    [
+        ({}, None, (), False, False),
+        ({"is_causal": True}, None, (), True, False),
+        ({**SLIDING, "use_sliding_window": True, "is_causal": False}, 2048, (5,), False, False),
+        ({**SLIDING, "sliding_window_non_causal": True}, 2048, (5,), False, False),
+        ({**SLIDING, "layer_types": ["sliding_attention"] * 5}, 2048, (), True, False),
+        (
+            {"dflash_config": {**ZLAB["dflash_config"], "use_swa": True, "swa_window_size": 512, "causal": False}},
+            512,
+            (),
+            False,
+            False,
+        ),
+        ({"dflash_config": {**ZLAB["dflash_config"], "attention_sink_bias": True}}, None, (), False, True),
+    ],
+    ids=["full", "causal", "z-lab", "speculators", "no word", "Model-Optimizer", "sinks"],
+)
+def test_windows_causality_and_sinks_are_read_as_engines_serve_them(
+    tmp_path: Path, keys: dict[str, Any], window: int | None, full: tuple[int, ...], causal: bool, sinks: bool
+) -> None:
+    kind = read(tmp_path, {**ZLAB, **keys}, QWEN35).kind
+    assert (kind.window, kind.full, kind.causal, kind.sinks) == (window, full, causal, sinks)
+
+
+def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:
+    """As speculators writes it by default since 2026-07."""
+    own = {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}
+    layer = {**SPECULATORS["transformer_layer_config"], **own}
+    kind = read(tmp_path, {**SPECULATORS, "transformer_layer_config": layer}, QWEN3).kind
+    assert (kind.window, kind.full, kind.causal) == (2048, (), False)
+
+
 def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
     kind = read(tmp_path, {**DSPARK, "sample_from_anchor": False}, GLM).kind
     assert (kind.steps, kind.idle_rows) == (6, 1)
@@ -200,6 +237,10 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**DSPARK, "has_embed_tokens": True, "has_lm_head": False}, GLM, "has_embed_tokens"),
         ({**DSPARK, "aux_hidden_stream": "attn_res"}, GLM, "aux_hidden_stream"),
         ({**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "attention_mode": "mla"}}, GLM, "attention_mode"),
+        ({**ZLAB, **SLIDING, "sliding_window": None}, QWEN35, "sliding_window None, which is a number from 1 on"),
+        ({**ZLAB, "layer_types": ["chunked"] * 5}, QWEN35, "layer_types"),
+        ({**ZLAB, "layer_types": None, "use_sliding_window": True}, QWEN35, "use_sliding_window without layer_types"),
+        ({**GPT_OSS, "attention_sink_bias": True}, trunk(24, 2880, 201088), "attention_sink_bias"),
         ({**ZLAB, "sample_from_anchor": True}, QWEN35, "sample_from_anchor"),
         ({**ZLAB, "partial_rotary_factor": 0.25}, QWEN35, "partial_rotary_factor"),
         ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "conv_kernel_size": 2}}, QWEN35, "conv_kernel_size"),
@@ -212,6 +253,11 @@ def test_another_form_is_refused_by_the_named_key(
 ) -> None:
     with pytest.raises(ValueError, match=f"config.json has (a )?{named}"):
         read(tmp_path, keys, behind)
+
+
+def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lacks is_causal, and engines take windowed layers as causal"):
+        read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
 
 
 @pytest.mark.parametrize(

@@ -59,26 +59,51 @@ def hybrid(pattern: str) -> Callable[..., LanguageModule]:
     return make
 
 
+WINDOWED: dict[str, Any] = {"window_size": (5, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+"""Windows of six positions in every other layer, and sinks in all."""
+
 TRUNKS: dict[str, Callable[..., LanguageModule]] = {
     "latent": lambda settings, dtype: gpt(settings, dtype, **LATENT),
+    "windows and sinks": lambda settings, dtype: gpt(settings, dtype, **WINDOWED),
     "pairs of delta rule and MLP": hybrid("G-G-*-G-"),
     "Mamba": hybrid("M*EM"),
 }
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window": {"drafter_window_size": 5},
+    "window below the drafts": {"drafter_window_size": 2},
+    "sinks": {"drafter_softmax_type": "learnable"},
+    "causal": {"drafter_causal": 1},
+    "causal windows with sinks": {
+        "drafter_window_size": 4,
+        "drafter_causal": 1,
+        "drafter_softmax_type": "learnable",
+        "drafter_full_layers": [2],
+    },
+    "windows beside a full layer": {"drafter_window_size": 4, "drafter_full_layers": [2]},
+}
+"""Behind a trunk without windows; drafts are three, and blocks of four rows."""
+
+OF_EAGLE3 = ("window", "window below the drafts")
+WINDOWED_CASES = [(name, kind) for name in WINDOWS for kind in DRAFTERS if kind != "eagle3" or name in OF_EAGLE3]
+WINDOWED_FIRST = (("window below the drafts", "eagle3"), ("causal windows with sinks", "dflash"), ("window", "dspark"))
+
 CASES = [(trunk, kind) for trunk in TRUNKS for kind in DRAFTERS]
-FIRST = (("latent", "eagle3"), ("pairs of delta rule and MLP", "dspark"), ("Mamba", "dflash"))
+FIRST = (
+    ("latent", "eagle3"),
+    ("windows and sinks", "dspark"),
+    ("pairs of delta rule and MLP", "dspark"),
+    ("Mamba", "dflash"),
+)
 
 
 def drafting_model(trunk: str, kind: str, dtype: torch.dtype = torch.float64) -> LanguageModule:
     return TRUNKS[trunk]({**DRAFTERS[kind], **OWN}, dtype)
 
 
-@pytest.mark.parametrize(("trunk", "kind"), tiered(CASES, FIRST))
-def test_drafts_change_no_token_and_are_the_training_forwards(
-    trunk: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_drafts(make: Callable[[], LanguageModule], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ID and CONF along a text, after drafts that were accepted and rejected."""
-    target, twin = Runner(drafting_model(trunk, kind)), drafting_model(trunk, kind)
+    target, twin = Runner(make()), make()
     prompts, settings = prompts_of(3), {"method": kind, "num_speculative_tokens": STEPS}
     answers = run(target, prompts, 60, None)[0].token_ids
     assert run(target, prompts, 40, settings)[0].token_ids == [
@@ -94,6 +119,21 @@ def test_drafts_change_no_token_and_are_the_training_forwards(
         longer = [*answers[0][:length], *(int(logits_V.argmax()) for logits_V in drafted)]
         for depth, trained_SV in enumerate(trained_forward(twin, longer)[1]):
             torch.testing.assert_close(drafted[depth], trained_SV[length - 2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("trunk", "kind"), tiered(CASES, FIRST))
+def test_drafts_change_no_token_and_are_the_training_forwards(
+    trunk: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafts(lambda: drafting_model(trunk, kind), kind, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "kind"), tiered(WINDOWED_CASES, WINDOWED_FIRST))
+def test_a_drafter_with_windows_or_sinks_drafts_as_it_was_trained(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**DRAFTERS[kind], **WINDOWS[name]}
+    check_drafts(lambda: gpt(settings, torch.float64), kind, monkeypatch)
 
 
 @pytest.mark.matrix

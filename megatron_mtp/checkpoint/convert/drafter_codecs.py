@@ -26,6 +26,8 @@ STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LA
 """Config keys with the layers that are read. The first two count states: the number is that of the layers before the
 state, as vLLM and speculators count. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the number is
 that of the layer that returns the state, from 0, as SGLang and SpecForge count."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers."""
 INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
 """Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
 COUNTS = {"outputs": 1, "states": 0}
@@ -45,6 +47,10 @@ class DrafterSettings:
         mask_token: of its blocks; None without blocks.
         rank: of the bias by the token before; None without.
         idle_rows: rows of its blocks that draft nothing, beside those of all drafters of its kind.
+        window: positions that its layers attend to; None for all.
+        full: numbers of the layers, from 1, that attend to all beside a window.
+        causal: whether rows of a block see only those before them.
+        sinks: whether heads have sinks.
     """
 
     name: str
@@ -55,6 +61,10 @@ class DrafterSettings:
     mask_token: int | None = None
     rank: int | None = None
     idle_rows: int = 0
+    window: int | None = None
+    full: tuple[int, ...] = ()
+    causal: bool = False
+    sinks: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> "DrafterSettings":
@@ -70,6 +80,10 @@ class DrafterSettings:
             mask if "drafter_mask_token" in own else None,
             args.drafter_markov_rank or own.get("drafter_markov_rank"),
             getattr(args, "drafter_idle_rows", None) or 0,
+            getattr(args, "drafter_window_size", None),
+            tuple(getattr(args, "drafter_full_layers", None) or ()),
+            bool(getattr(args, "drafter_causal", None)),
+            getattr(args, "drafter_softmax_type", None) == "learnable",
         )
 
     def arguments(self, args: Namespace) -> dict[str, Any]:
@@ -79,12 +93,16 @@ class DrafterSettings:
             "drafter_mask_token": self.mask_token,
             "drafter_markov_rank": self.rank,
             "drafter_idle_rows": self.idle_rows or None,
+            "drafter_full_layers": [*self.full] or None,
+            "drafter_causal": int(self.causal) or None,
+            "drafter_softmax_type": "learnable" if self.sinks else None,
         }
         read = DRAFTERS[self.name].settings
         return {
             "drafter": self.name,
             "drafter_layers": [*self.layers] or None,
             "drafter_steps": self.steps,
+            "drafter_window_size": self.window,
             "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
             **{name: value if name in read else None for name, value in own.items()},
             **dict.fromkeys((*OWN_SIZES, "drafter_rope_scaling")),
@@ -126,9 +144,12 @@ class DrafterCodec(ABC):
     whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
     layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
 
-    @abstractmethod
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
-        """Keys that only drafters of this kind have."""
+        """Keys beside those of the sizes."""
+        if kind.window is None:
+            return {}
+        types = [FULL if number in kind.full else SLIDING for number in range(1, kind.depth + 1)]
+        return {"layer_types": types, "sliding_window": kind.window, "use_sliding_window": True}
 
     @abstractmethod
     def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
@@ -178,14 +199,15 @@ class OneLayer(DrafterCodec):
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
-        return {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
+        own = {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
+        return super().keys(kind) | own
 
     @override
     def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
         return [
             *_input_and_output(sizes, len(kind.layers)),
-            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, norms, inputs=2),
+            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind, norms, inputs=2),
         ]
 
     @override
@@ -224,14 +246,14 @@ class StateLayer(OneLayer):
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         row = DRAFTERS[kind.name]
-        return {"architectures": [row.architecture, row.published_as]}
+        return super().keys(kind) | {"architectures": [row.architecture, row.published_as]}
 
     @override
     def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         hidden = sizes["hidden_size"]
         return [
             rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, 2 * hidden)),
-            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind.width, {}),
+            *_layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind, {}),
         ]
 
     @override
@@ -247,7 +269,12 @@ class Blocks(DrafterCodec):
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         rows = kind.steps + DRAFTERS[kind.name].idle_rows + kind.idle_rows
-        return {"block_size": rows, OF_BLOCKS: self.inner(kind)}
+        inner = {**self.inner(kind), "causal": kind.causal}
+        if kind.window is not None:
+            inner |= {"swa_window_size": kind.window, **({} if kind.full else {"use_swa": True})}
+        if kind.sinks:
+            inner["attention_sink_bias"] = True
+        return super().keys(kind) | {"block_size": rows, "is_causal": kind.causal, OF_BLOCKS: inner}
 
     def inner(self, kind: DrafterSettings) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
@@ -260,7 +287,7 @@ class Blocks(DrafterCodec):
         for number in range(kind.depth):
             place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
             norms = {"input_layernorm": "input_layernorm"}
-            rules += _layer_rules(place, sizes, kind.width, norms, normalizes_heads=True)
+            rules += _layer_rules(place, sizes, kind, norms, normalizes_heads=True)
         return rules
 
     @override
@@ -358,7 +385,45 @@ def kind_in(
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
             "drafter of this trunk."
         )
-    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **codec.sizes(path, row, keys, args))
+    sizes = codec.sizes(path, row, keys, args)
+    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **sizes, **_windows_in(path, row, keys))
+
+
+def _windows_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `DrafterSettings` that say what its layers attend to, as engines read them.
+
+    Raises:
+        ValueError: they are not said, or the kind has no such layers.
+    """
+    count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
+    if types is None:
+        if keys.get("use_sliding_window") and not keys.get("use_swa"):
+            raise ValueError(f"{path / CONFIG} has use_sliding_window without layer_types; say the type of each layer.")
+        types = [SLIDING if keys.get("use_swa") else FULL] * count
+    if keys.get("use_swa"):
+        types = [SLIDING] * len(types)
+    if len(types) != count or {*types} - {FULL, SLIDING}:
+        raise ValueError(f"{path / CONFIG} has layer_types {types!r:.80}, which is no {FULL} or {SLIDING} a layer.")
+    has_sinks = bool(keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"))
+    if has_sinks and "drafter_softmax_type" not in row.settings:
+        raise ValueError(f"{path / CONFIG} has attention_sink_bias, which {row.called} does not have; give another.")
+    found: dict[str, Any] = {"sinks": has_sinks}
+    if SLIDING in types:
+        width = keys.get("swa_window_size") or keys.get("sliding_window")
+        if type(width) is not int or width < 1:
+            raise ValueError(f"{path / CONFIG} has sliding_window {width!r:.40}, which is a number from 1 on.")
+        found |= {"window": width, "full": tuple(number for number, of in enumerate(types, start=1) if of == FULL)}
+    if row.fills_blocks:
+        said = [keys[name] for name in ("is_causal", "causal") if keys.get(name) is not None]
+        if SLIDING in types and keys.get("sliding_window_non_causal") is not None:  # of speculators
+            said.append(not keys["sliding_window_non_causal"])
+        if not said and len({*types}) > 1:
+            raise ValueError(
+                f"{path / CONFIG} lacks is_causal, and engines take windowed layers as causal and others not; add the "
+                "key as the drafter was trained."
+            )
+        found["causal"] = bool(said[0]) if said else types[0] == SLIDING
+    return found
 
 
 def by_token(name: str, key: str, shape: Shape, rows: TokenOrder) -> Rule:
@@ -378,7 +443,7 @@ def _input_and_output(sizes: dict[str, Any], inputs: int) -> list[Rule]:
 def _layer_rules(
     place: Place,
     sizes: dict[str, Any],
-    width: int,
+    kind: DrafterSettings,
     norms: dict[str, str],
     inputs: int = 1,
     normalizes_heads: bool = False,
@@ -388,11 +453,14 @@ def _layer_rules(
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=normalizes_heads))
-    output = f"{place.mcore}self_attention.linear_proj.weight"
+    output, sink = (
+        f"{place.mcore}self_attention.{name}" for name in ("linear_proj.weight", "core_attention.softmax_offset")
+    )
     named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
     return [
         *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
         *(rule for rule in attention if rule.mcore[0].key != output),
         rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
-        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, width),
+        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, kind.width),
+        *([rename(f"{place.hf}self_attn.attention_sink_bias", sink, (heads,))] if kind.sinks else []),
     ]

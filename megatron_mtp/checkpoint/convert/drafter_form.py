@@ -51,8 +51,7 @@ VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"
 FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
 OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "use_swa", "is_causal", "causal"), False),
-    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias", "has_embed_tokens"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "has_embed_tokens"), False),
     **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),
     **dict.fromkeys(("kv_lora_rank", "conv_kernel_size", "selector_rank", "aux_hidden_stream"), None),
@@ -60,8 +59,6 @@ OTHER_FORMS: dict[str, Any] = {
     **{"markov_head_type": "vanilla", "attention_mode": "gqa", "hidden_act": "silu"},
 }
 """Config keys of drafters that compute something else with another value than this one."""
-FULL = "full_attention"
-"""The type of a layer that attends to all positions."""
 WORDS = "embed_tokens.weight"
 """A copy of the trunk's embedding in a folder, which a checkpoint has once."""
 
@@ -266,10 +263,6 @@ def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     keys = with_inner(_config(path))
     if other := [key for key, plain in OTHER_FORMS.items() if keys.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
-    if {*(keys.get("layer_types") or [])} - {FULL}:
-        raise ValueError(
-            f"{path / CONFIG} has layer_types beside {FULL}, which drafters here do not have; give another."
-        )
     if CODECS[str(drafter_kind(path))].has_unknown_layers(keys):
         raise ValueError(
             f"{path / CONFIG} has num_hidden_layers {keys['num_hidden_layers']}, and drafters of its kind have one "

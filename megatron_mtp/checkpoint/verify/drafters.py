@@ -168,7 +168,7 @@ class Reference:
             inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", residual_SH)
             given = torch.cat(inputs, dim=-1)
         position_S = torch.arange(len(given), device=given.device)
-        visible_SS = position_S[:, None] >= position_S
+        visible_SS = self._visible(0, position_S, position_S, True)
         state_SH = residual_SH + self._attended(f"{layer}self_attn.", given, given, position_S, visible_SS)
         state_SH = self._through_mlp(layer, state_SH)
         normed_SH = state_SH if self.reads_last else self._norm("norm", state_SH)
@@ -185,7 +185,8 @@ class Reference:
             layer = f"layers.{number}."
             normed_RH = self._norm(f"{layer}input_layernorm", state_RH)
             keys_TH = torch.cat([feature_SH, normed_RH])
-            state_RH = state_RH + self._attended(f"{layer}self_attn.", normed_RH, keys_TH, position_T)
+            visible_RT = self._visible(number, position_T[context:], position_T, bool(self.keys.get("is_causal")))
+            state_RH = state_RH + self._attended(f"{layer}self_attn.", normed_RH, keys_TH, position_T, visible_RT)
             state_RH = self._through_mlp(layer, state_RH)
         state_KH = self._norm("norm", state_RH)[-len(tokens_K) :]
         logits_KN = linear(state_KH, self.weights.get("lm_head.weight", head_VH))
@@ -197,9 +198,14 @@ class Reference:
         confidence_K = sure_K1[:, 0] + self.weights["confidence_head.proj.bias"]
         return {"logits of drafts": self._logits(logits_KN), "confidence of drafts": confidence_K}
 
-    def _attended(
-        self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor | None = None
-    ) -> Tensor:
+    def _visible(self, layer: int, position_R: Tensor, position_T: Tensor, causal: bool) -> Tensor:
+        """Which positions the rows of a layer attend to, [R, T]: in a window those above the row's less its width."""
+        types = self.keys.get("layer_types") or ()
+        width = self.keys["sliding_window"] if len(types) and types[layer] == "sliding_attention" else len(position_T)
+        visible_RT = position_T > position_R[:, None] - width
+        return visible_RT & (position_T <= position_R[:, None]) if causal else visible_RT
+
+    def _attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
         """Attention of the last rows of some positions to all of them."""
         query, key, value = (
             self._linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
@@ -208,7 +214,13 @@ class Reference:
         if f"{place}q_norm.weight" in self.weights:
             query, key = self._norm(f"{place}q_norm", query), self._norm(f"{place}k_norm", key)
         query, key = self._turned(query, position_T[-len(rows) :]), self._turned(key, position_T)
-        made = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+        if (sink_N := self.weights.get(f"{place}attention_sink_bias")) is None:
+            made = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
+            return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+        key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
+        scores_NRT = (query @ key.mT / self.channels**0.5).masked_fill(~visible, -torch.inf)
+        with_sink = torch.cat([scores_NRT, sink_N[:, None, None].expand(-1, len(rows), 1)], dim=-1)
+        made = with_sink.softmax(-1)[..., :-1] @ value
         return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ It is `train` with `--skip-train` and `DEFAULTS`; every flag of `train` may foll
 import json
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,6 +39,9 @@ EXAMPLES = f"""examples:
   # 64 batches of 8 sequences of a corpus that preprocess made; the result as one JSON object
   megatron-mtp evaluate --load runs/mine/checkpoint --data-path data/corpus --micro-batch-size 8 --eval-iters 64 --json
 
+  # how acceptance changes as texts grow
+  megatron-mtp evaluate --load runs/mine/checkpoint --text held_out --context-lengths 64 128 256
+
   # a model on two GPUs with tensor parallelism
   torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load runs/mine/checkpoint --data-path data/corpus \\
       --tensor-model-parallel-size 2
@@ -66,10 +69,15 @@ def main(arguments: list[str], program: str) -> int:
                     raise ValueError("there is no data to evaluate on; give --text or --data-path.")
                 if args.text is not None and others:
                     raise ValueError(f"--text and {others[0]} were given; drop one of the two.")
-                if args.by_source and "--mock-data" in others:
+                if args.by_source and args.context_lengths:
+                    raise ValueError("--by-source and --context-lengths count the same tokens; give one of the two.")
+                apart = "--by-source" if args.by_source else "--context-lengths" if args.context_lengths else None
+                if apart and "--mock-data" in others:
                     raise ValueError(
-                        "--by-source was given with --mock-data, which has no documents; drop one of the two."
+                        f"{apart} was given with --mock-data, which has no documents; drop one of the two."
                     )
+                if args.context_lengths:
+                    args.seq_length = args.seq_length or max(args.context_lengths)
                 flags = _data_flags(args, Path(folder), [word for word in rest if word == TRUST])
 
             from megatron_mtp.training.run import main as evaluate
@@ -80,9 +88,11 @@ def main(arguments: list[str], program: str) -> int:
             from megatron_mtp.training.documents import source_table
 
             row, table = metrics.evaluated
-            if args.by_source and metrics.sources:
-                row |= {"sources": {name: figures_of(list(each.values())) for name, each in metrics.sources.items()}}
-                table = f"{table}\n\n{source_table(metrics.sources)}"
+            title = "context" if args.context_lengths else "source"
+            if (args.by_source or args.context_lengths) and metrics.sources:
+                figures = {name: figures_of(list(each.values())) for name, each in metrics.sources.items()}
+                row |= {f"{title}s": figures}
+                table = f"{table}\n\n{source_table(metrics.sources, title)}"
             print(json.dumps({"load": args.load, **row}) if args.json else table, file=answer, flush=True)
     return 0
 
@@ -106,8 +116,21 @@ def parser(program: str) -> Parser:
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
     sources = "acceptance of every source of the corpus, too: category or source of a line, else folder (preprocess)"
     add("--by-source", action="store_true", help=sources)
+    contexts = (
+        "acceptance by context, too: of up to so many tokens of a sequence, as 2k 4k 8k (k is 1024), each from the "
+    )
+    contexts += "length before on; --seq-length is then the last one"
+    add("--context-lengths", type=_tokens, nargs="+", metavar="N", help=contexts)
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens, such as 512 or 2k."""
+    digits, thousands = text.removesuffix("k"), text.endswith("k")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ArgumentTypeError(f"'{text}' is no number of tokens; give one such as 512 or 2k.")
+    return int(digits) * (1024 if thousands else 1)
 
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
@@ -130,6 +153,10 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
     if args.seq_length is not None:
         chosen += ["--seq-length", str(args.seq_length)]
+    if args.context_lengths:
+        chosen += ["--mtp-context-lengths", *map(str, args.context_lengths)]
+        if args.seq_length > stored.max_position_embeddings:
+            chosen += ["--max-position-embeddings", str(args.seq_length)]
     if args.eval_iters is not None:
         chosen += ["--eval-iters", str(args.eval_iters)]
     if args.data_path is not None:

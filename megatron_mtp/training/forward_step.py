@@ -50,6 +50,7 @@ from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
+from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
 
 SPIKE = 10
@@ -270,7 +271,9 @@ def get_batch(
         depths = depth_batch(batch, count, document_BS)
         if tp_rank == 0 and not torch.is_grad_enabled() and "documents" in loaded:
             numbers_BS = to_device(loaded["documents"].view_as(batch["labels"]), batch["labels"].device)
-            depths = replace(depths, document_BS=numbers_BS)
+            lengths = args.mtp_context_lengths
+            counted_BS = numbers_BS if lengths is None else numbers_of_contexts(numbers_BS, lengths)
+            depths = replace(depths, document_BS=counted_BS)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and reads_positions(vp_stage):
         whole_BS = batch["labels"] if batch["tokens"] is None else batch["tokens"]

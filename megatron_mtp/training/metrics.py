@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import HEADS
 from megatron_mtp.files import written_beside
 from megatron_mtp.training.best_state import BestState
-from megatron_mtp.training.documents import Documents, by_source, gathered
+from megatron_mtp.training.documents import Documents, by_context, by_source, gathered
 from megatron_mtp.training.run_files import (
     DOCUMENTS,
     METRICS,
@@ -243,12 +243,18 @@ class Metrics:
                 what: {number: stats_of(counts_4D) for number, counts_4D in of.items()}
                 for what, of in gathered(window.documents).items()
             }
-            apart: dict[str, BySource] = {what: by_source(of, get_args()) for what, of in documents.items()}
+            args = get_args()
+            lengths = args.mtp_context_lengths
+            apart: dict[str, BySource] = {
+                what: by_source(of, args) if lengths is None else by_context(of, lengths)
+                for what, of in documents.items()
+            }
             records = {what: record_of(stats, iteration, split, apart.get(what)) for what, stats in rates.items()}
             record, self.sources = {**records.pop(MTP), **records}, apart.get(MTP, {})
             if split.startswith("validation"):
                 self.validated = record[EXPECTED_LENGTH]
-            if self.best is None or (split == "validation" and self.best.improves(record[EXPECTED_LENGTH])):
+            is_best = self.best is None or (split == "validation" and self.best.improves(record[EXPECTED_LENGTH]))
+            if is_best and lengths is None:  # a record has sources
                 self._record = record
             if self.best is None:
                 self._keep_record()

@@ -1,12 +1,15 @@
-"""`evaluate --text`: the flags with which the text becomes a corpus."""
+"""`evaluate`: the flags with which --text becomes a corpus; contexts and sources that cannot be counted."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from test_hf_form import trained
 
 from megatron_mtp.cli import evaluate, preprocess
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.training.documents import MOST_CONTEXTS, by_context, numbers_of_contexts
 
 
 @pytest.mark.usefixtures("megatron")
@@ -33,3 +36,36 @@ def test_mock_data_has_no_sources(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         evaluate.main(["--load", "x", "--mock-data", "--by-source"], "megatron-mtp evaluate")
     assert "--by-source was given with --mock-data, which has no documents; drop one" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--mock-data", "--context-lengths", "64"], "--context-lengths was given with --mock-data, which has no"),
+        (["--text", "x", "--by-source", "--context-lengths", "2k"], "--by-source and --context-lengths count the same"),
+        (["--text", "x", "--context-lengths", "2m"], "'2m' is no number of tokens; give one such as 512 or 2k"),
+    ],
+)
+def test_contexts_that_cannot_be_counted_are_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["--load", "x", *flags], "megatron-mtp evaluate")
+    assert said in capsys.readouterr().err
+
+
+def test_contexts_of_rows() -> None:
+    """Seven positions of two rows, whose first documents are 5 and 9; lengths 2 and 4."""
+    document_BS = torch.tensor([[5, 5, 6, 6, 6, 6, 6], [9, 9, 9, 9, 9, 9, 9]])
+    numbers_BS = numbers_of_contexts(document_BS, [2, 4])
+    first, second = 5 * MOST_CONTEXTS, 9 * MOST_CONTEXTS
+    assert (numbers_BS - torch.tensor([[first], [second]])).tolist() == [[0, 0, 1, 1, 2, 2, 2]] * 2
+    named = by_context({first: "a", first + 2: "b", second: "c"}, [2, 4])
+    assert named == {"to 2": {first: "a", second: "c"}, "above 4": {first + 2: "b"}}
+
+
+@pytest.mark.parametrize("lengths", [(4, 2), (2, 2), (0, 4)])
+def test_lengths_that_do_not_rise_are_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"--mtp-context-lengths is .*; give rising numbers of tokens, 1 or more"):
+        MTPConfig(mtp_context_lengths=lengths)

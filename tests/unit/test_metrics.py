@@ -23,6 +23,7 @@ from megatron_mtp.training.run_files import write_run_record
 @pytest.fixture
 def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     args = Namespace(
+        mtp_context_lengths=None,
         iteration=0,
         log_interval=2,
         train_iters=4,

@@ -20,7 +20,8 @@ DOORS = {
 """Scripts that are a verb of `megatron-mtp`."""
 
 ENGINES = {
-    "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition --parsable --dependency",
+    "sbatch": "--nodes --gpus-per-node --exclusive --time --mem --array --signal --requeue --partition --parsable "
+    "--dependency",
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint --nproc-per-node",
     "llama-server": "--model --spec-type --spec-draft-n-max --spec-draft-p-min",
     "scancel": "--signal",

@@ -10,17 +10,13 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from megatron_mtp.extensions.plan.hardware import Card, Reached
 from megatron_mtp.extensions.plan.memory import tokens_of
-from megatron_mtp.extensions.plan.sizes import Layer, Model
+from megatron_mtp.extensions.plan.sizes import Layer, Model, default_width
 
 TURNS = 5
-PASSES = 8.0
-"""Over activations by Megatron's modules without fused kernels, in a forward pass. With so many, train_step.py's step
-without depths takes as long as planned; `benchmarks/planning.py` shows the others."""
-
 Clock = Callable[[], float]
 
 
@@ -39,7 +35,9 @@ def card_here(model: Model, clock: Clock = time.perf_counter) -> Card:
     head = 6 * tokens * hidden * line.vocabulary / _product(tokens, hidden, line.vocabulary, clock)
     attention = _attention(model.layers[0], model, clock)
     bandwidth = _copies(tokens, [columns for _, columns in shapes], clock)
-    reached = Reached(1.0, head / rate, 1.0, attention / rate, 1.0, 1.0, PASSES)
+    kept = tokens * line.element * sum(one.elements for one in model.layers[0].kept)
+    passes = _between(model, clock) / 3 * bandwidth / kept
+    reached = Reached(1.0, head / rate, 1.0, attention / rate, 1.0, 1.0, passes)
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return Card("here", rate, rate, memory, bandwidth, 1.0, 1.0, 1, reached)
 
@@ -82,6 +80,46 @@ def _attention(layer: Layer, model: Model, clock: Clock) -> float:
         made.backward(gradient)
 
     return 3.5 * 2 * batch * length * layer.pairs * length / 2 / _timed(work, clock)
+
+
+def _between(model: Model, clock: Clock) -> float:
+    """Seconds of what a layer does between its products, forward and backward, without fused kernels.
+
+    Two norms, the turning of queries and keys and their way into the order of attention, a gated activation, two sums.
+    """
+    line, layer = model.line, model.layers[0]
+    hidden, ffn, heads = line.whole("hidden_size"), line.ffn_hidden_size or default_width(line), layer.scores
+    first = line.whole("seq_length"), line.micro_batch_size
+    weight, *given = (
+        torch.randn(shape, requires_grad=True)
+        for shape in (
+            (hidden,),
+            (*first, hidden),
+            (*first, 2 * ffn),
+            *[(*first, heads, layer.pairs // (2 * heads))] * 2,
+        )
+    )
+    cosine, sine = torch.randn(2, first[0], 1, 1, layer.pairs // (2 * heads))
+
+    def turned(one_SBNC: Tensor) -> Tensor:
+        front_SBNC, back_SBNC = one_SBNC.chunk(2, dim=-1)
+        made_SBNC = one_SBNC * cosine + torch.cat((-back_SBNC, front_SBNC), dim=-1) * sine
+        return made_SBNC.permute(1, 2, 0, 3).contiguous()
+
+    def work() -> None:
+        states_SBH, wide_SBF, query_SBNC, key_SBNC = given
+        gate_SBF, up_SBF = wide_SBF.chunk(2, dim=-1)
+        normed_SBH = rms_norm(states_SBH, (hidden,), weight)
+        after_SBH = states_SBH + normed_SBH
+        made = (
+            silu(gate_SBF) * up_SBF,
+            turned(query_SBNC),
+            turned(key_SBNC),
+            after_SBH + rms_norm(after_SBH, (hidden,), weight),
+        )
+        torch.autograd.backward(made, made)
+
+    return _timed(work, clock)
 
 
 def _copies(tokens: int, widths: Iterable[int], clock: Clock) -> float:

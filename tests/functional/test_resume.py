@@ -1,5 +1,6 @@
 """Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted."""
 
+import json
 import re
 import shutil
 import time
@@ -121,3 +122,30 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     assert printed_steps(run.run()) == [4, 5, 6]
     assert run.saved_step == str(STEPS)
     assert_same_end(run, uninterrupted)
+
+
+BEST = "--eval-interval 1 --eval-iters 1 --mtp-patience 9 --save-interval 6 --lr 3e-2".split()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("moment", ["the save of a better state", "its name in best.json"])
+def test_a_run_killed_around_a_better_state_keeps_the_best_one(moment: str, tmp_path: Path) -> None:
+    """Every step is evaluated, and most are better than those before."""
+    never, killed = Run(tmp_path / "never", (*BEST,)), Run(tmp_path / "killed", (*BEST,))
+    never.folder.mkdir()
+    never.run()
+    best = json.loads((never.checkpoints / "best.json").read_text())
+    saves = sorted(int(step) for step in re.findall(r"checkpoint of step (\d) saved", never.log.read_text()))
+    assert len(saves) >= 3, f"states were saved at {saves}"
+    killed.folder.mkdir()
+    file = killed.checkpoints / (f"iter_{saves[2]:07d}" if "save" in moment else "best.json.partial")
+    process = launch.start(killed.command(), killed.log)
+    while process.poll() is None and not (file.exists() and (killed.checkpoints / "best.json").exists()):
+        time.sleep(0.0002)
+    process.kill()
+    named = json.loads((killed.checkpoints / "best.json").read_text())["iteration"]
+    assert (killed.checkpoints / f"iter_{named:07d}" / "metadata.json").exists()
+    killed.run()
+    assert json.loads((killed.checkpoints / "best.json").read_text()) == best
+    assert killed.saved_step == never.saved_step == str(best["iteration"])
+    assert launch.learned(killed.folder) == launch.learned(never.folder)

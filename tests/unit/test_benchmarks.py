@@ -100,6 +100,7 @@ SMOKE = {
     "audit": ["--folder", "FOLDER"],
     "shift": [],
     "hybrid": [],
+    "head_life": [],
 }
 """Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""
 

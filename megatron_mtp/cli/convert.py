@@ -370,7 +370,11 @@ TRUSTS = {"--trust-remote-code": _switch("run the Python code of the tokenizer f
 IMPORTS = {"--trunk-only": _switch("convert the trunk without the folder's MTP layers, also where they are lost")}
 EXPORTS = {
     "--max-shard-size": _value(f"largest safetensors file (default: {SHARD})", "SIZE", default=SHARD),
-    "--like": _value("take config and tokenizer from this Hugging Face folder", "FOLDER", type=named),
+    "--like": _value(
+        "take config and tokenizer from this Hugging Face folder, and towers that the checkpoint lacks",
+        "FOLDER",
+        type=named,
+    ),
     "--family": _value(f"model_type of the folder: {FORMS} (default: as imported, or the one that fits)", "NAME"),
     "--tokenizer": _value("tokenizer to copy into the folder (default: the run's own)", "FOLDER", type=named),
     "--quantize": _value("form of the trunk's projections (default: whole)", choices=QUANTIZED),

@@ -1,6 +1,7 @@
 """Models around a text model: all tensors and keys come back, and Megatron's logits are those of the whole model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ from judged_models import PROMPT, QUIET, Logits
 from tiers import tiered
 from trunk_models import SEEING
 
+from megatron_mtp.checkpoint.convert.edit import changed
 from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.cli.convert import main
 
@@ -140,3 +144,52 @@ def test_depths_are_attached_and_the_trunk_comes_back_whole(
     before, after = read(folder), read(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def as_megatron_saves(converted: Path, saved: Path) -> None:
+    """The checkpoint of a run that began with a converted one: Megatron saves what it has modules for, and no files."""
+    reader = DistReader(converted)
+    around = frozenset(key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED))
+    changed(reader, converted, [], {}, {}, 0, around).write(saved, QUIET)
+    shutil.rmtree(saved / "hf")
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", tiered(["llava", "smolvlm", "lighton_ocr"], ("llava",)))
+def test_a_trained_text_model_is_exported_with_what_stands_around_it(
+    name: str, judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Towers come from --like, bit by bit, and MTP layers that were attached are there too."""
+    folder = judged[name][0]
+    converted = folder.with_name(f"{name}-mcore")
+    trained, more, back = (tmp_path / part for part in ("trained", "more", "back"))
+    as_megatron_saves(converted, trained)
+    assert main(["attach-mtp", str(trained), str(more), "--mtp-num-layers", "1", "--mtp-init", "random"]) == 0
+    assert main(["mcore-to-hf", str(more), str(back), "--like", str(folder)]) == 0
+    before, after = read(folder), read(back)
+    around = sum(DistReader(converted).holds(f"{CARRIED}{key}") for key in before)
+    assert around
+    assert f"carried from: {folder}: {around} tensors that the checkpoint lacks" in capsys.readouterr().out
+    assert main(["verify", str(back), str(more)]) == 0
+    said = capsys.readouterr().out
+    assert f"tensors around the text model that Megatron does not save: {around} " in said
+    assert [key for key, tensor in before.items() if not torch.equal(tensor, after[key])] == []
+    assert {key for key in after if key not in before and not key.startswith("mtp.layers.")} == set()
+
+
+@pytest.mark.usefixtures("megatron")
+def test_what_megatron_does_not_save_is_asked_for(
+    judged: dict[str, tuple[Path, Logits, Logits]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that kept the folder's files alone has no towers, and another model's folder gives none."""
+    folder, trained = judged["llava"][0], tmp_path / "trained"
+    converted = folder.with_name("llava-mcore")
+    as_megatron_saves(converted, trained)
+    words = ["mcore-to-hf", str(trained), str(tmp_path / "back")]
+    assert main([*words, "--like", str(judged["got_ocr2"][0])]) == 2
+    assert "give a folder of the same model (--like)" in capsys.readouterr().err
+    shutil.copytree(converted / "hf", trained / "hf")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "does not save; give the Hugging Face folder that the model came from (--like FOLDER)." in said
+    assert not (tmp_path / "back").exists()

@@ -38,11 +38,12 @@ from megatron_mtp.checkpoint.convert.plan import (
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_by
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
-from megatron_mtp.checkpoint.families import FAMILIES, Family, Layout, family_of, trained_forms
+from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of, trained_forms
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json, text_key
+from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
@@ -68,6 +69,7 @@ class HFForm:
         carried: names of the tensors that no rule covers.
         files: folder of the tokenizer and other files to copy; None for none.
         texts: further files, by name.
+        folder: the Hugging Face folder of this form, for carried tensors that the checkpoint lacks; None without one.
     """
 
     keys: dict[str, Any]
@@ -75,6 +77,7 @@ class HFForm:
     carried: tuple[str, ...] = ()
     files: Path | None = None
     texts: dict[str, str] = field(default_factory=dict)
+    folder: HFFolder | None = None
 
 
 def kept_form(folder: Path) -> HFForm | None:
@@ -130,8 +133,12 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
         "shard_bytes": options.shard_bytes,
         "quantize": asdict(options.quantize),
     }
+    lenders = sorted({folder.folder for folder in export.lent.values()})
+    if lenders:
+        files = sorted({folder.tensors[name].file for name, folder in export.lent.items()})
+        record["lent"] = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return Conversion(
-        (reader.home,),
+        (reader.home, *lenders),
         export.family.title,
         export.depths,
         parts,
@@ -146,6 +153,7 @@ def plan_export(source: Path | DistReader, target: Path, options: Options, form:
         notes=({} if drafted is None else {"draft vocabulary": f"{len(drafted)} tokens, {DRAFTS_ALL}"})
         | ({"tokenizer": SENTENCE_PIECES} if form.files is not None and model_in(form.files) else {})
         | ({"loaded by": loaded_by(coded, shapes)} if coded else {})
+        | ({"carried from": f"{lenders[0]}: {len(export.lent)} tensors that the checkpoint lacks"} if lenders else {})
         | _drafter_note(export)
         | epsilon_note(reader.common()["args"]),
     )
@@ -168,6 +176,7 @@ class Export:
         keys: of the `config.json` to make, but for types and quantization.
         rules: the rule of every tensor.
         settings: the keys with the family's defaults.
+        lent: carried tensors that the checkpoint lacks, by their names, in the folder that gives them.
     """
 
     reader: DistReader
@@ -176,6 +185,7 @@ class Export:
     keys: dict[str, Any]
     rules: list[Rule]
     settings: HFConfig
+    lent: Mapping[str, HFFolder] = MappingProxyType({})
 
     @classmethod
     def of(cls, source: Path | DistReader, target: Path, form: HFForm) -> "Export":
@@ -188,12 +198,15 @@ class Export:
         family = family_of(config)
         config = family.complete(config)
         _check_depths(family, reader, layout)
-        rules = family.all_rules(config, layout)
-        check_mcore(rules, reader)
-        return cls(reader, family, layout.depths, keys, rules, config)
+        rules, lent = family.all_rules(config, layout), _lent(reader, family, layout, form.folder)
+        check_mcore([rule for rule in rules if rule.hf[0].name not in lent], reader)
+        return cls(reader, family, layout.depths, keys, rules, config, lent)
 
     def group(self, rule: Rule, options: Options, coded: Mapping[str, Form] = MappingProxyType({})) -> Group:
         """The tensors of a rule; of quantized weights (`coded`) the parts."""
+        first = rule.hf[0].name
+        if (folder := self.lent.get(first)) is not None:
+            return Group(self._whole(rule, options), folder.tensors[first].bytes, lambda: [folder.read(first)])
         entries = []
         for entry in self._whole(rule, options):
             name = entry.keys[0]
@@ -223,6 +236,9 @@ class Export:
 
     def _whole(self, rule: Rule, options: Options) -> list[Entry]:
         """The tensors that a rule makes, without quantization."""
+        first = rule.hf[0].name
+        if (folder := self.lent.get(first)) is not None:
+            return [Entry([first], folder.shape(first), options.cast(first, folder.dtype(first)))]
         key = stored_key(rule.mcore[0], self.reader) if rule.mcore else None
         entries = []
         for tensor in rule.hf:
@@ -292,6 +308,23 @@ class FolderFiles:
 
     def finish(self, records: list[Any]) -> None:
         """Do nothing: the headers were written first."""
+
+
+def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder | None) -> dict[str, HFFolder]:
+    """Carried tensors that the checkpoint lacks, since Megatron does not save them; ValueError where none gives them.
+
+    The layers of a trunk that Megatron cannot run are never taken from elsewhere.
+    """
+    lacks = [name for name in layout.carried if not reader.holds(f"{CARRIED}{name}")]
+    if not lacks or family.untrainable is not None:
+        return {}
+    if folder is None:
+        more = f" and {len(lacks) - 1} more tensors" if len(lacks) > 1 else ""
+        raise ValueError(
+            f"{reader.folder} lacks '{lacks[0]}'{more} around the text model, which Megatron does not save; give the "
+            "Hugging Face folder that the model came from (--like FOLDER)."
+        )
+    return dict.fromkeys(lacks, folder)
 
 
 def pattern_of(reader: DistReader) -> str | None:
@@ -369,7 +402,8 @@ def form_of(
 
     Args:
         source, trust_remote_code: the checkpoint, or a reader of it; whether to run code of its tokenizer's folder.
-        like: a Hugging Face folder or converted checkpoint from which to take config and files.
+        like: a Hugging Face folder or converted checkpoint from which to take config and files; a folder also gives
+            the carried tensors that the checkpoint lacks.
         family: `model_type` to export to; None for the imported one, or the one that fits.
         tokenizer: folder of the tokenizer to copy.
 
@@ -403,7 +437,7 @@ def hf_folder_form(folder: Path) -> HFForm:
     """The form of a Hugging Face folder, from its config and the names of its tensors."""
     model = HFModel.read(folder)
     keys = without_quantization(read_json(folder / CONFIG))
-    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder)
+    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder, folder=model.folder)
 
 
 def trained_form(

@@ -265,9 +265,14 @@ class HFModel:
                 rule.to_mcore([self.folder.read(tensor.name) for tensor in rule.hf])
 
     def beside(self, reader: DistReader) -> "HFModel":
-        """The model with rules for this checkpoint, which may lack biases that are zero in the folder."""
+        """The model with rules for this checkpoint, which may lack biases that are zero, and carried tensors."""
         features = (self.layout.features | set(zero_features(reader))) - lost_features(reader)
         layout = replace(self.layout, features=features)
+        if (
+            self.family.untrainable is None
+        ):  # Megatron has trained it, and does not save what stands around a text model
+            held = tuple(name for name in layout.carried if reader.holds(f"{CARRIED}{name}"))
+            layout = replace(layout, carried=held)
         return replace(self, layout=layout, rules=self.family.all_rules(self.config, layout))
 
 

@@ -115,6 +115,10 @@ def verify(
     if model.left_out:
         name, witness = "tensors of MTP layers that --trunk-only left out", "the record of the import"
         checks.append(Check(name, len(model.left_out), True, witness))
+    if around := model.folder.tensors.keys() - {tensor.name for rule in model.rules for tensor in rule.hf}:
+        checks.append(
+            Check("tensors around the text model that Megatron does not save", len(around), True, "not compared")
+        )
     return [*checks, *same_logits(hf, mcore, text, length, seed, trust_remote_code)]
 
 

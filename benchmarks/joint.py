@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.agreeing import agreeing_model
-from benchmarks.harness import Found, Table, count, main
+from benchmarks.harness import Found, Goal, Table, count, main
 from megatron_mtp.cli.cost import NO_METER, Work, summary
 from megatron_mtp.data.prompts import Beginnings
 from megatron_mtp.decoding import load_runner
@@ -90,9 +90,8 @@ def joint(wanted: Namespace) -> Found:
         work = Work(runner, prompts, new, Sampling(1.0), frozenset(), small, None, batch, 0)
         figures |= {_called(name, batch, wanted): measured(work, given) for name, given in METHODS.items()}
     not_run = {"energy": NO_METER} if all(one["energy_joules_per_token"] is None for one in figures.values()) else {}
-    return Found(
-        {"prompts": len(prompts), "new_tokens": new, "figures": figures}, tables=[table(figures)], not_run=not_run
-    )
+    results = {"prompts": len(prompts), "new_tokens": new, "figures": figures}
+    return Found(results, goals(figures), [table(figures)], not_run)
 
 
 def train_small(folder: Path, data: Path) -> None:
@@ -109,6 +108,20 @@ def measured(work: Work, given: dict[str, Any]) -> dict[str, Any]:
     perplexities = work.perplexity(config), work.perplexity(None)
     joules = None if plain.joules is None else plain.joules / max(plain.stats.emitted, 1)
     return summary(cost, work.runner.dtype, plain, same, perplexities) | {"plain_joules_per_token": joules}
+
+
+def goals(figures: dict[str, dict[str, Any]]) -> list[Goal]:
+    """What the paper promises of MTAD: more tokens a forward than speculative decoding, of lower perplexity."""
+    of = {
+        name: next(one for called, one in figures.items() if called.startswith(name))
+        for name in ("speculative", "MTAD")
+    }
+    length = of["MTAD"]["accepted_length"] / of["speculative"]["accepted_length"]
+    perplexity = of["MTAD"]["perplexity"] / of["MTAD"]["plain_perplexity"]
+    return [
+        Goal("tokens a forward of MTAD (tau 0.5) over speculative decoding's", length, 1.0, ">="),
+        Goal("perplexity of MTAD (tau 0.5) over that of plain sampling", perplexity, 1.0),
+    ]
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import harness
+from benchmarks import harness, latency
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ SMOKE = {
     "decoding": ["--dtype", "float32", "--model", "small"],
     "serving": [],
     "joint": [],
+    "latency": [],
     "convert": ["--folder", "FOLDER"],
     "audit": ["--folder", "FOLDER"],
     "shift": [],
@@ -122,3 +124,11 @@ def test_a_benchmark_runs_and_ends_with_its_report(name: str, tmp_path: Path) ->
     assert summary["results"]
     assert summary["goals"]
     assert all(isinstance(goal["value"], float) for goal in summary["goals"])
+
+
+def test_a_latency_is_told_by_its_first_and_last_token() -> None:
+    """Five tokens, the first after 1 s and the last after 3 s: half a second from one to the next."""
+    assert latency.Answer(1.0, 3.0, 5).figures() == (1000.0, 500.0, 3.0, pytest.approx(5 / 3))
+    assert latency.Answer(1.0, 1.0, 1).figures()[1] == 0
+    with pytest.raises(SystemExit, match="--server is missing; give the URL of a server"):
+        latency.latency(Namespace(quick=False, server=None))

@@ -134,7 +134,7 @@ class Attached(Attachment):
 
     @override
     def drafted(self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool) -> Drafted:
-        """Output of the depths (`Stage` in losses/mtp_loss.py), with the attention inputs of the forward."""
+        """Output of the MTP layers, with the attention inputs of the forward."""
         return self.drafted_by_first(
             self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart), batch
         )

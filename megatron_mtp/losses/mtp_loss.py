@@ -11,13 +11,11 @@ Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice o
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _fork_rng
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,7 +24,6 @@ from torch.nn.functional import pad
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import (
     NO_DOCUMENT,
-    DepthBatch,
     depth_batch,
     documents_from_offsets,
     inside_document,
@@ -37,8 +34,8 @@ from megatron_mtp.data.batch import (
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights
-from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.head import Drafted, Head, StageOutput
+from megatron_mtp.model.attachment import Attachment, attached_of
+from megatron_mtp.model.head import Drafted, StageOutput
 from megatron_mtp.model.mtp import is_detached
 from megatron_mtp.model.packed_rows import bounds_of
 
@@ -143,32 +140,6 @@ def mtp_loss(
     return loss_of_stage(attached_of(trunk), hidden_SBH, batch, settings)
 
 
-class Stage(Protocol):
-    """The draft heads of a model's last pipeline stage: `Attachment` in model/attachment.py."""
-
-    config: TransformerConfig
-    pg_collection: ProcessGroupCollection
-
-    @property
-    def depths(self) -> int:
-        """D."""
-
-    def head(self, *, detached: bool) -> Head:
-        """The output head; detached, it is not trained."""
-
-    def drafted(
-        self, hidden_SBH: Tensor, batch: DepthBatch, packed: PackedSeqParams | None, length: int, is_apart: bool
-    ) -> Drafted:
-        """Output of the head; if it is apart, it passes no gradient to the trunk's states, embedding and output head.
-
-        Args:
-            hidden_SBH: the trunk's.
-            batch: this rank's part.
-            packed: of a row of several documents.
-            length: positions of the whole sequences.
-        """
-
-
 @dataclass(frozen=True)
 class Batch:
     """Whole sequences, under context parallelism too; the fields are arguments of `mtp_loss`.
@@ -193,7 +164,7 @@ class Batch:
             )
 
 
-def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig) -> MTPLoss:
+def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig) -> MTPLoss:
     """`mtp_loss` of a stage; the documents of a batch only end the shifts, unless the batch is packed."""
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
@@ -218,7 +189,7 @@ def loss_of_stage(stage: Stage, hidden_SBH: Tensor, batch: Batch, settings: MTPC
     return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
 
 
-def _loss(stage: Stage, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
+def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
     """The loss of the depths; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)

@@ -113,7 +113,15 @@ class Attachment:
     def drafted(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: "PackedSeqParams | None", length: int, is_apart: bool
     ) -> Drafted:
-        """Output of the first head (`Stage` in losses/mtp_loss.py)."""
+        """Output of the first head.
+
+        Args:
+            hidden_SBH: the trunk's.
+            batch: this rank's part.
+            packed: of a row of several documents.
+            length: positions of the whole sequences.
+            is_apart: whether it passes no gradient to the trunk's states, embedding and output head.
+        """
         position_ids_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
         turned = length if packed is None else packed.max_seqlen_q
         angles = self.rotary_angles(turned, packed_seq=packed is not None)[0] if self.turns_heads else None

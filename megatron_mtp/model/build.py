@@ -8,9 +8,9 @@ build(configuration) -> model   a pipeline stage: Megatron's `GPTModel` or, of a
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, override
 
 import torch
 from megatron.core import parallel_state
@@ -96,8 +96,22 @@ def build(config: MTPModelConfig, groups: ProcessGroupCollection | None = None, 
     return config.get_builder_cls()(config).build_model(groups, **stage)
 
 
-class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
-    """Megatron's builder, for a GPT of these layers with draft heads."""
+Specs = tuple[dict[str, Any], MultiTokenPredictionLayerSubmodules | None]
+"""Arguments of a model's class that say what its layers are, and the spec of an MTP layer; None without any."""
+
+
+class AttachingBuilder:
+    """Put before a builder of Megatron's: a model of Megatron's class, of these layers, with draft heads.
+
+    Attributes:
+        kind: the class.
+    """
+
+    kind: ClassVar[type]
+
+    def specs(self, vp_stage: int | None) -> Specs:
+        """The layers of a stage."""
+        raise NotImplementedError
 
     def build_model(
         self,
@@ -105,82 +119,49 @@ class MTPGPTModelBuilder(megatron_gpt.GPTModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> GPTModel:
+    ) -> LanguageModule:
         """One pipeline stage; the arguments are those of Megatron's builder."""
-        config = self._model_config
-        layer_spec = _layer_spec(config, vp_stage)
-        layers = {
-            "transformer_layer_spec": _block_spec(config, layer_spec, vp_stage),
-            "rope_scaling": config.rope_scaling,
-            "rope_scaling_factor": config.rope_scaling_factor,
-            "scatter_embedding_sequence_parallel": config.scatter_embedding_sequence_parallel,
-        }
-        place = Place.of(config, pg_collection, pre_process, post_process, vp_stage)
-        return built(GPTModel, layers, config, _mtp_submodules(config, layer_spec, vp_stage), place)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A stage's place in the pipeline: arguments of Megatron's models.
-
-    Attributes:
-        pre_process, post_process: whether it embeds tokens, and whether it has the output head.
-        vp_stage: its number among the virtual stages of the rank; None without such.
-    """
-
-    pg_collection: ProcessGroupCollection
-    pre_process: bool
-    post_process: bool
-    vp_stage: int | None
-
-    @classmethod
-    def of(
-        cls,
-        config: MTPModelConfig,
-        groups: ProcessGroupCollection,
-        pre_process: bool | None,
-        post_process: bool | None,
-        vp_stage: int | None,
-    ) -> "Place":
-        """The place with these ends; None for those that the groups give it."""
+        config: MTPModelConfig = self._model_config  # type: ignore[attr-defined]
         virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
         if pre_process is None:
-            pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(groups.pp)
+            pre_process = megatron_gpt.is_vp_first_stage(**virtual) and megatron_gpt.is_pp_first_stage(pg_collection.pp)
         if post_process is None:
-            post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(groups.pp)
-        return cls(groups, pre_process, post_process, vp_stage)
+            post_process = megatron_gpt.is_vp_last_stage(**virtual) and megatron_gpt.is_pp_last_stage(pg_collection.pp)
+        groups = copy.copy(pg_collection)
+        groups.embd = None  # copies of the embedding are made once the stage of the heads has its own
+        layers, mtp_layer = self.specs(vp_stage)
+        with with_portable_projections(config.transformer):
+            model = self.kind(
+                **layers,
+                config=config.transformer,
+                vocab_size=_padded_vocab_size(config),
+                max_sequence_length=config.seq_length,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=groups,
+                vp_stage=vp_stage,
+                **{name: getattr(config, name) for name in _PASSED_ON},
+            )
+            model.pg_collection, model.embd_group = pg_collection, pg_collection.embd
+            plans = [_head_plan(config, head, mtp_layer) for head in config.heads]
+            heads = DraftHeads(plans, config.absent_draft_vocabulary)
+            TrainedStage(model, heads, config.draft_vocabulary, config.true_vocab_size, config.mtp.mtp_train_only)
+        return model
 
 
-def built(
-    kind: type,
-    layers: dict[str, Any],
-    config: MTPModelConfig,
-    mtp_layer: MultiTokenPredictionLayerSubmodules | None,
-    place: Place,
-) -> Any:
-    """A stage of Megatron's class, and the draft heads on it.
+class MTPGPTModelBuilder(AttachingBuilder, megatron_gpt.GPTModelBuilder):
+    """Of a GPT."""
 
-    Args:
-        kind: the class.
-        layers: arguments that are its own.
-        mtp_layer: the spec of an MTP layer; None without any.
-    """
-    groups, alone = place.pg_collection, copy.copy(place.pg_collection)
-    alone.embd = None  # copies of the embedding are made once the stage of the heads has its own
-    with with_portable_projections(config.transformer):
-        model = kind(
-            **layers,
-            **vars(replace(place, pg_collection=alone)),
-            config=config.transformer,
-            vocab_size=_padded_vocab_size(config),
-            max_sequence_length=config.seq_length,
-            **{name: getattr(config, name) for name in _PASSED_ON},
-        )
-        model.pg_collection, model.embd_group = groups, groups.embd
-        plans = [_head_plan(config, head, mtp_layer) for head in config.heads]
-        heads = DraftHeads(plans, config.absent_draft_vocabulary)
-        TrainedStage(model, heads, config.draft_vocabulary, config.true_vocab_size, config.mtp.mtp_train_only)
-    return model
+    kind = GPTModel
+
+    @override
+    def specs(self, vp_stage: int | None) -> Specs:
+        config = self._model_config
+        layer_spec = _layer_spec(config, vp_stage)
+        names = ("rope_scaling", "rope_scaling_factor", "scatter_embedding_sequence_parallel")
+        layers = {name: getattr(config, name) for name in names}
+        layers["transformer_layer_spec"] = _block_spec(config, layer_spec, vp_stage)
+        return layers, _mtp_submodules(config, layer_spec, vp_stage)
 
 
 _PASSED_ON = (

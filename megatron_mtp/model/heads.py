@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.drafters import DRAFTERS
-from megatron_mtp.model.head import Drafted, Head
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
-    TrunkOutput,
     set_quantization,
 )
 from megatron_mtp.registry import Imported
@@ -30,9 +27,6 @@ BLOCKS: "Imported[type[DrafterBlock]]" = Imported({row.name: row.block for row i
 
 OWN_HEAD = "layers.0.head"
 """A drafter's rows of the draft vocabulary, within its block."""
-
-Made = tuple[list[Tensor], Tensor | None]
-"""What `MultiTokenPredictionBlock.drafts` gives: states, and the logits of their confidence."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +79,6 @@ class DraftHeads:
     def reads(self) -> tuple[int, ...]:
         """Numbers of the trunk's layers whose states some head reads."""
         return tuple(sorted({number for plan in self.plans for number in plan.reads}))
-
-    def drafts(self, trunk: TrunkOutput, batches: Sequence[DepthBatch]) -> list[Made]:
-        """What every head drafts in a microbatch."""
-        return [block.drafts(trunk, batch) for block, batch in zip(self.blocks, batches, strict=True)]
-
-    def outputs(
-        self, made: Sequence[Made], batches: Sequence[DepthBatch], head: Callable[[bool], Head]
-    ) -> list[Drafted]:
-        """The same with each head's output head, which `head` makes of whether it is detached."""
-        return [
-            Drafted(states, block.head_of(head(block.is_apart)), batch, confidence_DSB)
-            for block, batch, (states, confidence_DSB) in zip(self.blocks, batches, made, strict=True)
-        ]
 
     # --- what a checkpoint lacks -------------------------------------------------------------------------------------
 

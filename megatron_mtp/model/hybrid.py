@@ -8,7 +8,7 @@ without the libraries of their kernels, or without a GPU, `M` and `G` are those 
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -17,7 +17,6 @@ from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from megatron_mtp import runtime
 from megatron_mtp.model.arguments import SHARDED_STACK
-from megatron_mtp.model.build import Place, built
+from megatron_mtp.model.build import AttachingBuilder, Specs
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
 from megatron_mtp.model.norms import PortableNorm
@@ -178,23 +177,18 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
     )
 
 
-class MTPHybridModelBuilder(megatron_hybrid.HybridModelBuilder):
-    """Megatron's builder, for a hybrid of these layers with draft heads."""
+class MTPHybridModelBuilder(AttachingBuilder, megatron_hybrid.HybridModelBuilder):
+    """Of a hybrid."""
 
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> HybridModel:
-        """One pipeline stage; the arguments are those of Megatron's builder."""
+    kind = HybridModel
+
+    @override
+    def specs(self, vp_stage: int | None) -> Specs:
         config = self._model_config
         trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
         pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
         layers = {"hybrid_stack_spec": trunk, "hybrid_layer_pattern": pattern.main_pattern}
-        submodules = None
-        if pattern.mtp_pattern is not None:
-            submodules = depth_submodules(trunk, pattern.mtp_pattern, config.transformer, config.mtp.mtp_architecture)
-        place = Place.of(config, pg_collection, pre_process, post_process, vp_stage)
-        return built(HybridModel, layers, config, submodules, place)
+        if pattern.mtp_pattern is None:
+            return layers, None
+        own = config.mtp.mtp_architecture
+        return layers, depth_submodules(trunk, pattern.mtp_pattern, config.transformer, own)

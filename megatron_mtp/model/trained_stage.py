@@ -15,15 +15,18 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.model.attachment import Attachment
+from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
 from megatron_mtp.model.head import Drafted, DraftVocabulary, StageOutput, attach_embedding
-from megatron_mtp.model.heads import DraftHeads, Made
+from megatron_mtp.model.heads import DraftHeads
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionBlock, TrunkOutput
 from megatron_mtp.model.stages import ReadStates, apart, as_one
 
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
+
+Drafts = tuple[DraftHead, DepthBatch, list[Tensor], Tensor | None]
+"""A head, its batch, and what it drafts: states, and the logits of their confidence."""
 
 OBJECTIVE, BATCHES = "output_processor", "output_processor_context"
 """Arguments of a forward that Megatron's does not get: the objective, and the batch of every head."""
@@ -91,21 +94,23 @@ class TrainedStage(Attachment):
             attention: inputs of the trunk's layers.
             gathers: whether logits are gathered over tensor-parallel ranks; None for the model's own choice.
         """
-        made: list[Made] = []
+        made = list[Drafts]()
         if self.heads and batches is not None:
-            made = self._heads.drafts(self.trunk_output(hidden_SBH, position_ids_BS, attention), batches)
-            if self._stage_input is not None:
-                for states, _ in made:
-                    states[0] = answer_with_zeros(states[0], self._stage_input)
+            trunk = self.trunk_output(hidden_SBH, position_ids_BS, attention)
+            made = [(head, batch, *head.drafts(trunk, batch)) for head, batch in zip(self.heads, batches, strict=True)]
+        if self._stage_input is not None:
+            for _, _, states, _ in made:
+                states[0] = answer_with_zeros(states[0], self._stage_input)
         if not self.model.post_process:
-            return self._read.sent(as_one(hidden_SBH, [state for states, _ in made for state in states]))
+            return self._read.sent(as_one(hidden_SBH, [state_SBH for _, _, states, _ in made for state_SBH in states]))
         assert objective is not None
-        drafted = list[Drafted]()
+        drafted = [
+            Drafted(states, head.head_of(self.head(gathers, detached=head.is_apart)), batch, confidence_DSB)
+            for head, batch, states, confidence_DSB in made
+        ]
         if self._comes_after_heads and batches is not None:
             hidden_SBH, states = apart(hidden_SBH, self.config.mtp_num_layers)
             drafted = [Drafted(states, self.head(gathers, detached=self.config.mtp_detach_heads), batches[0])]
-        elif made and batches is not None:
-            drafted = self._heads.outputs(made, batches, lambda detached: self.head(gathers, detached=detached))
         return objective(StageOutput(hidden_SBH, self.head(gathers), drafted, batches))
 
     @property

@@ -172,10 +172,21 @@ class Attachment:
         call = {**dict(zip(self._names, given, strict=False)), **named}
         if any(call.get(name) is not None for name in INFERENCE):
             return
+        if getattr(self.config, "fine_grained_activation_offloading", False) and model.disable_param_offloading:
+            self._keep_weights_on_device()
         hidden = self._hidden(call)
         self._shown = {name: model.__dict__.get(name) for name in hidden}
         model.__dict__.update(hidden)
         self._call = call
+
+    def _keep_weights_on_device(self) -> None:
+        """Mark the weights that Megatron's first forward would mark if it saw heads and output layer."""
+        from megatron.core.pipeline_parallel.fine_grained_activation_offload import (  # not there in 0.16
+            FineGrainedActivationOffloadingInterface,
+        )
+
+        for parameter in self.model.parameters():
+            FineGrainedActivationOffloadingInterface.mark_not_offload(parameter)
 
     def _hidden(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Attributes of the model while its forward runs."""

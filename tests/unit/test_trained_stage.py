@@ -16,6 +16,7 @@ from megatron.core.models import backends
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_single import (
@@ -104,6 +105,20 @@ def test_after_a_forward_that_fails_the_model_is_as_before(
             forward_ours(model, batch)
     assert vars(model) == before
     assert torch.equal(mean_losses(forward_ours(model, batch)), expected)
+
+
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["gpt", "hybrid"])
+def test_offloaded_activations_leave_the_weights_of_heads_and_output_layer(
+    pattern: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron marks weights in its first forward, from which both are hidden."""
+    model, kept = model_with_heads(pattern), list[torch.nn.Parameter]()
+    monkeypatch.setattr(FineGrainedActivationOffloadingInterface, "mark_not_offload", kept.append)
+    monkeypatch.setattr(model, "preprocess_for_fine_grained_offloading", lambda: None, raising=False)
+    model.config.fine_grained_activation_offloading = True
+    forward_ours(model, make_batch(1))
+    wanted = [*model.mtp.parameters(), *model.output_layer.parameters()]
+    assert {id(each) for each in wanted} <= {id(each) for each in kept}
 
 
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["gpt", "hybrid"])

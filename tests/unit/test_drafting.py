@@ -64,6 +64,7 @@ TREES: dict[str, dict[str, Any]] = {
 }
 METHODS = {**CHAINS, **TREES}
 DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS[kind]}
+WINDOWED = ("windows", "windows-sinks")
 DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
 ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (16, 84)) for one in DRAFTING]
 """A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
@@ -148,7 +149,8 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
 
 
 @pytest.mark.parametrize(
-    "kind", ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla", *DRAFTERS]
+    "kind",
+    ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla", *WINDOWED, *DRAFTERS],
 )
 @pytest.mark.parametrize("length", tiered([1, 2, 9], (9,)))
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,9 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
         torch.testing.assert_close(drafted[depth], trained_V, rtol=1e-5, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize(("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle"), *DRAFTERS.items()])
+@pytest.mark.parametrize(
+    ("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle"), ("windows-sinks", "mtp"), *DRAFTERS.items()]
+)
 def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafter_folders import OWN_SIZES, make_drafter, make_trunk
 from hf_models import HIDDEN, VOCABULARY, make
 from test_data_checks import write_random_dataset
 from torch import Tensor
@@ -112,6 +113,18 @@ def test_copies_and_the_head_are_the_trunks_and_positions_attend_to_themselves(t
         own, others = products.diagonal(), products[~torch.eye(len(tokens), dtype=torch.bool)]
         assert own.mean().item() == pytest.approx(SCORE, rel=0.2)
         assert others.mean().abs() < 1
+
+
+def test_a_fitted_drafter_has_the_trunks_heads_also_in_the_place_of_one_with_others(
+    tmp_path: Path, corpus: str
+) -> None:
+    _, trunk = make_trunk(tmp_path)
+    _, before = make_drafter(tmp_path, "eagle3-whole", trunk, OWN_SIZES)
+    new = tmp_path / "new"
+    assert main(["fit-drafter", str(before), str(new), "--data-path", corpus]) == 0
+    sizes = [attached_of(load_model(folder)).drafter.sizes for folder in (before, new)]
+    assert [one.heads for one in sizes] == [OWN_SIZES["num_attention_heads"], 4]
+    assert sizes[1].scaling is None
 
 
 def test_trunks_whose_last_layer_is_none_of_a_drafter_are_refused(

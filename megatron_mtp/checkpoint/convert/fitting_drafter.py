@@ -37,6 +37,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.drafter_sizes import OWN_SIZES
 from megatron_mtp.drafters import EAGLE3_LAYERS, FITTED
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.attachment import attached_of
@@ -82,7 +83,8 @@ def plan_fitting(
     FITTED.check_layers(read, trunk.num_layers)
     kind = DrafterSettings(FITTED.name, read, trunk.ffn_hidden_size)
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
-    fit = Fit(reader, changed_args(reader, **plain)["args"], trunk.num_layers - 1, data, seed)
+    trunk = changed_args(reader, **plain, **dict.fromkeys((*OWN_SIZES, "drafter_rope_scaling")))["args"]
+    fit = Fit(reader, trunk, trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)
     weights = cache(partial(fitted, fit, read, drafted_N, seed, quiet))
     dtype = reader.dtype(EMBEDDING)

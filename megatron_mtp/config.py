@@ -20,6 +20,7 @@ DRAFTER_SETTINGS = (
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
     *(*OWN_SIZES, "drafter_rope_scaling", "drafter_idle_rows"),
     *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
+    "drafter_norm_before_residual",
 )
 """What a model with a drafter is built from."""
 
@@ -351,6 +352,13 @@ class MTPConfig:
         None,
         "1: the row of the newest token drafts nothing, as sample_from_anchor false of a config.json says, and masks "
         "draft the tokens of their own places. Default: 0, every row drafts the token after it.",
+        allowed=("0 or 1", lambda number: number in (0, 1)),
+        metavar="N",
+    )
+    drafter_norm_before_residual: int | None = _flag(
+        None,
+        "1: the layer of an EAGLE-3 drafter adds to the normalized feature, as heads of speculators do. Default: 0, to "
+        "the feature itself.",
         allowed=("0 or 1", lambda number: number in (0, 1)),
         metavar="N",
     )

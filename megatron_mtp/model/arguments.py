@@ -120,7 +120,7 @@ MODEL_ARGUMENTS = (
     "drafter_num_layers drafter_mask_token drafter_markov_rank "
     "drafter_num_attention_heads drafter_num_query_groups drafter_kv_channels drafter_norm_epsilon drafter_rotary_base "
     "drafter_rope_scaling drafter_idle_rows "
-    "drafter_window_size drafter_full_layers drafter_causal drafter_softmax_type "
+    "drafter_window_size drafter_full_layers drafter_causal drafter_softmax_type drafter_norm_before_residual "
     "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout"
 ).split()
 """Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.

@@ -252,11 +252,21 @@ def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
     width = settings.drafter_ffn_hidden_size
     sizes, numbers = drafter_sizes_of(config, settings), tuple(symbols * number for number in chosen)
     idle = kind.idle_rows if settings.drafter_idle_rows is None else settings.drafter_idle_rows
-    windows, sinks = (
-        drafter_windows(settings, depth or 1, kind.fills_blocks),
-        settings.drafter_softmax_type == "learnable",
+    return Drafter(
+        kind=kind.name,
+        layers=numbers,
+        sizes=sizes,
+        steps=head.depths,
+        ffn_hidden_size=width,
+        depth=depth or 1,
+        mask_token=mask,
+        vocabulary=tokens,
+        markov_rank=rank,
+        idle_rows=idle,
+        windows=drafter_windows(settings, depth or 1, kind.fills_blocks),
+        has_sinks=settings.drafter_softmax_type == "learnable",
+        norm_before_residual=bool(settings.drafter_norm_before_residual),
     )
-    return Drafter(kind.name, numbers, sizes, head.depths, width, depth or 1, mask, tokens, rank, idle, windows, sinks)
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:

@@ -47,6 +47,7 @@ class Drafter:
         idle_rows: the first rows of a block, which draft nothing.
         windows: of its layers, as Megatron's `window_size`; None for all positions.
         has_sinks: whether every head has a sink with a trained score.
+        norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Drafter:
     idle_rows: int = 0
     windows: tuple[tuple[int, int] | None, ...] = (None,)
     has_sinks: bool = False
+    norm_before_residual: bool = False
 
 
 def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> TransformerConfig:

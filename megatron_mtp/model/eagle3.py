@@ -5,14 +5,16 @@
     x_k  = layer(embedding(t_{i+k}), x_{k-1})                             step k = 2 .. K
     the drafts' logits are head(norm(x_k))
 
-The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide; its residual is
-the feature itself. In training step k reads the layer's own output of step k - 1, as drafting does (the paper's
-training-time test), and attends to what an engine's k-th draft attends to (`SharingAttention` of shared_keys.py).
+The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide. Its residual is
+the feature itself, or its norm (`norm_before_residual`, as speculators trains). In training step k reads the layer's
+own output of step k - 1, as drafting does (the paper's training-time test), and attends to what an engine's k-th draft
+attends to (`SharingAttention` of shared_keys.py).
 
 It is an MTP block of K passes of one layer. Letters in names: S sequence, B batch, H hidden.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, override
 
 import torch
@@ -36,18 +38,23 @@ class InputNorms(torch.nn.Module):
 
     Attributes:
         embedded_SBH: the embeddings of the layer's next call.
+        before_residual: whether the feature comes normalized, since the layer adds to that.
     """
 
     embedded_SBH: Tensor
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, before_residual: bool = False
+    ) -> None:
         super().__init__()
+        self.before_residual = before_residual
         self.enorm = PortableNorm(config, hidden_size, eps)
         self.hnorm = PortableNorm(config, hidden_size, eps)
 
     def forward(self, feature_SBH: Tensor) -> Tensor:
         """[norm(embedding); norm(feature)]."""
-        return torch.cat((self.enorm(self.embedded_SBH), self.hnorm(feature_SBH)), dim=-1)
+        normed_SBH = feature_SBH if self.before_residual else self.hnorm(feature_SBH)
+        return torch.cat((self.enorm(self.embedded_SBH), normed_SBH), dim=-1)
 
 
 def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParallelLinear:
@@ -95,8 +102,10 @@ class Eagle3Layer(DrafterLayer):
 
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
         """The input of `tf_layer`'s next call, whose input norms take the embeddings."""
-        self.tf_layer.input_layernorm.embedded_SBH = embedded_SBH
-        return given_SBH
+        norms = self.tf_layer.input_layernorm
+        norms.embedded_SBH = embedded_SBH
+        normed_SBH: Tensor = norms.hnorm(given_SBH) if norms.before_residual else given_SBH
+        return normed_SBH
 
     def forward(
         self,
@@ -134,7 +143,8 @@ class Eagle3Block(DrafterBlock):
     @override
     def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         own = layer_config(config, drafter)
-        spec = layer_spec(own, {PortableAttention: SharingAttention}, input_layernorm=InputNorms)
+        norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
+        spec = layer_spec(own, {PortableAttention: SharingAttention}, input_layernorm=norms)
         attention = spec.submodules.self_attention
         wide = replace(attention, submodules=replace(attention.submodules, linear_qkv=_from_both))
         spec = ModuleSpec(spec.module, submodules=replace(spec.submodules, self_attention=wide))

@@ -31,7 +31,10 @@ KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
     "dflash": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
     "dspark": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
     "dspark-idle": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
-    "eagle3-window": (DrafterSettings("eagle3", (1, 2, 4), WIDTH, window=3), DRAFTED),
+    "eagle3-window": (
+        DrafterSettings("eagle3", (1, 2, 4), WIDTH, window=3, norm_before_residual=True),
+        DRAFTED,
+    ),
     "dflash-windows": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7, window=4, full=(2,)), [*range(VOCABULARY)]),
     "dspark-sinks": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, window=3, causal=True, sinks=True), DRAFTED),
 }

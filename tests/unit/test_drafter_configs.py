@@ -215,6 +215,12 @@ def test_windows_causality_and_sinks_are_read_as_engines_serve_them(
     assert (kind.window, kind.full, kind.causal, kind.sinks) == (window, full, causal, sinks)
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_residual_of_speculators_is_read(tmp_path: Path, is_before: bool) -> None:
+    keys = {**SPECULATORS, "norm_before_residual": is_before}
+    assert read(tmp_path, keys, QWEN3).kind.norm_before_residual == is_before
+
+
 def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:
     """As speculators writes it by default since 2026-07."""
     own = {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}
@@ -231,7 +237,7 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "behind", "named"),
     [
-        ({**SPECULATORS, "norm_before_residual": True}, QWEN3, "norm_before_residual"),
+        ({**ZLAB, "norm_before_residual": True}, QWEN35, "norm_before_residual"),
         ({**SPECULATORS, "norm_before_fc": True}, QWEN3, "norm_before_fc"),
         ({**SPECULATORS, "target_hidden_size": 5120}, QWEN3, "target_hidden_size 5120, and the trunk 4096"),
         ({**DSPARK, "has_embed_tokens": True, "has_lm_head": False}, GLM, "has_embed_tokens"),

@@ -86,6 +86,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 OF_EAGLE3 = ("window", "window below the drafts")
 WINDOWED_CASES = [(name, kind) for name in WINDOWS for kind in DRAFTERS if kind != "eagle3" or name in OF_EAGLE3]
+WINDOWS["norm before the residual"] = {"drafter_norm_before_residual": 1}
+WINDOWED_CASES.append(("norm before the residual", "eagle3"))
 WINDOWED_FIRST = (("window below the drafts", "eagle3"), ("causal windows with sinks", "dflash"), ("window", "dspark"))
 
 CASES = [(trunk, kind) for trunk in TRUNKS for kind in DRAFTERS]

@@ -51,6 +51,7 @@ class DrafterSettings:
         full: numbers of the layers, from 1, that attend to all beside a window.
         causal: whether rows of a block see only those before them.
         sinks: whether heads have sinks.
+        norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
     """
 
     name: str
@@ -65,6 +66,7 @@ class DrafterSettings:
     full: tuple[int, ...] = ()
     causal: bool = False
     sinks: bool = False
+    norm_before_residual: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> "DrafterSettings":
@@ -84,6 +86,7 @@ class DrafterSettings:
             tuple(getattr(args, "drafter_full_layers", None) or ()),
             bool(getattr(args, "drafter_causal", None)),
             getattr(args, "drafter_softmax_type", None) == "learnable",
+            bool(getattr(args, "drafter_norm_before_residual", None)),
         )
 
     def arguments(self, args: Namespace) -> dict[str, Any]:
@@ -96,6 +99,7 @@ class DrafterSettings:
             "drafter_full_layers": [*self.full] or None,
             "drafter_causal": int(self.causal) or None,
             "drafter_softmax_type": "learnable" if self.sinks else None,
+            "drafter_norm_before_residual": int(self.norm_before_residual) or None,
         }
         read = DRAFTERS[self.name].settings
         return {
@@ -200,7 +204,7 @@ class OneLayer(DrafterCodec):
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
         own = {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
-        return super().keys(kind) | own
+        return super().keys(kind) | own | ({"norm_before_residual": True} if kind.norm_before_residual else {})
 
     @override
     def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
@@ -386,11 +390,11 @@ def kind_in(
             "drafter of this trunk."
         )
     sizes = codec.sizes(path, row, keys, args)
-    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **sizes, **_windows_in(path, row, keys))
+    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **sizes, **_layers_in(path, row, keys))
 
 
-def _windows_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `DrafterSettings` that say what its layers attend to, as engines read them.
+def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `DrafterSettings` that say what its layers attend and add to, as engines read them.
 
     Raises:
         ValueError: they are not said, or the kind has no such layers.
@@ -407,7 +411,10 @@ def _windows_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str,
     has_sinks = bool(keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"))
     if has_sinks and "drafter_softmax_type" not in row.settings:
         raise ValueError(f"{path / CONFIG} has attention_sink_bias, which {row.called} does not have; give another.")
-    found: dict[str, Any] = {"sinks": has_sinks}
+    is_before = bool(keys.get("norm_before_residual"))
+    if is_before and "drafter_norm_before_residual" not in row.settings:
+        raise ValueError(f"{path / CONFIG} has norm_before_residual, which {row.called} does not have; give another.")
+    found: dict[str, Any] = {"sinks": has_sinks, "norm_before_residual": is_before}
     if SLIDING in types:
         width = keys.get("swa_window_size") or keys.get("sliding_window")
         if type(width) is not int or width < 1:

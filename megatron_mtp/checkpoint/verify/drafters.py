@@ -167,6 +167,8 @@ class Reference:
             residual_SH = self._linear("fc", states_SX)
             inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", residual_SH)
             given = torch.cat(inputs, dim=-1)
+            if self.keys.get("norm_before_residual"):
+                residual_SH = inputs[1]
         position_S = torch.arange(len(given), device=given.device)
         visible_SS = self._visible(0, position_S, position_S, True)
         state_SH = residual_SH + self._attended(f"{layer}self_attn.", given, given, position_S, visible_SS)

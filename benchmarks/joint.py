@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.harness import Found, Goal, Table, count, main
-from megatron_mtp.cli.cost import NO_METER, Work, summary
+from megatron_mtp.cli.cost import NO_METER, Workload, summary
 from megatron_mtp.data.prompts import Beginnings
 from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.method import config_from, make_method
@@ -87,7 +87,7 @@ def joint(wanted: Namespace) -> Found:
         prompts, new = [drawn.prompt(number) for number in range(wanted.prompts)], wanted.new_tokens
     figures: dict[str, dict[str, Any]] = {}
     for batch in wanted.batch_sizes:
-        work = Work(runner, prompts, new, Sampling(1.0), frozenset(), small, None, batch, 0)
+        work = Workload(runner, prompts, new, Sampling(1.0), frozenset(), small, None, batch, 0)
         figures |= {_called(name, batch, wanted): measured(work, given) for name, given in METHODS.items()}
     not_run = {"energy": NO_METER} if all(one["energy_joules_per_token"] is None for one in figures.values()) else {}
     results = {"prompts": len(prompts), "new_tokens": new, "figures": figures}
@@ -100,7 +100,7 @@ def train_small(folder: Path, data: Path) -> None:
     subprocess.run([sys.executable, "-m", "megatron_mtp", "train", *SMALL, *given], check=True, stdout=sys.stderr)
 
 
-def measured(work: Work, given: dict[str, Any]) -> dict[str, Any]:
+def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
     """What `generate --compare --json` prints of a method."""
     config = config_from(given)
     make_method(work.runner, config, work.sampling, work.drafter)  # refuses what does not fit

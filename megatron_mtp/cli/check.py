@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   megatron-mtp check exported --text held_out --prompts 128 --json > check.json
 """
 
-Prompts = list[tuple[int, list[int]]]
+NumberedPrompts = list[tuple[int, list[int]]]
 """The number of the document, and token ids."""
 
 
@@ -140,7 +140,7 @@ def _tokenizer_of(folder: Path) -> Path | None:
     return folder if has_tokenizer(folder) else None
 
 
-def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> Prompts:
+def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> NumberedPrompts:
     """Turns of chats, or pieces of documents, evenly spread over both. Raises ValueError where there are too few."""
     from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
     from megatron_mtp.data.prompts import UserTurns
@@ -150,7 +150,7 @@ def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> Prompts:
         return [(number % turns.documents, turns.prompt(number)) for number in range(args.prompts)]
     documents = list_documents(find_files(args.text, TEXT_FILES, "--text"))
     chosen = documents[:: max(1, len(documents) // args.prompts)][: args.prompts]
-    found: Prompts = []
+    found: NumberedPrompts = []
     for number, document in enumerate(chosen):
         ids = tokenizer(read_document(document, "text"), add_special_tokens=False).input_ids
         pieces = min(-(-args.prompts // len(chosen)), len(ids) // args.prompt_tokens)
@@ -169,7 +169,7 @@ def _prompts(args: Namespace, tokenizer: "PreTrainedTokenizerBase") -> Prompts:
 
 def _drafted(
     args: Namespace,
-    prompts: Prompts,
+    prompts: NumberedPrompts,
     recorded: list[float],
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],
@@ -206,7 +206,7 @@ def _method(runner: "Runner", positions: int) -> "SpeculativeConfig":
 
 
 def _counted(
-    args: Namespace, prompts: Prompts, runner: "Runner", method: "SpeculativeConfig", ends: frozenset[int]
+    args: Namespace, prompts: NumberedPrompts, runner: "Runner", method: "SpeculativeConfig", ends: frozenset[int]
 ) -> list[AcceptanceStats]:
     from megatron_mtp.data.samples import seed_of
     from megatron_mtp.decoding.engine import Engine, blocks_for
@@ -230,7 +230,7 @@ def _counted(
 
 def _served(
     args: Namespace,
-    prompts: Prompts,
+    prompts: NumberedPrompts,
     recorded: list[float],
     tokenizer: "PreTrainedTokenizerBase",
     ends: frozenset[int],

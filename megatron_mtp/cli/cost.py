@@ -40,7 +40,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """The prompts of a run in batches of `batch`, generated under one clock; the others as in `generate`."""
 
     runner: Runner

@@ -119,7 +119,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     """Load, check, generate, report. Raises ValueError for bad input, before anything is generated."""
     import torch
 
-    from megatron_mtp.cli.cost import Work, summary, table
+    from megatron_mtp.cli.cost import Workload, summary, table
     from megatron_mtp.decoding.engine import check_prompts
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import is_lossless, make_method, parse_config
@@ -139,7 +139,7 @@ def run(args: Namespace, answer: TextIO) -> None:
     drafter = load_drafter(config, dtype)
     method = make_method(runner, config, sampling, drafter)  # refuses what does not fit
     stop_ids, cut = _ends(args, tokenizer)
-    work = Work(runner, prompts, args.max_new_tokens, sampling, stop_ids, drafter, cut, args.batch_size, args.seed)
+    work = Workload(runner, prompts, args.max_new_tokens, sampling, stop_ids, drafter, cut, args.batch_size, args.seed)
     is_first = torch.distributed.get_rank() == 0
     stream = Stream(tokenizer) if is_first and not args.json and len(prompts) == 1 and tokenizer is not None else None
     steps: list[list[dict[str, Any]]] = [[] for _ in prompts]

@@ -177,7 +177,7 @@ class Tokenized(NamedTuple):
         return (self.starts[count - 1], self.places[count - 1]) if count else (0, 0)
 
 
-class Form(NamedTuple):
+class ChatForm(NamedTuple):
     """A chat as the template gets it."""
 
     messages: list[dict[str, Any]]
@@ -185,7 +185,7 @@ class Form(NamedTuple):
     variables: dict[str, Any]
 
 
-class Prompt(NamedTuple):
+class ChatPrompt(NamedTuple):
     """What stands before a turn.
 
     Attributes:
@@ -248,7 +248,7 @@ class ChatEncoder:
         is_tagged, counter = GENERATION.search(template) is not None, Counter[str]()
         _check_roles(chat, template)
         turns = self._turns(chat, is_tagged, counter)
-        form = Form(chat.messages, chat.tools, chat.variables)
+        form = ChatForm(chat.messages, chat.tools, chat.variables)
         made, unthought = (self._tagged if is_tagged else self._plain)(form, turns)
         if left_out is not None:
             left_out.update(+(counter + Counter(unthought_turns=unthought)))
@@ -273,7 +273,7 @@ class ChatEncoder:
         )
         return turns
 
-    def _plain(self, form: Form, turns: list[int]) -> tuple[list[Counted], int]:
+    def _plain(self, form: ChatForm, turns: list[int]) -> tuple[list[Counted], int]:
         """The documents of a template without tags, and how many turns have lost their reasoning."""
         made: list[Counted] = []
         unthought = 0
@@ -286,7 +286,7 @@ class ChatEncoder:
                 made.insert(0, self._closed(Counted(ids[:end], [(start, end)]), form.messages[place]))
         return made, unthought
 
-    def _turn(self, form: Form, place: int) -> tuple[list[int], int, int, int]:
+    def _turn(self, form: ChatForm, place: int) -> tuple[list[int], int, int, int]:
         """Tokens of the messages up to a turn, how many are of those before it, and the span of them that counts."""
         text = self._render(form, place + 1)
         ids, (history, openings, texts) = self._tokenize(text), self._prompt(form, place)
@@ -316,11 +316,11 @@ class ChatEncoder:
         begun, written = self._tokenize(prompt), self._tokens(text[len(prompt) :]).input_ids
         return (begun + written, len(begun)) if self._tokenizer.decode(written) == text[len(prompt) :] else None
 
-    def _tagged(self, form: Form, turns: list[int]) -> tuple[list[Counted], int]:
+    def _tagged(self, form: ChatForm, turns: list[int]) -> tuple[list[Counted], int]:
         """As `_plain`, of a template with {% generation %}: one document, without what generation prompts supply."""
         text, blocks = self._blocks(form, len(form.messages))
         answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
-        blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, Prompt]()
+        blocks_of, prompts = dict[int, list[tuple[int, int]]](), dict[int, ChatPrompt]()
         ids, places = self._whole(text)
         for place in reversed(turns):  # the longest text first, with which later ones begin
             if len(blocks) == len(answers):
@@ -328,7 +328,7 @@ class ChatEncoder:
             else:
                 own = blocks[len(self._blocks(form, place)[1]) if place else 0 : len(self._blocks(form, place + 1)[1])]
             blocks_of[place] = _joined(own)
-            prompts[place] = self._prompt(form, place) if place else Prompt([], [], [])
+            prompts[place] = self._prompt(form, place) if place else ChatPrompt([], [], [])
         ends = {len(prompt) for of_turn in prompts.values() for prompt in of_turn.texts if text.startswith(prompt)}
         if cuts := sorted(ends & {own[0][0] for own in blocks_of.values() if own} - {start for start, _ in places}):
             ids, places = self._in_pieces(text, cuts)
@@ -355,7 +355,7 @@ class ChatEncoder:
             places += [(start + first, start + end) for first, end in made.offset_mapping]
         return ids, places
 
-    def _blocks(self, form: Form, messages: int) -> tuple[str, list[tuple[int, int]]]:
+    def _blocks(self, form: ChatForm, messages: int) -> tuple[str, list[tuple[int, int]]]:
         """Text of the first messages, and the characters of its {% generation %} blocks."""
         return generated_spans(self._tokenizer, form.messages[:messages], tools=form.tools, **form.variables)
 
@@ -369,7 +369,7 @@ class ChatEncoder:
         ]
         return max([start, *(end for end in ends if end <= stop)])
 
-    def _loses_reasoning(self, form: Form, place: int, before: list[int], written: list[int]) -> bool:
+    def _loses_reasoning(self, form: ChatForm, place: int, before: list[int], written: list[int]) -> bool:
         """Whether tokens that count hold a turn without its reasoning. Raises TurnError where they lack more."""
         texts = Texts(self._tokenizer.decode(before), self._tokenizer.decode(written), self._respelled)
         return not holds_reasoning(form.messages[place], f"message {place + 1} ('assistant')", texts)
@@ -403,10 +403,10 @@ class ChatEncoder:
     @cached_property
     def _opening(self) -> int | None:
         """The token that ends a text and is in a message of the user; None where there is none."""
-        ids = self._tokenize(self._render(Form([{"role": "user", "content": ""}], None, {}), 1))
+        ids = self._tokenize(self._render(ChatForm([{"role": "user", "content": ""}], None, {}), 1))
         return next((one for one in ids if one in self._ends), None)
 
-    def _prompt(self, form: Form, place: int) -> Prompt:
+    def _prompt(self, form: ChatForm, place: int) -> ChatPrompt:
         """What stands before a turn, in every mode in which that differs."""
         history, seen = list[int](), dict[str, list[int]]()
         for mode in MODES:
@@ -416,9 +416,9 @@ class ChatEncoder:
                 same = _common(prompt, messages)
                 history = history if seen else prompt[:same]
                 seen[text] = prompt[same:]
-        return Prompt(history, list(seen.values()), list(seen))
+        return ChatPrompt(history, list(seen.values()), list(seen))
 
-    def _render(self, form: Form, messages: int, **variables: Any) -> str:
+    def _render(self, form: ChatForm, messages: int, **variables: Any) -> str:
         arguments = {**form.variables, **variables}
         return apply_template(self._tokenizer, form.messages[:messages], tools=form.tools, **arguments)
 
@@ -598,7 +598,7 @@ def prefix_in_cache(files: Sequence[str], tokenizer: str, cache: str | None, set
     return str((found[0].parent / "cache" if cache is None else Path(cache)) / f"chat-{digest.hexdigest()[:16]}")
 
 
-class Made(NamedTuple):
+class EncodedLine(NamedTuple):
     """What a worker makes of a line.
 
     Attributes:
@@ -617,14 +617,14 @@ class Made(NamedTuple):
 def _chat_work(folder: str, trust_remote_code: bool, counts_empty_thinking: bool, masks_history: bool) -> Work:
     encoder = ChatEncoder(read_tokenizer(Path(folder), trust_remote_code), counts_empty_thinking, masks_history)
 
-    def encode(line: Document) -> Made:
+    def encode(line: Document) -> EncodedLine:
         left_out = Counter[str]()
         try:
             chat = read_chat(line)
             documents = encoder.documents(line, chat, left_out)
         except ValueError as error:
-            return Made([], Counter(), refusal=str(error))
-        return Made([(np.array(ids, dtype=np.int32), spans) for ids, spans in documents], left_out, chat.source)
+            return EncodedLine([], Counter(), refusal=str(error))
+        return EncodedLine([(np.array(ids, dtype=np.int32), spans) for ids, spans in documents], left_out, chat.source)
 
     return lambda chunk: [encode(line) for line in chunk]
 

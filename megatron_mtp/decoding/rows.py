@@ -149,7 +149,7 @@ class Rows:
         return torch.where(forbidden_BRW.unsqueeze(1), FORBIDDEN, 0.0)
 
     def mask_within(self, window: Window | None) -> Tensor:
-        """The same for layers that attend to a window of positions, whatever slots these have in a tree."""
+        """The mask of layers that attend to a window of positions, whatever slots these have in a tree."""
         if window is None:
             return self.mask_B1RW
         if self.padded is not None:

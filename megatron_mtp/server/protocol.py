@@ -373,7 +373,7 @@ class ToolCall(BodyPart):
     function: CalledFunction
 
 
-class Function(BodyPart):
+class ToolFunction(BodyPart):
     """A function that the model may call; nothing here makes its arguments fit, as `strict` would ask for."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -388,7 +388,7 @@ class Tool(BodyPart):
     """A tool, which the chat template shows to the model."""
 
     type: Literal["function"] = "function"
-    function: Function
+    function: ToolFunction
     defer_loading: Literal[False] = False
 
 

@@ -18,7 +18,7 @@ from drafting_single import model_of, prompts_of, runner_of, trained_forward
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli import cost
-from megatron_mtp.cli.cost import Cost, Work, summary, table
+from megatron_mtp.cli.cost import Cost, Workload, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
@@ -123,15 +123,15 @@ def test_figures_of_a_run() -> None:
 
 
 def test_both_sides_take_three_turns_and_the_first_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Work(None, [[1]], 4, Sampling(), frozenset(), None, None, 1, 0)  # type: ignore[arg-type]
+    work = Workload(None, [[1]], 4, Sampling(), frozenset(), None, None, 1, 0)  # type: ignore[arg-type]
     seconds = iter([4.0, 2.0, 3.0, 9.0, 5.0, 1.0])
     sides: list[object] = []
 
-    def timed(_: Work, config: object, emit: object = None) -> tuple[list[list[int]], Cost]:
+    def timed(_: Workload, config: object, emit: object = None) -> tuple[list[list[int]], Cost]:
         sides.append(config)
         return [[7]], Cost(AcceptanceStats(), next(seconds))
 
-    monkeypatch.setattr(Work, "timed", timed)
+    monkeypatch.setattr(Workload, "timed", timed)
     monkeypatch.setattr(cost, "COMPARED_SECONDS", 99.0)
     drafting, plain, same = work.compared("config", [[7]])  # type: ignore[arg-type]
     assert sides == [None, "config"] * 3
@@ -140,7 +140,7 @@ def test_both_sides_take_three_turns_and_the_first_run_does_not_count(monkeypatc
 
 def test_perplexity_is_by_the_trunk_at_temperature_one() -> None:
     target, twin, prompts = runner_of(), model_of("gqa"), prompts_of(3)
-    work = Work(target, prompts, 9, Sampling(2.0), frozenset(), None, None, 2, 0)
+    work = Workload(target, prompts, 9, Sampling(2.0), frozenset(), None, None, 2, 0)
     for config in (None, SpeculativeConfig("mtp", 2)):
         texts, cost = work.timed(config)
         chances = [

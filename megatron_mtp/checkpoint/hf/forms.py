@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
-Part = tuple[Shape, torch.dtype | None]
+StoredPart = tuple[Shape, torch.dtype | None]
 """Shape and type of a stored tensor; None for a type that torch lacks."""
 Tensors = Mapping[str, Tensor]
 
@@ -116,7 +116,7 @@ class Form:
     numbers: str
     types: Types
     scales: Mapping[str, Types]
-    shape: Callable[[Mapping[str, Part], Numbers], Shape | None]
+    shape: Callable[[Mapping[str, StoredPart], Numbers], Shape | None]
     decode: Callable[[Tensors, Numbers], Tensor] | None
     more: Mapping[str, Types] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Form:
             return name.removesuffix(ending) if name.endswith(ending) else None
         return f"{name.removesuffix(self.numbers)}weight" if name.endswith(f".{self.numbers}") else None
 
-    def find(self, weight: str, stored: Mapping[str, Part]) -> dict[str, str]:
+    def find(self, weight: str, stored: Mapping[str, StoredPart]) -> dict[str, str]:
         """The names of the parts of a weight that are stored, by part."""
         return {part: name for part in self._types_of if (name := name_of(weight, part)) in stored}
 
@@ -142,11 +142,11 @@ class Form:
         """The parts that are missing, of those that there must be."""
         return [part for part in self.scales if not any(one in parts for one in part.split("|"))]
 
-    def odd(self, parts: Mapping[str, str], stored: Mapping[str, Part]) -> list[str]:
+    def odd(self, parts: Mapping[str, str], stored: Mapping[str, StoredPart]) -> list[str]:
         """The parts whose type is not one of the form's."""
         return [part for part, name in parts.items() if stored[name][1] not in self._types_of[part]]
 
-    def check_types(self, parts: Mapping[str, str], stored: Mapping[str, Part]) -> None:
+    def check_types(self, parts: Mapping[str, str], stored: Mapping[str, StoredPart]) -> None:
         """Raises MisfitError for a part of another type than the form has, since its numbers would be read wrongly."""
         for part in self.odd(parts, stored):
             *most, last = (in_words(one) for one in self._types_of[part])
@@ -205,7 +205,7 @@ def _blocks_of(shape: Shape, block: tuple[int, int]) -> Shape:
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=False)))
 
 
-def _shape_of_fp8(by_what: str, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_fp8(by_what: str, parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     shape, (scale, kind) = parts["weight"][0], _fp8_scale(parts)
     fits = {
         "block": len(shape) > 1 and scale == _blocks_of(shape, numbers.block),
@@ -276,7 +276,7 @@ def _result(scale: Tensor) -> torch.dtype:
 # --- numbers of 4 bits with an exponent -------------------------------------------------------------------------------
 
 
-def _shape_of_nibbles(group: int, parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_nibbles(group: int, parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     """The shape of bytes [O, I / 2] with scales [O, I / group]."""
     (shape, _), (scale, _) = list(parts.values())[:2]
     whole = (*shape[:-1], 2 * shape[-1]) if shape else ()
@@ -319,7 +319,7 @@ def from_packed_mxfp4(parts: Tensors, numbers: Numbers) -> Tensor:
     return _grouped(_fp4(packed, torch.bfloat16), number(scale).bfloat16())
 
 
-def _shape_of_mxfp4(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_mxfp4(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     (shape, _), (scale, _) = parts["_blocks"], parts["_scales"]
     if len(shape) != 4 or scale != shape[:-1]:
         raise MisfitError(
@@ -366,7 +366,7 @@ def _words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def _shape_of_packed(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
+def _shape_of_packed(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape | None:
     """None: the shape is the content of `weight_shape`."""
     (packed, _), (scale, _) = parts["weight_packed"], parts["weight_scale"]
     if len(packed) != 2 or len(scale) > 2 or (prod(scale) != 1 and scale[0] != packed[0]):
@@ -376,7 +376,7 @@ def _shape_of_packed(parts: Mapping[str, Part], numbers: Numbers) -> Shape | Non
     return None
 
 
-def check_packed(shape: Shape, parts: Mapping[str, Part], numbers: Numbers) -> int:
+def check_packed(shape: Shape, parts: Mapping[str, StoredPart], numbers: Numbers) -> int:
     """The bits of packed integers, given what `weight_shape` holds.
 
     Raises:
@@ -402,7 +402,7 @@ def from_packed(parts: Tensors, numbers: Numbers) -> Tensor:
     return _integers(unpacked(packed, bits, columns) - half, scale, zero, parts.get("weight_g_idx"))
 
 
-def _shape_of_int8(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_int8(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     (shape, _), (scale, _) = parts["weight"], parts["weight_scale"]
     fits = len(shape) == 2 and len(scale) <= 2 and (prod(scale) == 1 or scale[0] == shape[0])
     if not fits or shape[1] % (*scale, 1, 1)[1]:
@@ -432,7 +432,7 @@ def _integers(codes_OI: Tensor, scale: Tensor, zero: Tensor | None, index_I: Ten
     return (values * scale).to(_result(scale))
 
 
-def _shape_of_awq(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_awq(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     (words, _), (scale, _), (zeros, _) = parts["qweight"], parts["scales"], parts["qzeros"]
     fits = len(words) == 2 and len(scale) == 2 and scale[1] == 8 * words[1] and zeros == (scale[0], words[1])
     if not fits or words[0] % scale[0]:
@@ -457,7 +457,7 @@ def from_awq(parts: Tensors, numbers: Numbers) -> Tensor:
     return values.to(_result(scale)).T.contiguous()
 
 
-def _gptq_bits(parts: Mapping[str, Part], numbers: Numbers) -> tuple[int, int]:
+def _gptq_bits(parts: Mapping[str, StoredPart], numbers: Numbers) -> tuple[int, int]:
     """Bits and columns I of GPTQ's words [I * bits / 32, O]."""
     (words, _), (scale, _), (zeros, _) = parts["qweight"], parts["scales"], parts["qzeros"]
     if len(words) == 2 and len(scale) == 2 and len(zeros) == 2 and words[1] == scale[1] and zeros[0] == scale[0]:
@@ -468,7 +468,7 @@ def _gptq_bits(parts: Mapping[str, Part], numbers: Numbers) -> tuple[int, int]:
     raise _packed_misfit(words, scale, zeros)
 
 
-def _shape_of_gptq(parts: Mapping[str, Part], numbers: Numbers) -> Shape:
+def _shape_of_gptq(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     return parts["scales"][0][1], _gptq_bits(parts, numbers)[1]
 
 
@@ -492,7 +492,7 @@ def from_gptq(parts: Tensors, numbers: Numbers) -> Tensor:
     return values.to(_result(scale)).T.contiguous()
 
 
-def _unknown_shape(parts: Mapping[str, Part], numbers: Numbers) -> Shape | None:
+def _unknown_shape(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape | None:
     shape, dtype = parts["weight"]
     return shape if dtype == torch.int8 else None
 

@@ -23,8 +23,8 @@ from megatron_mtp.checkpoint.hf.forms import (
     Form,
     MisfitError,
     Numbers,
-    Part,
     Shape,
+    StoredPart,
     Tensors,
     check_packed,
     name_of,
@@ -44,7 +44,7 @@ SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_c
 COMPRESSED = "compressed-tensors"
 PLAIN = re.compile(r"[\w.-]+")
 """An entry of a list that is a name, and no pattern."""
-Stored = Mapping[str, Part]
+Stored = Mapping[str, StoredPart]
 """Shape and type of every tensor of a folder, by name."""
 
 

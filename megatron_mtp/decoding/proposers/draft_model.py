@@ -108,7 +108,7 @@ class SmallModel(Grower):
 
 
 class DraftModel(SmallModel, Beam):
-    """One chain, as it is sampled or the likeliest of a beam.
+    """A chain, as it is sampled or the likeliest of a beam.
 
     Raises:
         ValueError: a beam is to stop where the small model is unsure.

@@ -8,7 +8,7 @@ from megatron_mtp.decoding.proposers.tree import Tree
 
 
 class EagleChain(Eagle):
-    """One chain."""
+    """A chain of an EAGLE drafter."""
 
     line = "an EAGLE drafter, which reads the trunk's last state, any K"
     depths = "eagle"

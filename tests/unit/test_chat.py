@@ -448,7 +448,7 @@ def packed(prefix: Path, documents: list[Document], length: int, ranks: int = 1)
         allow_ambiguous_pad_tokens=False,
     )
     data = PackedChats.build_low_level_dataset(str(prefix), config)
-    every = np.arange(PackedChats.numel_low_level_dataset(data))
+    every = np.arange(PackedChats.numel_low_level_dataset(data), dtype=np.int32)  # as Megatron splits them
     return PackedChats(data, str(prefix), every, None, Split.train, config)
 
 

@@ -45,7 +45,7 @@ def test_arguments_are_the_users_megatrons_and_ours(command_line: list[str], meg
     args = megatron_lm.parse_and_validate_args(add_greeting, args_defaults={"lr_decay_style": "cosine"})
     assert (args.greeting, args.mtp_num_layers, args.mtp_architecture) == ("hello", 2, "sequential")
     model = megatron_lm.model_provider()
-    assert isinstance(model, GPTModel)
+    assert type(model) is GPTModel
     assert len(model.mtp.layers) == 2
     with pytest.raises(TypeError, match="give a subclass of MTPGPTModelConfig"):
         megatron_lm.gpt_config_from_args(args, model_config_cls=argument_utils.GPTModelConfig)
@@ -60,7 +60,7 @@ def test_a_hybrid_script_gets_a_hybrid(
     args = megatron_lm.parse_and_validate_args(add_greeting)
     assert isinstance(megatron_lm.hybrid_config_from_args(args), MTPHybridModelConfig)
     model = megatron_lm.model_provider()
-    assert isinstance(model, HybridModel)
+    assert type(model) is HybridModel
     assert [len(layer.tf_layer.layers) for layer in model.mtp.layers] == [2, 2]
     with pytest.raises(SystemExit):
         megatron_lm.gpt_config_from_args(args)

@@ -46,8 +46,9 @@ TRUNKS = {
     "dense": "--num-layers 2 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights",
     "deep": "--num-layers 4 --hidden-size 48 --ffn-hidden-size 128",
     "experts": (
-        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --num-experts 4 --moe-router-topk 2 "
-        "--untie-embeddings-and-output-weights"
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 176 --untie-embeddings-and-output-weights --num-experts 4 "
+        "--moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1] "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     ),
 }
 CORPORA, DONORS = ("same", "language", "chat", "code"), ("good", "stale")
@@ -67,14 +68,15 @@ def measure(wanted: Namespace) -> Found:
 
     quick = wanted.place == "quick"
     steps = wanted.steps or (4 if quick else 150)
-    chosen = [(trunk, corpus, donor) for trunk in TRUNKS for corpus in CORPORA for donor in DONORS]
+    trunks = [wanted.trunk] if wanted.trunk else list(TRUNKS)
+    chosen = [(trunk, corpus, donor) for trunk in trunks for corpus in CORPORA for donor in DONORS]
     with TemporaryDirectory(prefix="head-life-") as temporary:
         place = Path(temporary)
         texts = make_texts(place, 24 if quick else 160)
         for trunk in dict.fromkeys(trunk for trunk, _, _ in chosen[: 1 if quick else None]):
             train_trunk(place, trunk, 4 if quick else 300, texts["same"])
         trials = [one_trial(place, *each, texts, steps) for each in chosen[: 1 if quick else None]]
-        failed = one_trial(place, "dense", "same", "good", texts, steps, FAILURE)
+        failed = one_trial(place, trunks[0], "same", "good", texts, steps, FAILURE)
     exported = [trial for trial in trials if trial["exported"]]
     below = [trial for trial in exported if trial["gain"] < -trial["error"]]
     header = ("trunk", "corpus", "donor", "graft", "attached", "error of the gain", "exported", "seconds")
@@ -245,4 +247,5 @@ def _status(work: Callable[[], int]) -> int:
 
 if __name__ == "__main__":
     steps = {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"}
-    main(measure, __doc__, flags={"--steps": steps})
+    trunk = {"choices": [*TRUNKS], "help": "this one alone"}
+    main(measure, __doc__, flags={"--steps": steps, "--trunk": trunk})

@@ -187,7 +187,7 @@ def one_trial(
     before, after = (judged(place, folder / name, corpus, texts) for name in ("start", "checkpoint"))
     error = DEVIATIONS * (before["error"] ** 2 + after["error"] ** 2) ** 0.5
     shutil.rmtree(folder)
-    return {
+    trial = {
         "trunk": trunk,
         "corpus": corpus,
         "donor": donor,
@@ -198,6 +198,8 @@ def one_trial(
         "exported": is_exported,
         "seconds": seconds,
     }
+    print(json.dumps(trial), file=sys.stderr, flush=True)
+    return trial
 
 
 def judged(place: Path, checkpoint: Path, corpus: str, texts: dict[str, tuple[Path, Path]]) -> dict[str, Any]:

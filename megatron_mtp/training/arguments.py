@@ -16,6 +16,7 @@ from megatron.training import get_tokenizer
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
+from megatron_mtp import cpu
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.losses import check_loss
@@ -80,6 +81,20 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
     return f"no {lack}: {running} with {' '.join(words)}"
 
 
+CUDA_ALONE = {
+    "--cuda-graph-impl": ("none", "layers of trunk and depths are recorded by CUDA"),
+    "--cpu-offloading-num-layers": (0, "Transformer Engine takes activations, of the trunk's layers alone, to the CPU"),
+}
+"""Flags without a use on a CPU, with the value that leaves them out, and why."""
+
+
+def check_device_flags(args: Namespace) -> None:
+    """Raises ValueError for a flag that needs a CUDA device."""
+    for flag, (idle, why) in CUDA_ALONE.items():
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), idle) not in (idle, None):
+            raise ValueError(f"{flag} was given on a machine without a CUDA device, but {why}; drop the flag.")
+
+
 def set_connections(argv: list[str]) -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 where ranks share a layer or a sequence; CUDA reads it when it starts."""
     words = " ".join(argv).replace("=", " ")
@@ -91,6 +106,8 @@ def set_connections(argv: list[str]) -> None:
 def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
     args = parse_run_args()
+    if cpu.installed():
+        check_device_flags(args)
     if args.chat is not None:
         make_chats(args)
     if args.rank == 0:

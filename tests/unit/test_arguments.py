@@ -58,6 +58,14 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --cuda-graph-impl local",
+            "--cuda-graph-impl was given on a machine without a CUDA device, but layers of trunk and depths are",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --cpu-offloading-num-layers=1",
+            "--cpu-offloading-num-layers was given on a machine without a CUDA device, but Transformer Engine takes",
+        ),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
         (f"{MOCK} {DEPTHS}", "(MTP) is not supported with learned_absolute position embedding type"),
         (f"{ROPE} {MOCK} --rampup-batch-size 2 2 8", "ignores; give --step-batch-size-schedule in its place"),

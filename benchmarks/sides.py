@@ -9,7 +9,7 @@ import atexit
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -148,9 +148,11 @@ def build_side(
     dataset: list[dict[str, Tensor]],
     like: Side | None = None,
     settings: MTPConfig | None = None,
+    hooks: Sequence[Callable[[Any], Any]] = (),
 ) -> Side:
-    """A GPT in training, of Megatron's arguments; `like` gives the weights."""
+    """A GPT in training, of Megatron's arguments; `like` gives the weights, and `hooks` see it before it is wrapped."""
     config = gpt_config_from_args(get_args(), model_config_cls=model_config)
+    config.pre_wrap_hooks += hooks
     if settings is not None:
         config.mtp = settings
     if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":

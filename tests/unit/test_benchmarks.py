@@ -91,6 +91,7 @@ def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str])
 
 SMOKE = {
     "train_step": ["--depths", "1"],
+    "attached_step": ["--depths", "1"],
     "mtp_memory": ["--tokens", "16", "128"],
     "depth_cost": ["--depths", "1"],
     "planning": [],

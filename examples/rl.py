@@ -1,16 +1,17 @@
-"""GRPO with rollouts drafted by MTP layers, in three arms: without drafts, with a stale head, with a head that follows.
+"""GRPO with rollouts drafted by MTP layers, in three arms: a frozen head, a stale head, and a head that follows.
 
     python examples/rl.py                                    three seeds of 60 steps: some minutes on two cores
-    python examples/rl.py --steps 10 --seeds 0               a short look
+    python examples/rl.py --quick                            does it run? (the figures mean little)
     python examples/rl.py --plot runs/rl/results.json        the plot again
 
 The task is to sort seven digits, and the reward the share of digits in their place. `megatron-mtp train` makes the
-policy that all arms start from, on answers of which a fourth is sorted. Every step samples answers with this package's
-engine, trains the policy with Megatron's optimizer, and gives the engine the new weights. The MTP layers are
+policy that all arms start from, on answers of which a fourth is sorted. The trainer's model is Megatron's `GPTModel`
+with Megatron's MTP block, to which `attach` is attached, as in a framework. Every step samples answers with this
+package's engine, trains the policy with Megatron's optimizer, and gives the engine the new weights. The MTP layers
 
-    plain   not used
-    stale   used, and left as they are
-    synced  used, and trained beside the policy on its own distribution (kd), without a gradient into the policy
+    frozen   stay as they are
+    stale    learn the policy's distribution (kd), without a gradient into it; the engine gets them every tenth step
+    trained  learn it too, and the engine gets them at every step
 
 Written to --out: results.json with the figures of every step, and rl.png. The figures are the mean reward, the accepted
 length (tokens per forward of the target), tokens a second, and the largest difference between the log-probabilities of
@@ -20,6 +21,8 @@ Letters in names: B rollouts, S positions, V vocabulary, P prompts, G rollouts o
 """
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import statistics
@@ -35,11 +38,15 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import default_layer_spec
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.mcore.model import fill
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding.engine import Engine
@@ -49,7 +56,8 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
-from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
+from megatron_mtp.model.arguments import completed
+from megatron_mtp.model.specs import with_portable_modules
 from megatron_mtp.runtime import prepare
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
@@ -65,8 +73,11 @@ PROMPTS, GROUP = 16, 8
 RUNNING = 16
 """Answers that the engine writes at once."""
 
-DRAFTS = {"plain": 0, "stale": 2, "synced": 2}
-"""Drafts a round in every arm."""
+SYNCED = {"frozen": 0, "stale": 10, "trained": 1}
+"""After how many steps an arm gives the engine its MTP layers; 0 for never, since they are not trained."""
+
+DRAFTS = 2
+"""Drafts a round."""
 
 POLICY_LR, MTP_LR, LAMBDA = 5e-4, 2e-3, 0.3
 
@@ -81,7 +92,7 @@ def reward(prompt: list[int], answer: list[int]) -> float:
     return sum(one == other for one, other in zip(answer[:DIGITS], right, strict=False)) / DIGITS
 
 
-def make_start(folder: Path) -> Path:
+def make_start(folder: Path, iterations: int) -> Path:
     """A checkpoint of `megatron-mtp train`, made once: a fourth of its answers is sorted, others repeat or shuffle."""
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         return folder
@@ -98,12 +109,24 @@ def make_start(folder: Path) -> Path:
         "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
         "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
         "--attention-dropout 0 --untie-embeddings-and-output-weights --mtp-num-layers 1 --micro-batch-size 16 "
-        "--global-batch-size 16 --train-iters 400 --lr 2e-3 --lr-warmup-iters 20 --eval-interval 1000 --eval-iters 1 "
-        f"--save-interval 400 --split 95,5,0 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
-        f"--data-path {folder.parent / 'digits'} --save {folder}"
+        "--global-batch-size 16 --lr 2e-3 --lr-warmup-iters 20 --eval-interval 1000 --eval-iters 1 --split 95,5,0 "
+        f"--train-iters {iterations} --save-interval {iterations} --num-workers 0 --tokenizer-type NullTokenizer "
+        f"--vocab-size {VOCABULARY} --data-path {folder.parent / 'digits'} --save {folder}"
     )
     subprocess.run([sys.executable, ROOT / "pretrain_gpt.py", *flags.split()], check=True)
     return folder
+
+
+def megatrons_model(start: Path) -> Any:
+    """The checkpoint's model as Megatron builds it, with its MTP block."""
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
+        args = completed(DistReader(start).common()["args"])
+    config = gpt_config_from_args(args)
+    config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+    config.transformer.persist_layer_norm = False  # of Apex
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    fill(model, DistReader(start))
+    return model
 
 
 class Trainer:
@@ -111,7 +134,8 @@ class Trainer:
 
     def __init__(self, start: Path) -> None:
         self.args = DistReader(start).common()["args"]
-        model = load_model(start).train()
+        model = megatrons_model(start).train()
+        self.attached = attach(model, settings=MTPConfig(mtp_train_only=True, mtp_loss="kd"))
         self.model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         config = OptimizerConfig(optimizer="adam", lr=POLICY_LR, weight_decay=0.0, clip_grad=1.0)
         self.optimizer = get_mtp_optimizer(config, [self.model], lr=MTP_LR, clip_grad=1.0)
@@ -126,16 +150,12 @@ class Trainer:
         positions_BS = slots_S.expand_as(tokens_BS)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        logits_BSV, hidden_SBH = self.model(tokens_BS, positions_BS, None, output_processor=logits_and_states)
+        logits_BSV = self.model(tokens_BS, positions_BS, None)
         logits_BSV = logits_BSV[:, :-1, :VOCABULARY]  # the rows behind pad the vocabulary, and stand for no token
         logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, tokens_BS[:, 1:, None])[..., 0] * mask_BS[:, :-1]
         loss = -(_advantages(rollouts) * logprobs_BS).sum() / mask_BS.sum()
         if trains_mtp:
-            settings = MTPConfig(mtp_loss="kd")
-            made = mtp_loss(
-                hidden_SBH.detach(), self.model, tokens_BS, None, mask_BS, settings, normalizer=mask_BS.sum()
-            )
-            loss = loss + LAMBDA * made.loss
+            loss = loss + LAMBDA * self.attached.loss(tokens_BS, None, mask_BS, normalizer=mask_BS.sum()).loss
         loss.backward()
         self.model.finish_grad_sync()
         self.optimizer.step()
@@ -179,10 +199,12 @@ def sample(engine: Engine, prompts: list[list[int]], seed: int) -> list[Rollout]
 def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
     """The figures of every step of one arm."""
     torch.manual_seed(seed)
-    draw, trainer, drafts = random.Random(seed), Trainer(start), DRAFTS[arm]
-    method = {"method": "plain"} if not drafts else {"method": "mtp_eagle", "num_speculative_tokens": drafts}
+    draw, every = random.Random(seed), SYNCED[arm]
+    runner, trainer = load_runner(start), Trainer(start)  # the runner's model joins the world of one process
+    method = {"method": "mtp_eagle", "num_speculative_tokens": DRAFTS}
+    head = f"model.layers.{trainer.args.num_layers}."
     settings = EngineSettings(running=RUNNING, waiting=PROMPTS * GROUP)
-    engine = Engine(load_runner(start), settings, config_from(method))
+    engine = Engine(runner, settings, config_from(method))
     figures = []
     for step in tqdm(range(steps), desc=f"{arm}, seed {seed}", file=sys.stderr):
         prompts = [prompt_of([draw.randrange(10) for _ in range(DIGITS)]) for _ in range(PROMPTS)]
@@ -191,8 +213,10 @@ def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
         seconds = time.perf_counter() - began
         made = sum(len(one.tokens) - len(one.prompt) for one in rollouts)
         forwards = engine.stats.target_forwards - before.target_forwards
-        apart = trainer.step(rollouts, trains_mtp=arm == "synced")
-        update_weights(engine, export_hf_weights(trainer.model, trainer.args))
+        apart = trainer.step(rollouts, trains_mtp=every > 0)
+        with_head = every > 0 and (step + 1) % every == 0
+        pairs = export_hf_weights(trainer.model, trainer.args)
+        update_weights(engine, ((name, value) for name, value in pairs if with_head or not name.startswith(head)))
         figures.append(
             {
                 "reward": statistics.mean(one.reward for one in rollouts),
@@ -250,14 +274,17 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--quick", action="store_true", help="two steps of one seed, after a short pre-training")
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw these results, and run nothing")
     given = parser.parse_args()
     if given.plot is not None:
         results = json.loads(given.plot.read_text())
     else:
-        start = make_start(given.out / "start")
-        results = {arm: dict[str, Any]() for arm in DRAFTS}
+        if given.quick:
+            given.steps, given.seeds = 2, [0]
+        start = make_start(given.out / "start", iterations=60 if given.quick else 400)
+        results = {arm: dict[str, Any]() for arm in SYNCED}
         for seed in given.seeds:  # arm by arm, so that what else the machine does meets all of them
             for arm, seeds in results.items():
                 seeds[str(seed)] = run(arm, start, given.steps, seed)

@@ -137,12 +137,12 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_three_arms_of_reinforcement_learning(tmp_path: Path) -> None:
-    """Two steps: what the engine says of its tokens' probabilities is what the trainer computes."""
+    """Two steps: what the engine says of its tokens' probabilities is what the trainer computes; all arms draft."""
     out = tmp_path / "rl"
-    launch.run(launch.python("examples/rl.py", "--steps", "2", "--seeds", "0", "--out", str(out)), tmp_path / "log")
+    launch.run(launch.python("examples/rl.py", "--quick", "--out", str(out)), tmp_path / "log")
     steps = [step for seeds in json.loads((out / "results.json").read_text()).values() for step in seeds["0"]]
     assert len(steps) == 6
     assert all(step["log-probabilities apart"] < 3e-5 for step in steps)
-    assert all(0.1 < step["reward"] < 0.9 for step in steps)
-    assert steps[0]["accepted length"] == 1 < steps[2]["accepted length"]
+    assert all(0.02 < step["reward"] < 0.9 for step in steps)
+    assert all(step["accepted length"] > 1 for step in steps)
     assert (out / "rl.png").stat().st_size > 10_000

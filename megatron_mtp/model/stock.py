@@ -98,6 +98,11 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "mtp_block_spec, or with mtp_num_layers of None.",
         ),
         (
+            adopts and layers and not any(parameter.requires_grad for parameter in chunk.mtp.parameters()),
+            "the model's MTP layers are frozen, as PEFT leaves them; let it target their modules too, or set "
+            "requires_grad on model.mtp.",
+        ),
+        (
             config.num_moe_experts is not None
             and "padding_mask" not in signature(MultiTokenPredictionLayer._proj_and_transformer_layer).parameters,
             "this megatron-core cannot leave the positions that an MTP layer shifts in out of the routing of experts; "

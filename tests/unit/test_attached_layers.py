@@ -416,6 +416,16 @@ def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:
         attach(our_model(2))
 
 
+def test_frozen_layers_are_refused() -> None:
+    """LoRA freezes all of a model, its MTP layers too, and then trains what it targets."""
+    model = stock("dense", depths=2)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="MTP layers are frozen, as PEFT leaves them; let it target their modules"):
+        attach(model)
+    next(model.mtp.parameters()).requires_grad_(True)
+    attach(model)
+
+
 def test_a_decoder_that_returns_more_than_states_is_named() -> None:
     model, batch = stock("dense"), make_batch(2)
     model.decoder.register_forward_hook(lambda _, __, made: (made, made))

@@ -1,10 +1,18 @@
-"""A user's own `pretrain_gpt.py` takes our depths by two changed lines, and trains what ours trains."""
+"""A user's own `pretrain_gpt.py` takes our depths by two changed lines, and trains what ours trains.
+
+Or it keeps Megatron's model, to which the patch of integrations/ attaches a layer.
+"""
 
 import difflib
+import subprocess
 from pathlib import Path
 
 import launch
 import pytest
+
+from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.mcore.reader import DistReader
 
 SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 LAST_IMPORT = "from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage\n"
@@ -47,3 +55,27 @@ def test_the_script_learns_what_ours_learns(processes: int, flags: str, tmp_path
     assert list(losses) == [1, 2, 3]
     assert losses[1].keys() == {"lm loss", "mtp_1 loss", "mtp_2 loss", "learning rate", "grad norm"}
     assert launch.learned(tmp_path / "theirs") == losses
+
+
+ON_CPU = (
+    "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion"
+).split()
+PREPARED = "from megatron_mtp.runtime import prepare\n\nprepare()\n"
+"""What this machine needs in the place of a GPU."""
+
+
+@pytest.mark.matrix
+def test_the_patch_attaches_a_layer_to_megatrons_model(tmp_path: Path) -> None:
+    script, saved = tmp_path / "pretrain_gpt.py", tmp_path / "saved"
+    script.write_text(SCRIPT, encoding="utf-8")
+    patch = launch.ROOT / "integrations" / "megatron_lm.patch"
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    script.write_text(PREPARED + script.read_text(encoding="utf-8"), encoding="utf-8")
+    flags = [*launch.PLAIN_RUN, *RUN, *ON_CPU, "--save", str(saved), "--save-interval", "3"]
+    printed = launch.run(launch.torchrun(2, script, *flags), tmp_path / "log")
+    assert "iteration        3/       3" in printed
+    keys = DistReader(saved).keys
+    assert any(key.startswith("mtp.layers.0.transformer_layer.self_attention") for key in keys)
+    mcore_to_hf(saved, tmp_path / "hf", Options(quiet=True), form_of(saved))
+    assert (tmp_path / "hf" / "config.json").is_file()

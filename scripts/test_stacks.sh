@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Install frameworks on top of Megatron, each into a folder of its own, and test attached MTP layers in their models:
+# tests/functional/test_stacks.py.
+#   scripts/test_stacks.sh [NAME ...]      megatron_bridge, ms_swift; all without a name
+# The versions are those of integrations/NAME.txt, without dependencies beyond them: what else a framework imports is in
+# .venv. The folders are .venv-stacks/NAME (0.3 GB each). Where a framework cannot be installed, its cases are skipped.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+
+names=("$@")
+[ $# -gt 0 ] || names=(megatron_bridge ms_swift)
+for name in "${names[@]}"; do
+    [ -f "integrations/$name.txt" ] || {
+        echo "test_stacks.sh: error: there is no framework '$name'; name megatron_bridge or ms_swift." >&2
+        exit 2
+    }
+    folder=.venv-stacks/$name
+    if ! cmp -s "integrations/$name.txt" "$folder/installed.txt"; then
+        rm -rf "$folder"
+        if .venv/bin/python -m pip install --quiet --no-deps --target "$folder" --requirement "integrations/$name.txt"; then
+            cp "integrations/$name.txt" "$folder/installed.txt"
+        else
+            echo "test_stacks.sh: $name cannot be installed here; its cases are skipped"
+        fi
+    fi
+done
+cases=$(printf ' or %s' "${names[@]}")
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 --all tests/functional/test_stacks.py -k "${cases# or }"

@@ -126,6 +126,7 @@ class Ours:
 
         logits, hidden = model(batch["tokens"], POSITIONS, None, output_processor=logits_and_states)
         self.last = mtp_loss(hidden, model, batch["tokens"], labels, torch.ones_like(labels))
+        logits = logits[..., :VOCABULARY]  # the rows behind pad the vocabulary
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + WEIGHT * self.last.loss
 
     def export(self, model: Any) -> list[tuple[str, Tensor]]:
@@ -274,7 +275,7 @@ def exported(made: Any, model: Any, folder: Path) -> tuple[dict[str, Any], dict[
 
     tensors, config = dict(made.export(model)), json.loads((folder / "config.json").read_text())
     by = made.name
-    if any("eh_proj" in name for name in tensors):
+    if "num_nextn_predict_layers" in config:
         ours = dict(export_hf_weights(model, like=folder, only_mtp=True))
     else:
         args = megatron_arguments(HFModel.read(folder))

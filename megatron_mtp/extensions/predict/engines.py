@@ -96,7 +96,8 @@ class Engine:
         evidence: whether the counts of the engine itself were compared with these rules.
         module, keys, first_row: as in `Feeding`.
         counts: which numbers of drafts it takes: "any", "depths" (as many as depths), "multiple" (at most as many as
-            depths, or a multiple of them).
+            depths, or a multiple of them), "known" (where there are several depths, the rules are known for at most as
+            many).
         accepts: its rule for accepting drafts, where texts are greedy.
         several: its rules where a folder has more than one depth, from those for one.
     """
@@ -147,6 +148,11 @@ class Engine:
                 f"--num-speculative-tokens is {count}, but {self.title} drafts with all depths of the folder, here "
                 f"{depths}; leave it out, or give a copy with {count} (convert drop-mtp --keep {count})."
             )
+        if self.counts == "known" and count > depths > 1:
+            raise ValueError(
+                f"--num-speculative-tokens is {count}, and what {self.title} does beyond the depths of a folder, here "
+                f"{depths}, is not in the table; give at most {depths}."
+            )
         if self.counts == "multiple" and count > depths and count % depths:
             raise ValueError(
                 f"--num-speculative-tokens is {count}, but {self.title} takes at most the number of depths, here "
@@ -158,20 +164,29 @@ _VLLM_MODELS = "vllm/model_executor/models"
 _SGLANG_MODELS = "python/sglang/srt/models"
 _TENSORRT_MODELS = "tensorrt_llm/_torch/models"
 
+_VLLM_FAMILIES = {
+    "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
+    "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
+    "mimo": FamilyRules(f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True),
+}
+
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         title="vLLM 0.32 (runner V1, as on CPUs)",
         repository="vllm-project/vllm",
         source="vllm/v1/spec_decode/llm_base_proposer.py",
-        families={
-            "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
-            "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
-            "mimo": FamilyRules(
-                f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True
-            ),
-        },
+        families=_VLLM_FAMILIES,
         evidence="run: tests/extensions/predict/test_vllm.py",
         counts="multiple",
+    ),
+    "vllm-v2": Engine(
+        title="vLLM 0.32 (runner V2, as on GPUs)",
+        repository="vllm-project/vllm",
+        source="vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py",
+        families=_VLLM_FAMILIES,
+        evidence="read in its source",
+        counts="known",
+        several=lambda feeding: replace(feeding, module="own", keys="own"),
     ),
     "sglang": Engine(
         title="SGLang 0.5.23",

@@ -68,13 +68,16 @@ def reused_round(
     return made
 
 
-def own_round(model: GPTModel, text: Text, start: int) -> list[int]:
+def own_round(
+    model: GPTModel, text: Text, start: int, trunk: str = "after", chained: str = "after", zeroed: bool = False
+) -> list[int]:
     """Depth after depth, each over all rows of the depth before."""
-    states_SBH, made = text.after_SBH[: start + 1], []
+    states_SBH, made = text.states(trunk)[: start + 1], []
     for number in range(COUNT):
         ids = text.tokens[1 + number : start + 2 + number]
-        _, states_SBH = depth_of(model, number, states_SBH, ids, zeroed=False)
-        made.append(likeliest(model, states_SBH))
+        before_SBH, after_SBH = depth_of(model, number, states_SBH, ids, zeroed)
+        made.append(likeliest(model, after_SBH))
+        states_SBH = after_SBH if chained == "after" else before_SBH
     return made
 
 
@@ -94,6 +97,10 @@ ROUNDS: dict[tuple[str, str, int], Round] = {
     ("vllm", "glm4_moe", 2): lambda *given: reused_round(*given, "after", "before", zeroed=True),
     ("vllm", "deepseek_v3", 2): lambda *given: reused_round(*given, "after", "after", zeroed=True),
     ("vllm", "mimo", 1): lambda *given: reused_round(*given, "before", "after", zeroed=True),
+    ("vllm-v2", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "before", zeroed=True),
+    ("vllm-v2", "glm4_moe", 3): lambda *given: own_round(*given, "after", "before", zeroed=True),
+    ("vllm-v2", "deepseek_v3", 3): lambda *given: own_round(*given, "after", "after", zeroed=True),
+    ("vllm-v2", "mimo", 3): lambda *given: own_round(*given, "before", "after", zeroed=True),
     ("sglang", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
     ("sglang", "deepseek_v3", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
     ("sglang", "mimo", 1): lambda *given: reused_round(*given, "after", "after", zeroed=True),
@@ -318,6 +325,7 @@ def json_of(answer: tuple[int, str, str]) -> dict[str, Any]:
         (("glm", "--engine", "nowhere"), "invalid choice"),
         (("glm", "--engine", "vllm", "--num-speculative-tokens", "0"), "give 1 to 15"),
         (("glm", "--engine", "vllm", "--num-speculative-tokens", "3"), "a multiple of it"),
+        (("glm", "--engine", "vllm-v2", "--num-speculative-tokens", "3"), "give at most 2"),
         (("glm", "--engine", "transformers", "--num-speculative-tokens", "1"), "with all depths of the folder"),
         (("glm", "--engine", "vllm", "--prompts", "0"), "--prompts is 0"),
         (("glm", "--engine", "vllm", "--prompts", "10000"), "give more text"),

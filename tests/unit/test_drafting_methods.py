@@ -168,14 +168,15 @@ class Overheard:
 
 @every_method
 @pytest.mark.parametrize(
-    ("dtype", "allowed"), [(torch.float64, 1e-12), pytest.param(torch.float32, 5e-6, marks=pytest.mark.matrix)]
+    ("dtype", "allowed"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-4, marks=pytest.mark.matrix)]
 )
 def test_neighbors_change_nothing(
     name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """INV: drafts and their logits of a text alone and among others, while the others' drafts fare differently.
 
-    What differs is rounding, of products over another number of rows: `allowed` is relative to the largest logit.
+    What differs is rounding, of products over another number of rows: `allowed` is relative to the largest logit. An
+    EAGLE layer has no norms that keep it small.
     """
     case, prompts = CASES[name], prompts_of(4)
     heard = []

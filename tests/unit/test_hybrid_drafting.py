@@ -357,8 +357,8 @@ def test_what_is_remembered_does_not_grow_with_the_text() -> None:
     [
         ("M-*-/*-", "mtp_tree", "trunk"),
         ("M-*-/*-", "lookahead", "trunk"),
-        ("*-*-/G-", "mtp_tree", "depths"),
-        ("*-*-/G-", "mtp_beam", "depths"),
+        ("*-*-/G-", "mtp_tree", "MTP layers"),
+        ("*-*-/G-", "mtp_beam", "MTP layers"),
     ],
 )
 def test_branches_are_refused_in_one_sentence(pattern: str, method: str, part: str) -> None:

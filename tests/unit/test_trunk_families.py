@@ -336,7 +336,8 @@ def test_a_text_drafted_by_attached_depths_is_that_of_transformers(
 
 
 @pytest.mark.usefixtures("megatron")
-def test_drafting_refuses_windows(converted: Converted, tmp_path: Path) -> None:
-    checkpoint = attached(converted.checkpoint("mistral-windows"), tmp_path)
-    with pytest.raises(ValueError, match="attends to a sliding window"):
-        load_runner(checkpoint)
+def test_a_model_with_windows_drafts(converted: Converted, tmp_path: Path) -> None:
+    runner = load_runner(attached(converted.checkpoint("mistral-windows"), tmp_path))
+    prompt = [[1, 5, 2, 8]]
+    drafted = generate(runner, prompt, 24, speculative={"method": "mtp"})
+    assert drafted.token_ids == generate(runner, prompt, 24).token_ids

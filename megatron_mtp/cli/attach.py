@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
 from megatron_mtp.cli.attach_guard import check_gain
 from megatron_mtp.cli.attach_probe import RATE, candidates, keep_table, left_trial
 from megatron_mtp.cli.attach_steps import (
@@ -259,8 +258,11 @@ def _check(args: Namespace) -> None:
         raise ValueError(
             f"--trial is {args.trial}; give --only probe with it, and a number from 0 to {len(candidates(args)) - 1}."
         )
-    if args.load is not None and not is_checkpoint(args.load):
-        raise ValueError(f"--load is {args.load}, which is no Megatron checkpoint; give one of the trunk.")
+    if args.load is not None:
+        from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+
+        if not is_checkpoint(args.load):
+            raise ValueError(f"--load is {args.load}, which is no Megatron checkpoint; give one of the trunk.")
     for flag in ("donor", "mtp_init") if args.load is not None else ():
         if getattr(args, flag) not in (None, "last-layer", "random"):
             raise ValueError(

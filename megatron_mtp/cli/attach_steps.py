@@ -6,7 +6,6 @@ from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.cli.attach_probe import budget_of, choice, default, next_trial
 from megatron_mtp.cli.attach_training import (
     OF_CHATS,
@@ -41,6 +40,8 @@ AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
 
 def command_of(step: str, args: Namespace) -> list[str] | None:
     """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
+    from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+
     run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
     data, chat = run / "data" / "corpus", is_chat_file(args.corpus)
     match step:

@@ -16,7 +16,8 @@ from megatron_mtp.extensions.plan.hardware import Card, Reached
 from megatron_mtp.extensions.plan.memory import tokens_of
 from megatron_mtp.extensions.plan.sizes import Layer, Model, default_width
 
-TURNS = 5
+TURNS, ROUNDS = 5, 3
+"""Calls of a measurement, and rounds of all measurements, whose medians count."""
 Clock = Callable[[], float]
 
 
@@ -27,17 +28,25 @@ def card_here(model: Model, clock: Clock = time.perf_counter) -> Card:
         model: whose products are measured.
         clock: seconds; `time.process_time` and one thread on a machine that others use.
     """
-    line = model.line
+    line, layer = model.line, model.layers[0]
     tokens, hidden = int(tokens_of(line)), line.whole("hidden_size")
-    shapes = [(one.rows, one.columns) for one in model.layers[0].products]
-    seconds = sum(_product(tokens, *shape, clock) for shape in shapes)
-    rate = sum(6 * tokens * rows * columns for rows, columns in shapes) / seconds
-    head = 6 * tokens * hidden * line.vocabulary / _product(tokens, hidden, line.vocabulary, clock)
-    attention = _attention(model.layers[0], model, clock)
-    bandwidth = _copies(tokens, [columns for _, columns in shapes], clock)
-    kept = tokens * line.element * sum(one.elements for one in model.layers[0].kept)
-    passes = _between(model, clock) / 3 * bandwidth / kept
-    reached = Reached(1.0, head / rate, 1.0, attention / rate, 1.0, 1.0, passes)
+    shapes = [(one.rows, one.columns) for one in layer.products]
+
+    def measured() -> tuple[float, ...]:
+        return (
+            sum(_product(tokens, *shape, clock) for shape in shapes),
+            _product(tokens, hidden, line.vocabulary, clock),
+            _attention(layer, model, clock),
+            _copies(tokens, [columns for _, columns in shapes], clock),
+            _between(model, clock),
+        )
+
+    _, *rounds = [measured() for _ in range(1 + ROUNDS)]  # a process that has just begun is slower
+    products, head, attention, bandwidth, between = map(median, zip(*rounds, strict=True))
+    rate = sum(6 * tokens * rows * columns for rows, columns in shapes) / products
+    head_rate = 6 * tokens * hidden * line.vocabulary / head
+    passes = between / 3 * bandwidth / (tokens * line.element * sum(one.elements for one in layer.kept))
+    reached = Reached(1.0, head_rate / rate, 1.0, attention / rate, 1.0, 1.0, passes)
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return Card("here", rate, rate, memory, bandwidth, 1.0, 1.0, 1, reached)
 

@@ -108,6 +108,11 @@ class DrafterKind:
                 f"--drafter {self.name} reads {self.reads or 'one or more'} layers before the trunk's last, and the "
                 f"trunk has {layers}; give a trunk of at least {least} layers."
             )
+        if self.reads == 0 and chosen:
+            raise ValueError(
+                f"--drafter-layers is {' '.join(map(str, chosen))}, and {self.called} reads the trunk's last state "
+                "alone; drop the flag."
+            )
         if not self.can_read(chosen, layers):
             count = f"{self.reads} " if self.reads else ""
             raise ValueError(

@@ -371,13 +371,15 @@ def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch
         return SimpleNamespace(returncode=launch.start(command, tmp_path / started[-1]).wait(launch.TIMEOUT))
 
     monkeypatch.setattr(attach, "subprocess", SimpleNamespace(run=run))
-    flags = f"--drafter {kind} --drafter-steps 3 --drafter-layers 1 2 3 --steps 4 --sequence 32 --batch 2 --float32"
+    flags = f"--drafter {kind} --drafter-steps 3 --steps 4 --sequence 32 --batch 2 --float32"
+    flags += "" if DRAFTERS[kind].reads == 0 else " --drafter-layers 1 2 3"
     flags += " --evaluated-batches 1" + (" --mtp-draft-vocab-size 200" if kind == "eagle3" else "")
     words = [str(model), str(tmp_path / "texts"), str(tmp_path / "run"), *flags.split()]
     assert attach.main(words, "attach") == 0, (tmp_path / started[-1]).read_text()
     fitted = ["convert"] if kind == "eagle3" else []
     assert started == ["preprocess", "convert", *fitted, "train", "convert", "generate"]
-    assert "reads the trunk after 1 2 3 layers" in inspect(tmp_path / "run/exported")["drafter"]
+    read = "the trunk's last state" if DRAFTERS[kind].reads == 0 else "the trunk after 1 2 3 layers"
+    assert f"reads {read}" in inspect(tmp_path / "run/exported")["drafter"]
     assert convert(["verify", f"{tmp_path}/run/exported", f"{tmp_path}/run/checkpoint"]) == 0
     (said,) = [line for line in (tmp_path / "generate").read_text().splitlines() if "same tokens" in line]
     assert "yes" in said

@@ -79,7 +79,7 @@ _BENCHMARK = "benchmarks.gpu.training:benchmark"
 _TRUNK = {"depths": 0, "flags": "--num-layers 4"}
 _UNIT = {
     "losses": "losses_table linear_cross_entropy triton_chunk weight_gradient float32_logits",
-    "megatron": "objective mtp_parity mtp_loss trunk mixing unroll depths draft_vocabulary",
+    "megatron": "objective mtp_parity mtp_loss trained_stage mixing unroll depths draft_vocabulary",
     "modules": "shift packed portable portable_attention rope latent eagle3 block_drafter",
     "decoding": "sampling drafting verifiers batch weight_updates",
     "layers": "cached_attention dense_layer experts recurrent_layers latent_attention",

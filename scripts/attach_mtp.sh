@@ -44,8 +44,10 @@ for step in ${ONLY:-corpus trunk start sample before probe train export verify d
                 $launch "${attach[@]}" --only probe --trial "$TRIAL"
                 continue
             fi
-            until $python "${attach[@]}" --only probe --dry-run | grep ': finished$' >/dev/null; do
+            left=$($python "${attach[@]}" --only probe --dry-run)
+            until [[ $left == *": finished" ]]; do
                 $launch "${attach[@]}" --only probe # a trial
+                left=$($python "${attach[@]}" --only probe --dry-run)
             done
             $python "${attach[@]}" --only probe # the table
             ;;

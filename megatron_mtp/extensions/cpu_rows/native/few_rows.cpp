@@ -243,18 +243,21 @@ inline void packed_block(const Float* strips, const Float* x, long inputs, Write
         }
 }
 
-template <int COUNT, class Float, class Write>
-inline void packed_rows(const Float* strips, const Float* x, long rows, long inputs, Write write) {
+// Blocks of rows: `some(number of rows, the first of them)`, MOST_ROWS at most.
+template <class Some>
+inline void by_rows(long rows, Some some) {
     for (long row = 0; row < rows;) {
-        auto from_row = [&](int r, int strip, const float* values) { write(row + r, strip, values); };
-        const Float* from = x + row * inputs;
+        auto next = [&](auto count) {
+            some(count, row);
+            row += decltype(count)::value;
+        };
         switch (rows - row) {
-            case 1: packed_block<1, COUNT>(strips, from, inputs, from_row); row += 1; break;
+            case 1: next(std::integral_constant<int, 1>()); break;
 #if defined(__AVX512F__)
-            case 2: packed_block<2, COUNT>(strips, from, inputs, from_row); row += 2; break;
-            case 3: packed_block<3, COUNT>(strips, from, inputs, from_row); row += 3; break;
+            case 2: next(std::integral_constant<int, 2>()); break;
+            case 3: next(std::integral_constant<int, 3>()); break;
 #endif
-            default: packed_block<MOST_ROWS, COUNT>(strips, from, inputs, from_row); row += MOST_ROWS;
+            default: next(std::integral_constant<int, MOST_ROWS>());
         }
     }
 }
@@ -263,11 +266,14 @@ inline void packed_rows(const Float* strips, const Float* x, long rows, long inp
 template <class Float, class Write>
 void product(const Float* packed, const Float* x, long rows, long inputs, Share mine, Write write) {
     auto some = [&](auto count, long strip) {
-        auto from_strip = [&](long row, int s, const float* values) {
-            const long out = (strip + s) * LANES;
-            write(row, out, values, (int)std::min<long>(LANES, mine.last - out));
-        };
-        packed_rows<decltype(count)::value>(packed + strip * strip_size<Float>(inputs), x, rows, inputs, from_strip);
+        by_rows(rows, [&](auto some_rows, long row) {
+            auto from_block = [&](int r, int s, const float* values) {
+                const long out = (strip + s) * LANES;
+                write(row + r, out, values, (int)std::min<long>(LANES, mine.last - out));
+            };
+            packed_block<decltype(some_rows)::value, decltype(count)::value>(
+                packed + strip * strip_size<Float>(inputs), x + row * inputs, inputs, from_block);
+        });
     };
     long strip = mine.first / LANES;
     const long last = strips_of(mine.last);
@@ -338,28 +344,15 @@ inline void block(const Float* weight, const Float* x, long inputs, Write write)
         }
 }
 
-template <int OUTS, class Float, class Write>
-inline void all_rows(const Float* weight, const Float* x, long rows, long inputs, Write write) {
-    for (long row = 0; row < rows;) {
-        auto from_row = [&](int r, int out, const float* four, int count) { write(row + r, out, four, count); };
-        const Float* from = x + row * inputs;
-        switch (rows - row) {
-            case 1: block<1, OUTS>(weight, from, inputs, from_row); row += 1; break;
-#if defined(__AVX512F__)
-            case 2: block<2, OUTS>(weight, from, inputs, from_row); row += 2; break;
-            case 3: block<3, OUTS>(weight, from, inputs, from_row); row += 3; break;
-#endif
-            default: block<MOST_ROWS, OUTS>(weight, from, inputs, from_row); row += MOST_ROWS;
-        }
-    }
-}
-
 // x [rows, inputs] times the first `count` keys [.., inputs].
 template <class Float, class Write>
 void key_product(const Float* keys, const Float* x, long rows, long inputs, long count, Write write) {
     auto some = [&](auto outs, long out) {
-        auto from_out = [&](long row, int o, const float* four, int count) { write(row, out + o, four, count); };
-        all_rows<decltype(outs)::value>(keys + out * inputs, x, rows, inputs, from_out);
+        by_rows(rows, [&](auto some_rows, long row) {
+            auto from_block = [&](int r, int o, const float* four, int n) { write(row + r, out + o, four, n); };
+            block<decltype(some_rows)::value, decltype(outs)::value>(keys + out * inputs, x + row * inputs, inputs,
+                                                                     from_block);
+        });
     };
     long out = 0;
     if (rows <= 2)

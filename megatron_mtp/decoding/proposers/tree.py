@@ -169,9 +169,8 @@ class Grower(Eagle):
         """The candidates of rows that continue `taken_BF` of the last level above."""
         probs_BFV = self._probabilities(states_SBH, round)
         batch, rows, _ = probs_BFV.shape
-        if drawn:  # independent samples of every row; earlier levels have used `before` random numbers
-            before = sum(level.tokens_BN.size(1) for level in above)
-            uniform_BN = round.noise.uniform(DRAFT, before + rows * width)[:, before:]
+        if drawn:  # independent samples of every row
+            uniform_BN = _unused(round, above, rows * width)
             tokens_BFC = draw(probs_BFV.unsqueeze(2).expand(-1, -1, width, -1), uniform_BN.view(batch, rows, width))
         else:
             tokens_BFC = probs_BFV.topk(width, dim=2).indices
@@ -187,6 +186,12 @@ class Grower(Eagle):
         """[B, F, V]; at temperature 0 the order of a beam comes from the model's own distribution."""
         logits_BFV = self.logits(states_SBH)
         return logits_BFV.softmax(-1) if round.sampling.greedy else round.sampling.probabilities(logits_BFV)
+
+
+def _unused(round: Round, above: list[Level], count: int) -> Tensor:
+    """Random numbers [B, count] that the levels above have not used."""
+    before = sum(level.tokens_BN.size(1) for level in above)
+    return round.noise.uniform(DRAFT, before + count)[:, before:]
 
 
 def _level_rows(widths: list[int], most: int | None) -> list[int]:
@@ -294,8 +299,7 @@ class Beam(Grower):
             scores_BFV = scores_BFV + above[-1].scores_BN.gather(1, taken_BF).unsqueeze(2)
         scores_BX = scores_BFV.flatten(1)
         if drawn:
-            before = sum(level.tokens_BN.size(1) for level in above)
-            index_BN = _without_replacement(scores_BX, round.noise.uniform(DRAFT, before + width)[:, before:])
+            index_BN = _without_replacement(scores_BX, _unused(round, above, width))
         else:
             index_BN = scores_BX.topk(width, dim=1).indices
         repeats_BN = (index_BN.unsqueeze(2) == index_BN.unsqueeze(1)).tril(-1).any(dim=2)  # where too few are possible

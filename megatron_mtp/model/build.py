@@ -7,6 +7,7 @@ build(configuration) -> model   a pipeline stage: Megatron's `GPTModel` or, of a
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -100,7 +101,7 @@ Specs = tuple[dict[str, Any], MultiTokenPredictionLayerSubmodules | None]
 """Arguments of a model's class that say what its layers are, and the spec of an MTP layer; None without any."""
 
 
-class AttachingBuilder:
+class AttachingBuilder(ABC):
     """Put before a builder of Megatron's: a model of Megatron's class, of these layers, with draft heads.
 
     Attributes:
@@ -109,9 +110,9 @@ class AttachingBuilder:
 
     kind: ClassVar[type]
 
+    @abstractmethod
     def specs(self, vp_stage: int | None) -> Specs:
         """The layers of a stage."""
-        raise NotImplementedError
 
     def build_model(
         self,

@@ -44,6 +44,7 @@ def _no_globals_left() -> Iterator[None]:
 def _machine_of_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as arguments are validated, an H100 with Transformer Engine."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("megatron_mtp.cpu.installed", lambda: False)
     monkeypatch.setattr("megatron.core.utils._te_version", Version("2.9.0"))
     for kernel in KERNELS:
         monkeypatch.setattr(f"megatron.core.{kernel}", object())
@@ -128,6 +129,7 @@ def test_a_checkpoint_of_a_line_drafts(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()  # a machine without Transformer Engine
     for ranks, has_te in itertools.product((1, 2), (False, True)):
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)  # noqa: B023
+        monkeypatch.setattr(load.parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
         monkeypatch.setattr(load, "transformer_engine_works", lambda: has_te)  # noqa: B023
         if ranks == 2 and args.num_experts and args.add_bias_linear:
             with pytest.raises(ValueError, match="has experts with biases"):

@@ -2,6 +2,7 @@
 
 config.py      MTPConfig: every setting of the depths, whose fields become the --mtp-* flags
 drafter_sizes.py  heads and rotary positions of a drafter's layers
+rope_scaling.py  scalings of rotary angles, from a config.json to Megatron's arguments and back
 drafters.py    kinds of drafters, a row of plain facts each
 errors.py      how a command that cannot go on ends: one sentence and an exit status
 files.py       how files are written so that a kill leaves nothing half-written

@@ -1,75 +1,17 @@
 """Sizes and rotary positions of a drafter's layers: those of the settings, else the trunk's.
 
 They are attention with grouped queries, whatever the trunk has: latent attention, recurrent layers, windows, positions
-in a part of each head. So a drafter has its own heads and its own angles. This file imports nothing of the package.
+in a part of each head. So a drafter has its own heads and its own angles.
 """
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mtp.rope_scaling import scaling_of
+
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
 """Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
-
-SCALINGS: dict[str, dict[str, float | None]] = {
-    "default": {},
-    "linear": {"factor": None},
-    "llama3": {
-        "factor": None,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {"factor": None, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
-}
-"""Scalings of rotary angles by transformers' names, and their numbers with the defaults; None has none."""
-
-FURTHER = {"yarn": ("attention_factor", "truncate")}
-"""Settings of a scaling that are kept where they are not the default."""
-
-WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
-"""Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
-
-
-def scaling_of(keys: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The scaling that `rope_scaling` or `rope_parameters` of a config describe, complete; None without one.
-
-    Raises:
-        ValueError: it is of a type, or has a setting, that is not computed here; the message begins with that.
-    """
-    kind = str(keys.get("rope_type", keys.get("type", "default")))
-    kind = "default" if kind == "mrope" else kind
-    if kind not in SCALINGS:
-        raise ValueError(f"a rope_type '{kind:.40}'; known are {', '.join(SCALINGS)}")
-    if keys.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"a partial_rotary_factor of {keys['partial_rotary_factor']}; a drafter turns whole heads")
-    mscale, whole = keys.get("mscale") or 0, keys.get("mscale_all_dim") or 0
-    known = {*SCALINGS[kind], *FURTHER.get(kind, ()), *WITHOUT_EFFECT, "partial_rotary_factor"}
-    known |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
-    if unknown := sorted(keys.keys() - known):
-        raise ValueError(f"a setting '{unknown[0]:.40}' of rope_type '{kind}'; known are {', '.join(sorted(known))}")
-    if kind == "default":
-        return None
-    made: dict[str, Any] = {"rope_type": kind}
-    for name, usual in SCALINGS[kind].items():
-        made[name] = value = usual if keys.get(name) is None else keys[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"a setting '{name}' {value!r:.40} of rope_type '{kind}', which is a number above 0")
-    if kind == "yarn":
-        usual = yarn_factor(made["factor"])
-        given = keys.get("attention_factor")
-        if given is None and mscale and whole:
-            given = yarn_factor(made["factor"], mscale) / yarn_factor(made["factor"], whole)
-        made |= {} if given in (None, usual) else {"attention_factor": given}
-        made |= {} if keys.get("truncate", True) else {"truncate": False}
-    return made
-
-
-def yarn_factor(factor: float, mscale: float = 1) -> float:
-    """YaRN's factor of cosines and sines (arXiv:2309.00071, eq. 22) of a scaling by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def parsed_scaling(text: str) -> dict[str, Any] | None:

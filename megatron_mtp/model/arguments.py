@@ -28,7 +28,8 @@ from megatron_mtp.config import (
     stands_beside,
     trained_depths,
 )
-from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes, scaling_of, yarn_factor
+from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes
+from megatron_mtp.rope_scaling import megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Things that a machine may lack."""
@@ -93,22 +94,22 @@ def parse_flags(flags: list[str]) -> Namespace:
         sys.argv = argv
 
 
-MODEL_ARGUMENTS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
+MODEL_ARGUMENTS = [
+    *scaling_arguments(is_latent=False),
+    *scaling_arguments(is_latent=True),
+    *"num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
     "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved "
-    "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor add_bias_linear add_qkv_bias swiglu "
+    "add_bias_linear add_qkv_bias swiglu "
     "squared_relu quick_geglu glu_linear_offset activation_func_clamp_value normalization layernorm_epsilon "
     "layernorm_zero_centered_gamma apply_residual_connection_post_layernorm qk_layernorm qk_l2_norm "
     "untie_embeddings_and_output_weights attention_output_gate softmax_type "
     "window_size window_attn_skip_freq no_rope_freq mrope_section "
-    "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int "
     "use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_attn_scale_power mup_base_head_dim "
     "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
     "linear_num_key_heads linear_num_value_heads linear_value_head_dim dsa_indexer_head_dim dsa_indexer_n_heads "
     "dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_k_norm_epsilon "
     "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
-    "rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings beta_fast beta_slow "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
     "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
     "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_dtype "
     "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_pre_softmax "
@@ -121,8 +122,8 @@ MODEL_ARGUMENTS = (
     "drafter_num_attention_heads drafter_num_query_groups drafter_kv_channels drafter_norm_epsilon drafter_rotary_base "
     "drafter_rope_scaling drafter_idle_rows "
     "drafter_window_size drafter_full_layers drafter_causal drafter_softmax_type drafter_norm_before_residual "
-    "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout"
-).split()
+    "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout".split(),
+]
 """Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.
 
 `vocab_size` counts rows without those that pad them; a converted model may have more of them than its tokenizer tokens.
@@ -331,40 +332,39 @@ def drafter_sizes(args: Namespace, settings: object | None = None) -> AttentionS
         args.kv_channels or args.hidden_size // heads,
         args.layernorm_epsilon,
         args.rotary_base,
-        _scaling(
-            _has_latent(args),
-            lambda name: getattr(args, name.removeprefix("yarn_") if name in _UNPREFIXED else name, None),
-            getattr(args, "position_embedding_type", None) == "yarn",
-            args.rope_scaling_factor if getattr(args, "use_rope_scaling", False) else None,
-            getattr(args, "rotary_seq_len_interpolation_factor", None),
-        ),
+        _trunk_scaling(lambda name: getattr(args, name, None), _has_latent(args)),
     )
     return own_sizes(args.hidden_size, trunk, _has_latent(args), args if settings is None else settings)
 
 
 def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSizes:
-    """The same from a model's configuration."""
+    """Sizes of the drafter behind a trunk of this configuration."""
     own = config.transformer
     is_latent = own.multi_latent_attention
+
+    def setting(argument: str) -> Any:
+        if argument in _OF_MODEL:
+            return getattr(config, _OF_MODEL[argument], None)
+        return getattr(own, argument if is_latent else f"yarn_{argument.removeprefix('yarn_')}", None)
+
     trunk = AttentionSizes(
         own.num_attention_heads,
         own.num_query_groups or own.num_attention_heads,
         own.kv_channels or own.hidden_size // own.num_attention_heads,
         own.layernorm_epsilon,
         own.rotary_base if isinstance(own, MLATransformerConfig) else config.rotary_base,
-        _scaling(
-            is_latent,
-            lambda name: getattr(own, name, None),
-            config.position_embedding_type == "yarn",
-            config.rope_scaling_factor if getattr(config, "rope_scaling", False) else None,
-            config.seq_len_interpolation_factor,
-        ),
+        _trunk_scaling(setting, is_latent),
     )
     return own_sizes(own.hidden_size, trunk, is_latent, settings)
 
 
-_UNPREFIXED = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
-"""Settings of YaRN outside of latent attention whose arguments have no prefix."""
+_OF_MODEL = {
+    "position_embedding_type": "position_embedding_type",
+    "use_rope_scaling": "rope_scaling",
+    "rope_scaling_factor": "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+"""Arguments of rotary positions that are fields of a model's configuration, by another name; YaRN's are of its layers'."""
 
 
 def _has_latent(args: Namespace) -> bool:
@@ -373,24 +373,13 @@ def _has_latent(args: Namespace) -> bool:
     return bool(is_latent) or not {Symbols.MLA, Symbols.DS_ATTENTION}.isdisjoint(pattern)
 
 
-def _scaling(
-    is_latent: bool, setting: Callable[[str], Any], has_yarn: bool, llama3: float | None, linear: float | None
-) -> dict[str, Any] | None:
-    """The scaling of a trunk's angles; `setting` looks up one of YaRN's numbers."""
-    if is_latent:
-        has_yarn, prefix = setting("rope_type") == "yarn", ""
-    else:
-        prefix = "yarn_"
-    if has_yarn:
-        factor = float(setting(f"{prefix}rotary_scaling_factor") or 1)
-        mscale, whole = (setting(f"{prefix}{name}") for name in ("mscale", "mscale_all_dim"))
-        fixed = yarn_factor(factor, 1 if mscale is None else mscale) / yarn_factor(factor, whole or 0)
-        keys = {"original_max_position_embeddings", "beta_fast", "beta_slow"}
-        made = {"rope_type": "yarn", "factor": factor, **{name: setting(f"{prefix}{name}") for name in keys}}
+def _trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
+    """The scaling of a trunk's angles, as a drafter has it."""
+    keys = megatrons_scaling(argument, is_latent)
+    if keys["rope_type"] == "yarn":
+        if keys["factor"] == 1:
+            return None
+        factors = [yarn_factor(keys["factor"], keys.pop(name)) for name in ("mscale", "mscale_all_dim")]
         if not is_latent:  # there the factor changes the scores as well
-            made["attention_factor"] = fixed
-            made["truncate"] = setting("yarn_correction_range_round_to_int") is not False
-        return scaling_of(made) if factor != 1 else None
-    if llama3 is not None:
-        return scaling_of({"rope_type": "llama3", "factor": llama3})
-    return None if linear is None else scaling_of({"rope_type": "linear", "factor": linear})
+            keys["attention_factor"] = factors[0] / factors[1]
+    return scaling_of(keys)

@@ -12,7 +12,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.drafter_sizes import AttentionSizes, yarn_factor
+from megatron_mtp.drafter_sizes import AttentionSizes
+from megatron_mtp.rope_scaling import SCALINGS
 
 
 def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
@@ -43,16 +44,8 @@ def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: Proces
 
 def yarn_settings(scaling: dict[str, Any]) -> dict[str, Any]:
     """Megatron's settings of YaRN, which its attention reads from the configuration as well."""
-    each, fixed = yarn_factor(scaling["factor"]) - 1, scaling.get("attention_factor")
-    return {
-        "yarn_rotary_scaling_factor": scaling["factor"],
-        "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
-        "yarn_beta_fast": scaling["beta_fast"],
-        "yarn_beta_slow": scaling["beta_slow"],
-        "yarn_mscale": 1.0 if fixed is None or not each else (fixed - 1) / each,
-        "yarn_mscale_all_dim": 0.0,
-        "yarn_correction_range_round_to_int": scaling.get("truncate", True),
-    }
+    made = SCALINGS["yarn"].to_megatron(scaling, is_latent=False)
+    return {f"yarn_{name.removeprefix('yarn_')}": value for name, value in made.items()}
 
 
 def place(module: torch.nn.Module, positions: Sequence[int]) -> None:

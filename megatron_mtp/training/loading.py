@@ -31,28 +31,12 @@ from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.patches.catalogue import FORMAT, read_catalogue
+from megatron_mtp.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
-POSITIONS = (
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-)
-LATENT_POSITIONS = (
-    "rope_type",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-"""Arguments that say how positions turn queries and keys; the latter with latent attention."""
+POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+"""Arguments that say how positions turn queries and keys, beside those of a scaling."""
 OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Formats without `metadata.json`; Megatron reads them by --ckpt-format."""
 
@@ -193,7 +177,7 @@ def _of_layers(plan: LoadPlan, args: Namespace, settings: MTPConfig, name: str, 
         said = f"{folder} has {left_out}, which this run leaves out; starting as with --finetune"
         plan = plan.then(said, finetune=True)  # the stored optimizer has states of it
     if stored is not None and not args.use_checkpoint_args:
-        plan = _of_positions(plan, args, stored, source)
+        plan = check_positions(plan, args, stored, source)
     return plan
 
 
@@ -310,10 +294,13 @@ def _check_gpt_as_hybrid(pattern: str, stored: Namespace, said: str) -> None:
             )
 
 
-def _of_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: str) -> LoadPlan:
-    """With the rotary settings that are not those of the training; only a new run may have others."""
-    names = POSITIONS + (LATENT_POSITIONS if args.multi_latent_attention else ())
-    for name in names:
+def check_positions(plan: LoadPlan, args: Namespace, stored: Namespace, source: str) -> LoadPlan:
+    """The plan, with a line for each rotary setting that is not that of the training.
+
+    Raises:
+        ValueError: there is one, and the run goes on with the training in the place of starting anew.
+    """
+    for name in (*POSITIONS, *scaling_arguments(bool(args.multi_latent_attention))):
         own = getattr(args, name, None)
         theirs = getattr(stored, name, own)
         if theirs == own:

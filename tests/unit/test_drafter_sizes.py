@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes, scaling_of, size_settings
+from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes, size_settings
 from megatron_mtp.model.arguments import (
     MTPGPTModelConfig,
     drafter_sizes,
@@ -20,6 +20,7 @@ from megatron_mtp.model.arguments import (
     symbols_of_a_layer,
 )
 from megatron_mtp.model.rope import rotary_of
+from megatron_mtp.rope_scaling import scaling_of
 
 TRUNK = AttentionSizes(16, 2, 256, 1e-6, 1e7)
 NOTHING = Namespace()
@@ -106,7 +107,7 @@ def test_angles_are_those_of_transformers(scaling: dict[str, Any] | None) -> Non
         ({"rope_type": "longrope", "factor": 4}, "a rope_type 'longrope'; known are default, linear, llama3, yarn"),
         ({"partial_rotary_factor": 0.25}, "a partial_rotary_factor of 0.25; a drafter turns whole heads"),
         ({"rope_type": "linear", "factors": 4}, "a setting 'factors' of rope_type 'linear'; known are"),
-        ({"rope_type": "linear"}, "a setting 'factor' None of rope_type 'linear', which is a number above 0"),
+        ({"rope_type": "linear"}, "a rotary setting 'factor' of None, which is no number"),
     ],
 )
 def test_other_scalings_are_refused_by_name(keys: dict[str, Any], said: str) -> None:

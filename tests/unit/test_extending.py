@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +19,18 @@ from documents import ROOT, blocks
 from drafting_single import prompts_of, runner_of
 from installed import ask_again
 from pydantic import ValidationError
+from test_untrainable import flags
 from torch import Tensor
 
+from megatron_mtp.checkpoint.families.flags import UntrainableError
+from megatron_mtp.checkpoint.families.trained import rotary_keys
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.rope_scaling import SCALINGS, scaling_of
 from megatron_mtp.server.protocol import CompletionBody
 
 
@@ -212,6 +218,24 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
     leaves = [leaf.requires_grad_() for leaf in (states_NH, weight_VH)]
     made = [(value := side(*leaves), *torch.autograd.grad(value, leaves)) for side in (ours, plain)]
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-12)
+
+
+def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is read by conversion in both directions, and by the settings of drafters."""
+    (row,) = (edit for task, _, edit in tasks() if task == "a rope variant")
+    assert row.startswith("`rope_scaling.py` `SCALINGS`")
+    keys = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    with pytest.raises(UntrainableError, match="the rotary scaling 'doubled'"):
+        flags("llama", rope_parameters={"rope_type": "doubled", **keys})
+    llama3 = SCALINGS["llama3"]
+    arguments = {"factor": "rope_scaling_factor", "low_freq_factor": "low_frequency"}
+    monkeypatch.setitem(SCALINGS, "doubled", replace(llama3, called="doubled", arguments=arguments))
+    made = flags("llama", rope_parameters={"rope_type": "doubled", **keys})
+    assert made[made.index("--low-frequency") + 1] == "1.0"
+    args = Namespace(multi_latent_attention=False, rotary_base=10000, use_rope_scaling=True)
+    args.rope_scaling_factor, args.low_frequency = 8.0, 1.0
+    assert rotary_keys(args)["rope_scaling"] == {"rope_type": "doubled", "rope_theta": 10000.0, **keys}
+    assert scaling_of({"rope_type": "doubled", "factor": 8.0}) == {"rope_type": "doubled", **keys}
 
 
 # --- a kind of drafters: what its row of the table names, edited in a copy of the package -----------------------------

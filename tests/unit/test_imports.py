@@ -11,16 +11,18 @@ import pytest
 import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
-LOW = {"acceptance", "config", "drafter_sizes", "drafters", "errors", "files", "registry", "runtime", "cpu", "patches"}
+LOW = {"acceptance", "config", "drafter_sizes", "drafters", "errors", "files", "registry", "rope_scaling", "runtime"}
+LOW |= {"cpu", "patches"}
 CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "verify", "audit")}
 ALLOWED: dict[str, set[str]] = {
     "acceptance": set(),
     "config": {"drafter_sizes", "drafters"},
-    "drafter_sizes": set(),
+    "drafter_sizes": {"rope_scaling"},
     "drafters": set(),
     "errors": set(),
     "files": set(),
     "registry": set(),
+    "rope_scaling": set(),
     "patches": set(),
     "cpu": set(),
     "runtime": {"cpu", "patches"},
@@ -52,6 +54,7 @@ WITHOUT_MEGATRON = [
     "config.py",
     "drafter_sizes.py",
     "drafters.py",
+    "rope_scaling.py",
     "data/batch.py",
     "losses/objective.py",
     "decoding/config.py",

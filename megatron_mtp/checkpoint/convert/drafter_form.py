@@ -41,10 +41,11 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafter_sizes import AttentionSizes, scaling_of, size_settings
+from megatron_mtp.drafter_sizes import AttentionSizes, size_settings
 from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.model.arguments import drafter_sizes
 from megatron_mtp.model.head import DRAFTER
+from megatron_mtp.rope_scaling import scaling_of
 
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
 VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"

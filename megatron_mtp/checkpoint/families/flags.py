@@ -4,14 +4,15 @@ If Megatron cannot compute something in the config, these functions raise `Untra
 does not train.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_mtp.checkpoint.families.blocks import GQA
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
 from megatron_mtp.checkpoint.families.trunk import latent_attention
-from megatron_mtp.checkpoint.hf.config import LARGEST, HFConfig
+from megatron_mtp.checkpoint.hf.config import HFConfig
+from megatron_mtp.rope_scaling import SCALINGS, Scaling, number, positive
 
 
 class UntrainableError(ValueError):
@@ -110,45 +111,14 @@ def rope_flags(config: HFConfig, interleaved: bool = False) -> list[str]:
         config: the model's config.
         interleaved: whether neighboring channels are turned, not those of both halves.
     """
-    rope = _rope(config)
-    kind, part = str(rope["rope_type"]), rotated_part(config)
-    if kind not in SCALINGS:
-        raise UntrainableError(UNSCALED.get(kind, f"the rotary scaling '{kind:.40}'"))
-    if kind == "yarn" and (interleaved or part != 1):
+    rope, part = _rope(config), rotated_part(config)
+    scaling = _scaling(rope)
+    if scaling.positions == "yarn" and (interleaved or part != 1):
         raise UntrainableError("a YaRN scaling of interleaved positions, or of a part of each head")
-    flags = pairs({"position-embedding-type": "yarn" if kind == "yarn" else "rope"})
-    flags += pairs({"rotary-base": _base(rope), "rotary-percent": part})
-    return [*flags, *["--rotary-interleaved"] * interleaved, *SCALINGS[kind](rope)]
+    flags = pairs({"position-embedding-type": scaling.positions, "rotary-base": _base(rope), "rotary-percent": part})
+    return [*flags, *["--rotary-interleaved"] * interleaved, *_scaling_flags(scaling, rope, is_latent=False)]
 
 
-def _linear_flags(rope: dict[str, Any]) -> list[str]:
-    """Megatron divides the positions and transformers the frequencies: a power of two is rounded alike."""
-    factor = _positive(rope, "factor")
-    if factor < 1 or math.log2(factor) % 1:
-        raise UntrainableError(f"a linear rotary scaling by {factor}, which is no power of two")
-    return pairs({"rotary-seq-len-interpolation-factor": int(factor)})
-
-
-def _llama3_flags(rope: dict[str, Any]) -> list[str]:
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if any(_number(rope, name) != value for name, value in fixed.items()):
-        raise UntrainableError("a Llama 3 rotary scaling with other numbers than Megatron's")
-    return ["--use-rope-scaling", *pairs({"rope-scaling-factor": _positive(rope, "factor")})]
-
-
-def _whole_head_yarn_flags(rope: dict[str, Any]) -> list[str]:
-    """Flags of YaRN (arXiv:2309.00071) outside of latent attention; with `truncate` its range is in whole channels."""
-    rounds = "" if rope.get("truncate", True) else "no-"
-    return [*_yarn_flags(rope, "yarn-"), f"--{rounds}yarn-correction-range-round-to-int"]
-
-
-SCALINGS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "default": lambda rope: [],
-    "linear": _linear_flags,
-    "llama3": _llama3_flags,
-    "yarn": _whole_head_yarn_flags,
-}
-"""Flags of the scalings of positions that Megatron computes outside of latent attention, by transformers' names."""
 UNSCALED = {
     "longrope": "LongRoPE, in which every angle changes once a text is longer than the original context",
     "dynamic": "the rotary scaling 'dynamic', in which every angle changes with the length of the text",
@@ -159,51 +129,39 @@ UNSCALED = {
 def _latent_rope_flags(config: HFConfig) -> list[str]:
     """Flags of rotary positions in latent attention; `add_yarn_arguments` adds those that Megatron's parser lacks."""
     rope = _rope(config)
-    flags = pairs({"rotary-base": _base(rope)})
+    scaling, base = _scaling(rope), _base(rope)
     if rotated_part(config) != 1:
         raise UntrainableError("a 'partial_rotary_factor' beside latent attention, which has channels for positions")
-    if rope["rope_type"] == "default":
-        return [*flags, "--rope-type", "rope"]
-    if rope["rope_type"] != "yarn":
-        raise UntrainableError(f"the rotary scaling '{rope['rope_type']!s:.40}'")
-    if not rope.get("truncate", True):
-        raise UntrainableError("a YaRN scaling with 'truncate' false")
-    return [*flags, "--rope-type", "yarn", *_yarn_flags(rope)]
+    if not scaling.in_latent:
+        raise UntrainableError(f"the rotary scaling '{rope['rope_type']}'")
+    flags = pairs({"rotary-base": base, "rope-type": scaling.positions})
+    return [*flags, *_scaling_flags(scaling, rope, is_latent=True)]
 
 
-def _yarn_flags(rope: dict[str, Any], prefix: str = "") -> list[str]:
-    """Flags of YaRN's numbers; some have a prefix outside of latent attention."""
-    factor, original = _positive(rope, "factor"), _positive(rope, "original_max_position_embeddings")
-    if original != int(original):
-        raise UntrainableError(f"a YaRN scaling with 'original_max_position_embeddings' {original}")
-    mscale, mscale_all_dim = _mscales(rope, factor)
-    return pairs({
-        "rotary-scaling-factor": factor, f"{prefix}original-max-position-embeddings": int(original),
-        f"{prefix}beta-fast": _positive(rope, "beta_fast", 32.0),
-        f"{prefix}beta-slow": _positive(rope, "beta_slow", 1.0), "mscale": mscale, "mscale-all-dim": mscale_all_dim,
-    })  # fmt: skip
+def _scaling(rope: dict[str, Any]) -> Scaling:
+    kind = str(rope["rope_type"])
+    if kind not in SCALINGS:
+        raise UntrainableError(UNSCALED.get(kind, f"the rotary scaling '{kind:.40}'"))
+    return SCALINGS[kind]
 
 
-def _mscales(rope: dict[str, Any], factor: float) -> tuple[float, float]:
-    """Values of Megatron's `mscale` and `mscale_all_dim` with which YaRN computes the same as in transformers.
+def _scaling_flags(scaling: Scaling, rope: dict[str, Any], is_latent: bool) -> list[str]:
+    with _untrainable():
+        made = scaling.to_megatron(rope, is_latent)
+    flags: list[str] = []
+    for name, value in made.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else pairs({flag: value})
+    return flags
 
-    With g(m) = 0.1 m ln(factor) + 1 and a = `mscale_all_dim`, latent attention has its scores times g(a)^2. Megatron
-    multiplies cosine and sine by g(mscale) / g(a). transformers does the same if neither is 0; otherwise it multiplies
-    them by `attention_factor`, or by g(1).
-    """
-    mscale, whole = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
-    fixed = None if rope.get("attention_factor") is None else _number(rope, "attention_factor")
-    if fixed is None and (mscale and whole):
-        return mscale, whole
-    if fixed is None and not whole:
-        return 1.0, 0.0
-    if factor <= 1:
-        if fixed not in (None, 1):
-            raise UntrainableError(f"a YaRN scaling with 'attention_factor' {fixed} and a factor of 1 or less")
-        return 1.0, 0.0
-    each = 0.1 * math.log(factor)
-    scale = each + 1 if fixed is None else fixed
-    return (scale * (each * whole + 1) - 1) / each, whole
+
+@contextmanager
+def _untrainable() -> Iterator[None]:
+    """Rotary settings that Megatron does not compute."""
+    try:
+        yield
+    except ValueError as error:
+        raise UntrainableError(str(error)) from None
 
 
 def _rope(config: HFConfig) -> dict[str, Any]:
@@ -215,32 +173,20 @@ def _rope(config: HFConfig) -> dict[str, Any]:
 
 def rotated_part(config: HFConfig) -> float:
     """The rotated part of a head, from 0 to 1."""
-    part = _positive(config.rope, "partial_rotary_factor", 1.0)
+    rope = config.rope
+    with _untrainable():
+        part = float(positive(rope, "partial_rotary_factor", 1.0))
     if part > 1:
         raise UntrainableError(f"a 'partial_rotary_factor' of {part}")
     return part
 
 
 def _base(rope: dict[str, Any]) -> int:
-    base = _number(rope, "rope_theta")
+    with _untrainable():
+        base = float(number(rope, "rope_theta"))
     if base != int(base) or base <= 1:
         raise UntrainableError(f"the rotary base {base}, which is no whole number above 1")
     return int(base)
-
-
-def _number(rope: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = default if rope.get(name) is None else rope[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
-        raise UntrainableError(f"a rotary setting '{name}' of {value!r:.40}")
-    return float(value)
-
-
-def _positive(rope: dict[str, Any], name: str, default: float | None = None) -> float:
-    """A number above 0; transformers reads 0 as the default."""
-    value = _number(rope, name, default) or default or 0.0
-    if value <= 0:
-        raise UntrainableError(f"a rotary setting '{name}' of {value}")
-    return value
 
 
 def expert_flags(config: HFConfig) -> list[str]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_mtp.rope_scaling import megatrons_scaling
+
 LATENT_EPSILON, LARGEST_LATENT_EPSILON = 1e-6, 1e-5
 """Epsilon of transformers in the norms inside latent attention, whatever the config says; the largest that converts.
 
@@ -83,38 +85,9 @@ def common_keys(args: Namespace, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
     """`rope_parameters` with `others`, and `rope_scaling` if positions are scaled, which older engines read."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others}
-    if _is_yarn(args):
-        rope |= _yarn_keys(args)
-    elif args.use_rope_scaling and not args.multi_latent_attention:
-        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **fixed}
-    elif _is_divided(args):
-        rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
+    scaling = megatrons_scaling(lambda name: getattr(args, name, None), bool(args.multi_latent_attention))
+    rope = {"rope_type": "default", "rope_theta": float(args.rotary_base), **others, **scaling}
     return {"rope_parameters": rope} | ({} if rope["rope_type"] == "default" else {"rope_scaling": rope})
-
-
-def _yarn_keys(args: Namespace) -> dict[str, Any]:
-    """YaRN's numbers; outside of latent attention Megatron's arguments have a prefix, and may be None."""
-    latent = args.multi_latent_attention
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-    found = {name: getattr(args, name if latent else f"yarn_{name}", None) for name in usual}
-    numbers = {name: usual[name] if value is None else value for name, value in found.items()}
-    mscales = {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
-    rounds = {} if latent else {"truncate": args.yarn_correction_range_round_to_int is not False}
-    return {"rope_type": "yarn", "factor": args.rotary_scaling_factor, **mscales, **numbers, **rounds}
-
-
-def _is_yarn(args: Namespace) -> bool:
-    """True if YaRN scales the positions: it is Megatron's default in latent attention, without effect by factor 1."""
-    if args.multi_latent_attention:
-        return args.rope_type != "rope" and args.rotary_scaling_factor != 1.0
-    return bool(args.position_embedding_type == "yarn")
-
-
-def _is_divided(args: Namespace) -> bool:
-    """True if positions are divided by a number: linear scaling."""
-    return getattr(args, "rotary_seq_len_interpolation_factor", None) not in (None, 1)
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:

@@ -6,7 +6,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -68,7 +68,11 @@ def _flag[T](
 
 
 def _readers(setting: str) -> str:
-    return " and ".join(f"'{name}'" for name in readers_of(setting))
+    return _quoted(readers_of(setting))
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
 
 
 def _listed(clauses: Sequence[str]) -> str:
@@ -264,7 +268,8 @@ class MTPConfig:
         "Layers of the trunk whose states the drafter reads, counted from 1; of a hybrid, a mixer with the MLP or MoE "
         "behind it is one where all are such pairs, none with Mamba. Default: of a drafter of one layer the "
         "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
-        "of others as many as they have layers, from the second to the third from the end. 'eagle' reads none.",
+        "of others as many as they have layers, from the second to the third from the end. "
+        f"{_quoted(row.name for row in DRAFTERS.values() if row.reads == 0)} reads none.",
         type=int,
         nargs="+",
         metavar="N",
@@ -357,8 +362,8 @@ class MTPConfig:
     )
     drafter_norm_before_residual: int | None = _flag(
         None,
-        "1: the layer of an EAGLE-3 drafter adds to the normalized feature, as heads of speculators do. Default: 0, to "
-        "the feature itself.",
+        f"1: the layer of {_readers('drafter_norm_before_residual')} adds to the normalized feature, as heads of "
+        "speculators do. Default: 0, to the feature itself.",
         allowed=("0 or 1", lambda number: number in (0, 1)),
         metavar="N",
     )

@@ -119,8 +119,9 @@ def _side(side: dict[str, Any]) -> list[str]:
 def _drafts(found: dict[str, Any]) -> str:
     """`MTP, by 'num_nextn_predict_layers'; embedding half first; fed after the final norm`."""
     key = f", by '{found['key']}'" if found["key"] else ""
-    if found["kind"] == "DSpark":
-        return f"DSpark, stages {found['stages']}, block {found['block'] or 'not in the config'}{key}; no MTP layers"
+    if "stages" in found:
+        block = found["block"] or "not in the config"
+        return f"{found['kind']}, stages {found['stages']}, block {block}{key}; no MTP layers"
     if "halves" not in found:
         return f"{found['kind']}{key}"
     first, later = found["fed"]

@@ -264,8 +264,8 @@ TWIN = {
         '"dspark": BiasedBlocks(), "twin": OneLayer()',
     ),
     "decoding/proposers/twin.py": (
-        "from megatron_mtp.decoding.proposers.eagle3 import Eagle3\n\n\n"
-        'class Twin(Eagle3):\n    line, depths = "a twin", "twin"\n'
+        "from megatron_mtp.decoding.proposers.eagle import Eagle3Chain\n\n\n"
+        'class Twin(Eagle3Chain):\n    line, depths = "a twin", "twin"\n'
     ),
     "decoding/config.py": (
         '            "eagle3": "',

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.audit.side import DEPTH, HEAD, STAGE, TRUNK, HFSide
 from megatron_mtp.checkpoint.convert.plan import IN_LAYER, lost_of_class, lost_of_other_layers, thin_depths, unnumbered
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
-from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD
+from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD, TITLE
 from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import text_key
@@ -143,17 +143,17 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
 
 
 def _of_drafter_inside(side: Side) -> Iterator[Finding]:
-    """What there is of a DSpark drafter inside of the model, and what it lacks; tensors and keys belong together."""
+    """What there is of a drafter inside of the model, and what it lacks; tensors and keys belong together."""
     inner = side.inside
     if inner is None:
         return
     if not inner.names:
-        says = f"The config has {listed(inner.keys)}, but the files hold no tensor of a DSpark drafter."
+        says = f"The config has {listed(inner.keys)}, but the files hold no tensor of a {TITLE} drafter."
         yield Finding("drafter dropped", says, "fetch or export the drafter's tensors as well", names=inner.keys)
         return
     bodies = side.parts.numbered(STAGE, (name for name in inner.names if not HEADS_OF_STAGES.match(name)))
     if lost := [*inner.lost(), *(f"'{name}'" for name in lost_of_other_layers(bodies))]:
-        says = f"The DSpark drafter inside of the model lacks {', '.join(lost[:SHOWN])}"
+        says = f"The {TITLE} drafter inside of the model lacks {', '.join(lost[:SHOWN])}"
         says += f" and {len(lost) - SHOWN} more." if len(lost) > SHOWN else "."
         yield Finding("drafter incomplete", says, AGAIN, names=tuple(sorted(inner.names)))
     if lost := inner.lost_keys():

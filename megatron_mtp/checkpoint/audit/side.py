@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.convert.plan import lost_features, zero_features
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.described import Described
 from megatron_mtp.checkpoint.families.family import Depths, class_tensors
-from megatron_mtp.checkpoint.families.inside import InnerDrafter, stage_of
+from megatron_mtp.checkpoint.families.inside import TITLE, InnerDrafter, stage_of
 from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
 from megatron_mtp.checkpoint.hf.config import HFConfig, counted_elsewhere
@@ -330,7 +330,7 @@ class HFSide(Opened):
         """What of the model drafts: its kind, its number, the config key that counts it, and how it is fed."""
         if self.inside is not None:
             counted = {"stages": len(self.inside.stages), "block": self.inside.block}
-            return {"kind": "DSpark", **counted, "key": next(iter(self.inside.keys), None)}
+            return {"kind": TITLE, **counted, "key": next(iter(self.inside.keys), None)}
         form, count = self.stored_as, len(self.parts.numbered(DEPTH, self.tensors))
         if isinstance(form, Described) and form.at is None:
             return {"kind": "no MTP layers", "key": None}
@@ -430,7 +430,7 @@ class HFSide(Opened):
 
 @dataclass
 class DrafterSide(HFSide):
-    """A folder of an EAGLE-3, DFlash or DSpark drafter.
+    """A folder of a drafter.
 
     Attributes:
         drafter: its form; None if its config cannot be used.

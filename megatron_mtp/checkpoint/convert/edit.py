@@ -30,7 +30,7 @@ from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.plan import counted, unnumbered
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
-from megatron_mtp.checkpoint.families.inside import DSPARK_KEYS, STAGES, InnerDrafter, check_no_drafter
+from megatron_mtp.checkpoint.families.inside import INNER_KEYS, STAGES, InnerDrafter, check_no_drafter
 from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json, text_key
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
@@ -161,7 +161,7 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
     if not depths and not keep and (inner := InnerDrafter.of({}, _carried(reader))) is not None:
-        return changed(reader, source, [], {}, {"depths": 0}, 0, inner.names, unkeyed=(*DSPARK_KEYS, *STAGES))
+        return changed(reader, source, [], {}, {"depths": 0}, 0, inner.names, unkeyed=(*INNER_KEYS, *STAGES))
     if not depths:
         check_no_drafter(_carried(reader), source, "--keep 0 writes a copy without it")
         raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")

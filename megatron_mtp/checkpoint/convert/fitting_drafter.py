@@ -38,7 +38,7 @@ from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafter_sizes import OWN_SIZES
-from megatron_mtp.drafters import EAGLE3_LAYERS, FITTED
+from megatron_mtp.drafters import FITTED
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
@@ -77,7 +77,7 @@ def plan_fitting(
     if not is_same or trunk.num_experts or trunk.add_bias_linear or getattr(trunk, "hybrid_layer_pattern", None):
         raise ValueError(
             f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
-            "(train --drafter eagle3, attach --drafter-init random)."
+            f"(train --drafter {FITTED.name}, attach --drafter-init random)."
         )
     read = tuple(layers or FITTED.default_layers(trunk.num_layers, None))
     FITTED.check_layers(read, trunk.num_layers)
@@ -90,7 +90,7 @@ def plan_fitting(
     dtype = reader.dtype(EMBEDDING)
     made = [
         Group.single(key, shape, dtype, lambda key=key: weights()[key].to(dtype))  # type: ignore[misc]
-        for key, shape in _shapes(trunk, len(drafted or ())).items()
+        for key, shape in _shapes(trunk, len(read), len(drafted or ())).items()
     ]
     if drafted_N is not None:
         made.append(Group.single(VOCABULARY, (len(drafted_N),), drafted_N.dtype, drafted_N.clone))
@@ -98,11 +98,11 @@ def plan_fitting(
     return changed(reader, source, made, kind.arguments(trunk), record, depths=0, begin=weights)
 
 
-def _shapes(args: Namespace, drafted: int) -> dict[str, Shape]:
+def _shapes(args: Namespace, read: int, drafted: int) -> dict[str, Shape]:
     sizes = sizes_of(args)
     hidden, heads, channels = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
     return {
-        f"{DRAFTER}fc.weight": (hidden, EAGLE3_LAYERS * hidden),
+        f"{DRAFTER}fc.weight": (hidden, read * hidden),
         f"{DRAFTER}norm.weight": (hidden,),
         **{f"{LAYER}input_layernorm.{name}.weight": (hidden,) for name in ("enorm", "hnorm")},
         QKV: ((heads + 2 * sizes["num_key_value_heads"]) * channels, 2 * hidden),
@@ -118,9 +118,9 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
     """The drafter's tensors by key, float32."""
     model, hidden = fit.trunk(), fit.args.hidden_size
     last: Any = model.decoder.layers[-1]
-    of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (EAGLE3_LAYERS * hidden, 2 * hidden))
+    of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (len(read) * hidden, 2 * hidden))
     embedded_H = torch.zeros(hidden, device="cuda")
-    fc_HX = torch.zeros(hidden, EAGLE3_LAYERS * hidden, device="cuda")
+    fc_HX = torch.zeros(hidden, len(read) * hidden, device="cuda")
     with tqdm(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet or None) as bar:
         for number, tokens_S in enumerate([*fit.texts[::2], *fit.texts[1::2]]):
             seen = _seen(model, read, tokens_S)

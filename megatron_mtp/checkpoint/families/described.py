@@ -126,7 +126,7 @@ DESCRIBED: tuple[Described, ...] = (
         at=r"^mtp\.(?P<k>\d+)\.", frame=("enorm", "hnorm", "e_proj", "h_proj", "norm"),
         halves="two projections, one of the embedding and one of the hidden state",
     ),
-    Described("Mistral Large 4", ("mistral_large4",), "its DSpark drafter and trunk are unknown to Megatron", at=None),
+    Described("Mistral Large 4", ("mistral_large4",), "its drafter and trunk are unknown to Megatron", at=None),
     Described(
         "Gemma 4, assistant", ("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"),
         "it is a drafter that stands beside its trunk, and all of its layers make one draft", at=None,

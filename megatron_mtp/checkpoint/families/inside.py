@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DSPARK_KEYS = ("dspark_block_size", "dspark_target_layer_ids", "dspark_noise_token_id", "dspark_markov_rank")
+INNER_KEYS = ("dspark_block_size", "dspark_target_layer_ids", "dspark_noise_token_id", "dspark_markov_rank")
 """Config keys that engines read of such a drafter."""
 STAGES = ("n_mtp_layers", "num_nextn_predict_layers")
 """Config keys that count its stages; the second is also that of MTP layers."""
-METHOD = "dspark"
-"""What engines call the method of drafting; `mtp` half-loads these tensors."""
+TITLE, METHOD = "DSpark", "dspark"
+"""What the kind of drafter is called, in sentences and as a method of engines; `mtp` half-loads these tensors."""
 _TELLING = re.compile(r"^(mtp\.\d+|mtp_dspark)\..*\b(main_proj|markov_head|confidence_head)\b")
 _STAGE = re.compile(r"^(?:mtp|mtp_dspark(?:\.layers)?)\.(\d+)\.")
 _BEGINNINGS = ("mtp.", "mtp_dspark.")
@@ -49,7 +49,7 @@ class InnerDrafter:
     @classmethod
     def of(cls, keys: Mapping[str, Any], names: Iterable[str]) -> "InnerDrafter | None":
         """The drafter that a config's keys or names of tensors show; None without one."""
-        own = tuple(name for name in DSPARK_KEYS if keys.get(name) is not None)
+        own = tuple(name for name in INNER_KEYS if keys.get(name) is not None)
         names = [name for name in names if name.startswith(_BEGINNINGS)]
         shown = any(_TELLING.match(name) or name.startswith(_BEGINNINGS[1]) for name in names)
         if not own and not shown:
@@ -57,7 +57,7 @@ class InnerDrafter:
         held = frozenset(names) if shown else frozenset[str]()
         stages = sorted({int(match.group(1)) for name in held if (match := _STAGE.match(name))})
         counts = (value for name in STAGES if isinstance(value := keys.get(name), int) and not isinstance(value, bool))
-        block = keys.get(DSPARK_KEYS[0])
+        block = keys.get(INNER_KEYS[0])
         return cls(held, tuple(stages), next(counts, None), block if isinstance(block, int) else None, own)
 
     @property
@@ -66,7 +66,7 @@ class InnerDrafter:
         stages = f" of {len(self.stages)} stage{'' if len(self.stages) == 1 else 's'}" if self.stages else ""
         block = f", block {self.block}" if self.block else ""
         where = next((prefix for prefix in _BEGINNINGS[::-1] if any(n.startswith(prefix) for n in self.names)), "")
-        return f"a DSpark drafter{stages}{block}{f', in {where}*' if where else ''}"
+        return f"a {TITLE} drafter{stages}{block}{f', in {where}*' if where else ''}"
 
     def lost(self) -> Iterator[str]:
         """What the tensors lack, each a part of a sentence: stages, and modules of the first and the last one."""
@@ -82,7 +82,7 @@ class InnerDrafter:
 
     def lost_keys(self) -> list[str]:
         """The keys without which engines do not load the tensors."""
-        return [name for name in DSPARK_KEYS if name not in self.keys] if self.names else []
+        return [name for name in INNER_KEYS if name not in self.keys] if self.names else []
 
 
 def stage_of(name: str) -> int | None:

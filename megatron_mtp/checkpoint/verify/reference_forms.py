@@ -23,6 +23,7 @@ from megatron_mtp.checkpoint.families.family import NAMES_ALONE, computing
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
 
 Tensors = dict[str, Tensor]
@@ -308,4 +309,4 @@ def _unknown(config: Any, keys: dict[str, Any]) -> set[str]:
     return {name for name in keys if name not in known and name not in NAMES_ALONE and not _READ.search(name)}
 
 
-_READ = re.compile(r"mtp|nextn|dspark|draft|rope|rotary")
+_READ = re.compile("|".join(("mtp", "nextn", "draft", "rope", "rotary", *DRAFTERS)))

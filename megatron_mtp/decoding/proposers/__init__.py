@@ -4,8 +4,7 @@ proposer.py       what every proposer is
 plain.py          nothing is drafted
 mtp.py            trained MTP layers: sequential, one reused, parallel heads
 tree.py           trees and beams, grown with the first depth or with what a subclass runs
-eagle3.py         chains and trees of an EAGLE-3 drafter
-eagle.py          chains and trees of an EAGLE drafter
+eagle.py          chains and trees of an EAGLE-3 or EAGLE drafter
 block_drafter.py  blocks of tokens in one pass of a drafter
 ngram.py          what followed the same tokens before; n-grams from the trunk's own guesses
 draft_model.py    a smaller model: chains, beams and trees

@@ -76,8 +76,9 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
     from megatron_mtp.server.api import Served, listener, serve
-    from megatron_mtp.server.async_engine import AsyncEngine, follow, group_of_all
+    from megatron_mtp.server.async_engine import AsyncEngine
     from megatron_mtp.server.codec import Codec
+    from megatron_mtp.server.ranks import follow, group_of_all
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine, how handlers of HTTP reach it, what Prometheus reads of it, and other ranks.
+"""The thread that owns the engine, and how handlers of HTTP reach it.
 
     event loop    submit -> add        update, update, ...          cancel
                       |                   ^                            |
@@ -6,53 +6,29 @@
 
 Handlers wait on the event loop; the engine is called by its thread alone, which obeys commands between steps. So a
 request whose client has gone is out of the next step. New weights (`update_weights.py`) are such a command.
-
-Under tensor parallelism rank 0 answers HTTP, and the other ranks take the same steps:
-
-    rank 0    add, cancel -> its own engine, and a list        send the list, then the step
-    others                                                     receive the list -> add, cancel, then the step
-
-Engines with the same requests in the same order do the same, so that their collectives meet. Where K is automatic, rank
-0 chooses it for all (`AutoK.choose`), since each rank has a clock of its own.
 """
 
 import asyncio
 import logging
-import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, override
-
-import torch
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
-from megatron_mtp.server.codec import Codec
-from megatron_mtp.server.detokenizer import OutputText
+from megatron_mtp.server.metrics import CANCELLED, EngineMetrics, OutputTimes
 from megatron_mtp.server.protocol import APIError, failed
+from megatron_mtp.server.ranks import RankMessage, broadcast, sent_request
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.engine import Engine
 
-CANCELLED = "cancelled"
-"""Why a request ended whose client has gone."""
-
 Emit = Callable[[list[Update]], None]
-
-IDLE_TIMEOUT = timedelta(days=365)
-"""How long ranks wait for a request."""
-
-RankMessage = list[tuple[Request, tuple[str, ...], int] | int]
-"""Requests with their stop strings and the tokens before these, and numbers of those that are cancelled."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +69,11 @@ class Outputs:
 
 @dataclass
 class Owner:
-    """The output that a request grows, by its place; `last` is the time of its last new tokens."""
+    """The output that a request grows, by its place."""
 
     outputs: Outputs
     place: int
-    last: float | None = None
+    times: OutputTimes
 
 
 class AsyncEngine:
@@ -228,7 +204,7 @@ class AsyncEngine:
 
     def _tell_ranks(self, message: RankMessage | None) -> None:
         if self._group is not None:
-            _broadcast([message], self._group)
+            broadcast([message], self._group)
 
     def _post(self, what: Callable[[], None]) -> None:
         assert self._loop is not None
@@ -240,8 +216,7 @@ class AsyncEngine:
         try:
             for request in requests:
                 outputs.numbers.append(self._engine.add(request))
-                cut = (request.cut.stops, request.cut.least) if isinstance(request.cut, OutputText) else ((), 0)
-                self._new.append((replace(request, cut=None), *cut))
+                self._new.append(sent_request(request))
         except QueueFull:
             news = APIError("the queue is full; ask again later.", code="queue_full", status=429)
         except ValueError as error:
@@ -252,13 +227,14 @@ class AsyncEngine:
         if news:
             self._drop(outputs.numbers)
         else:
-            self._owners |= {number: Owner(outputs, place) for place, number in enumerate(outputs.numbers)}
+            for place, number in enumerate(outputs.numbers):
+                self._owners[number] = Owner(outputs, place, OutputTimes(outputs.asked))
         self._post(partial(outputs.put, news))
 
     def _cancel(self, outputs: Outputs) -> None:
         live = [number for number in outputs.numbers if number in self._owners]
         for number in live:
-            self.metrics.ended(self._owners.pop(number), CANCELLED)
+            self.metrics.ended(self._owners.pop(number).times, CANCELLED)
         self._drop(live)
 
     def _drop(self, numbers: list[int]) -> None:
@@ -272,133 +248,13 @@ class AsyncEngine:
         for update in updates:
             owner = self._owners[update.request]
             news[owner.outputs].append((owner.place, update))
-            self.metrics.grew(owner, len(update.tokens), now)
+            self.metrics.grew(owner.times, len(update.tokens), now)
             if update.finish is not None:
                 del self._owners[update.request]
-                self.metrics.ended(owner, update.finish)
+                self.metrics.ended(owner.times, update.finish)
 
         def hand_over() -> None:
             for outputs, some in news.items():
                 outputs.put(some)
 
         self._post(hand_over)
-
-
-# --- the page that Prometheus reads ----------------------------------------------------------------------------------
-
-PREFIX = "megatron_mtp_"
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Borders of the histograms."""
-
-MetricRows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
-"""Name to what it is, and its value, or one for each position of a draft.
-
-Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
-"""
-
-GAUGES: MetricRows = {
-    "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
-    "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
-    "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
-    "cache_blocks_used": ("blocks that live requests hold", lambda load: load.blocks_used),
-    "cache_usage_ratio": ("share of blocks that they hold", lambda load: load.blocks_used / (load.blocks or 1)),
-    "recurrent_states": ("requests for whose recurrent states there is room; 0 without any", lambda load: load.states),
-    "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
-    # Beside accepted over drafted tokens of a position, which is the measured one.
-    "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
-}
-COUNTERS: MetricRows = {
-    "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
-    "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
-    "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
-    "generation_tokens": ("tokens that were emitted", lambda load: load.stats.emitted),
-    "target_forwards": ("forwards of the trunk, counted for every request", lambda load: load.stats.target_forwards),
-    "spec_decode_num_drafts": ("drafts that were verified", lambda load: next(iter(load.stats.offered_at), 0)),
-    "spec_decode_num_draft_tokens": ("drafted tokens", lambda load: load.stats.drafted),
-    "spec_decode_num_accepted_tokens": ("drafted tokens that were accepted", lambda load: load.stats.accepted),
-    "spec_decode_num_draft_tokens_per_pos": ("drafted tokens by position", lambda load: load.stats.offered_at),
-    "spec_decode_num_accepted_tokens_per_pos": ("accepted tokens by position", lambda load: load.stats.accepted_at),
-}
-
-
-class EngineMetrics(Collector):
-    """The engine's counts as they are when they are asked for, and how long clients wait."""
-
-    def __init__(self, load: Callable[[], Load]) -> None:
-        self._load, self._registry = load, CollectorRegistry()
-        histogram = partial(Histogram, namespace=PREFIX[:-1], registry=self._registry, buckets=SECONDS)
-        self._first = histogram("time_to_first_token_seconds", "from the request to its first token")
-        self._between = histogram(
-            "time_per_output_token_seconds", "between tokens of an output: time since its last ones, by the new ones"
-        )
-        self._whole = histogram("e2e_request_latency_seconds", "from the request to its end")
-        about = "requests that have ended, by reason"
-        self._ends = Counter(PREFIX + "requests", about, ["finished_reason"], registry=self._registry)
-        for reason in (*Finish, CANCELLED):
-            self._ends.labels(reason)  # 0 before the first one
-        self._registry.register(self)
-
-    @override
-    def collect(self) -> Iterator[Metric]:
-        """Metrics of the load, for Prometheus."""
-        load = self._load()
-        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (about, value) in rows.items():
-                found = value(load)
-                if isinstance(found, Sequence):
-                    family = kind(PREFIX + name, about, labels=["position"])
-                    for position, one in enumerate(found):
-                        family.add_metric([str(position)], one)
-                    yield family
-                else:
-                    yield kind(PREFIX + name, about, found)
-
-    def page(self) -> bytes:
-        """The metrics as Prometheus reads them."""
-        return generate_latest(self._registry)
-
-    def grew(self, owner: Owner, count: int, now: float) -> None:
-        """Time the new tokens of an output; none where a step only ran a part of the prompt."""
-        if not count:
-            return
-        if owner.last is None:
-            self._first.observe(now - owner.outputs.asked)
-        else:
-            for _ in range(count):
-                self._between.observe((now - owner.last) / count)
-        owner.last = now
-
-    def ended(self, owner: Owner, reason: str) -> None:
-        """Count an output that has ended, or whose client has gone (`CANCELLED`)."""
-        self._ends.labels(reason).inc()
-        if owner.last is not None and reason != CANCELLED:
-            self._whole.observe(owner.last - owner.outputs.asked)
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def follow(engine: "Engine", codec: Codec, group: Any) -> None:
-    """Take the steps of rank 0 until it ends; signals are for rank 0, which drains."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    while (new := _broadcast([None], group)) is not None:
-        for one in new:
-            if isinstance(one, int):
-                engine.cancel(one)
-            else:
-                request, stops, least = one
-                cut = OutputText(codec.detokenizer(request.prompt), stops, least) if stops else None
-                engine.add(replace(request, cut=cut))
-        engine.step()
-
-
-def group_of_all() -> Any:
-    """A group on the hosts, which may be idle for as long as nobody asks for anything."""
-    return torch.distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-
-
-def _broadcast(messages: list[RankMessage | None], group: Any) -> RankMessage | None:
-    """The message of rank 0."""
-    torch.distributed.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
-    return messages[0]

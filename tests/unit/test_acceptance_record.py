@@ -12,7 +12,7 @@ from megatron_mtp.acceptance import RECORD, AcceptanceStats, Alarm, carry_record
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Request
-from megatron_mtp.server.async_engine import EngineMetrics
+from megatron_mtp.server.metrics import EngineMetrics
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 EVALUATED = AcceptanceStats(

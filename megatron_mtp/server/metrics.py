@@ -1,0 +1,111 @@
+"""Metrics of the server for Prometheus: counts of the engine's load, and how long clients wait."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import override
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatron_mtp.decoding.requests import Finish, Load
+
+CANCELLED = "cancelled"
+"""Why a request ended whose client has gone."""
+
+PREFIX = "megatron_mtp_"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Borders of the histograms."""
+
+MetricRows = dict[str, tuple[str, Callable[[Load], float | Sequence[float]]]]
+"""Name to what it is, and its value, or one for each position of a draft.
+
+Names end like vLLM's, so that one query reads both: megatron_mtp_num_requests_running for vllm:num_requests_running.
+"""
+
+GAUGES: MetricRows = {
+    "num_requests_running": ("requests in the engine's steps", lambda load: load.running),
+    "num_requests_waiting": ("requests that wait for a place", lambda load: load.waiting),
+    "cache_blocks": ("blocks of the cache", lambda load: load.blocks),
+    "cache_blocks_used": ("blocks that live requests hold", lambda load: load.blocks_used),
+    "cache_usage_ratio": ("share of blocks that they hold", lambda load: load.blocks_used / (load.blocks or 1)),
+    "recurrent_states": ("requests for whose recurrent states there is room; 0 without any", lambda load: load.states),
+    "recurrent_states_used": ("requests that have recurrent states", lambda load: load.states_used),
+    # Beside accepted over drafted tokens of a position, which is the measured one.
+    "spec_decode_expected_acceptance_per_pos": ("acceptance by position as recorded", lambda load: load.expected),
+}
+COUNTERS: MetricRows = {
+    "num_preemptions": ("requests put back, to be computed anew", lambda load: load.preempted),
+    "prompt_tokens": ("tokens of prompts", lambda load: load.prompt_tokens),
+    "prompt_tokens_cached": ("tokens of prompts that the cache already held", lambda load: load.cached_tokens),
+    "generation_tokens": ("tokens that were emitted", lambda load: load.stats.emitted),
+    "target_forwards": ("forwards of the trunk, counted for every request", lambda load: load.stats.target_forwards),
+    "spec_decode_num_drafts": ("drafts that were verified", lambda load: next(iter(load.stats.offered_at), 0)),
+    "spec_decode_num_draft_tokens": ("drafted tokens", lambda load: load.stats.drafted),
+    "spec_decode_num_accepted_tokens": ("drafted tokens that were accepted", lambda load: load.stats.accepted),
+    "spec_decode_num_draft_tokens_per_pos": ("drafted tokens by position", lambda load: load.stats.offered_at),
+    "spec_decode_num_accepted_tokens_per_pos": ("accepted tokens by position", lambda load: load.stats.accepted_at),
+}
+
+
+@dataclass
+class OutputTimes:
+    """When an output was asked for, and when it last grew, by `time.perf_counter`; None before its first token."""
+
+    asked: float
+    last: float | None = None
+
+
+class EngineMetrics(Collector):
+    """The engine's counts as they are when they are asked for, and how long clients wait."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load, self._registry = load, CollectorRegistry()
+        histogram = partial(Histogram, namespace=PREFIX[:-1], registry=self._registry, buckets=SECONDS)
+        self._first = histogram("time_to_first_token_seconds", "from the request to its first token")
+        self._between = histogram(
+            "time_per_output_token_seconds", "between tokens of an output: time since its last ones, by the new ones"
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "from the request to its end")
+        about = "requests that have ended, by reason"
+        self._ends = Counter(PREFIX + "requests", about, ["finished_reason"], registry=self._registry)
+        for reason in (*Finish, CANCELLED):
+            self._ends.labels(reason)  # 0 before the first one
+        self._registry.register(self)
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        """Metrics of the load, for Prometheus."""
+        load = self._load()
+        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (about, value) in rows.items():
+                found = value(load)
+                if isinstance(found, Sequence):
+                    family = kind(PREFIX + name, about, labels=["position"])
+                    for position, one in enumerate(found):
+                        family.add_metric([str(position)], one)
+                    yield family
+                else:
+                    yield kind(PREFIX + name, about, found)
+
+    def page(self) -> bytes:
+        """The metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def grew(self, times: OutputTimes, count: int, now: float) -> None:
+        """Time the new tokens of an output; none where a step only ran a part of the prompt."""
+        if not count:
+            return
+        if times.last is None:
+            self._first.observe(now - times.asked)
+        else:
+            for _ in range(count):
+                self._between.observe((now - times.last) / count)
+        times.last = now
+
+    def ended(self, times: OutputTimes, reason: str) -> None:
+        """Count an output that has ended, or whose client has gone (`CANCELLED`)."""
+        self._ends.labels(reason).inc()
+        if times.last is not None and reason != CANCELLED:
+            self._whole.observe(times.last - times.asked)

@@ -127,7 +127,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 class TextDataset(GPTDataset):
-    """Megatron's, with the document of every position."""
+    """Megatron's, with the document of every position in samples of evaluations."""
 
     def __init__(self, indexed_dataset: Any, dataset_path: str, *others: Any) -> None:
         super().__init__(indexed_dataset, dataset_path, *others)
@@ -136,6 +136,8 @@ class TextDataset(GPTDataset):
     @override
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         sample = super().__getitem__(idx)
+        if self.index_split is Split.train:
+            return sample
         number_T, _ = self.places(idx or 0)
         number_S = number_T[: self.config.sequence_length]
         padded_S = np.pad(number_S, (0, self.config.sequence_length - len(number_S)), mode="edge")

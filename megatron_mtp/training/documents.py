@@ -1,6 +1,6 @@
 """Counts of acceptance by document: gathered over the ranks of an evaluation, put by source, and shown.
 
-A sample's "documents", [S], has the number of every position's document (data/sources.py).
+"documents" [S] of a sample of an evaluation has the number of every position's document (data/sources.py).
 
 Letters in names: N documents, D depths.
 """

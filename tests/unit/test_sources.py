@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.utils import Split
 from test_answers import config, rows, written
 
 from megatron_mtp.acceptance import AcceptanceStats, error_of, figures_of, gain_of, record_of, with_others
@@ -70,11 +71,12 @@ def test_damaged_sources_are_refused_and_absent_ones_are_the_corpus(corpus: Path
 
 
 @pytest.mark.usefixtures("megatron")
-def test_a_row_says_which_document_each_position_is_of(tmp_path: Path) -> None:
+def test_a_row_of_an_evaluation_says_which_document_each_position_is_of(tmp_path: Path) -> None:
     prefix = written(tmp_path, [[5, 6, 7, 8], [3, 4, 9, 1]], [(2, 5), (2, 4)])
     data: Any = rows(TextDataset, prefix, config(8))
     data.document_index, data.sample_index = np.array([1, 0]), np.array([[0, 1], [1, 4]])
-    first = first_number(prefix)
+    assert "documents" not in data[0]
+    data.index_split, first = Split.valid, first_number(prefix)
     assert data[0]["tokens"].tolist() == [4, 9, 1, 0, 5, 6, 7, 8]
     assert (data[0]["documents"] - first).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 

@@ -131,10 +131,14 @@ class Attachment:
     def drafted_by_first(self, trunk: TrunkOutput, batch: DepthBatch) -> Drafted:
         """What the first head drafts from the trunk's output."""
         first = self.heads[0]
-        states, confidence_DSB = first.drafts(trunk, batch)
-        return Drafted(
-            states, first.head_of(self.head(detached=trunk.is_apart or first.is_apart)), batch, confidence_DSB
-        )
+        return self.drafted_by(first, batch, *first.drafts(trunk, batch), is_apart=trunk.is_apart)
+
+    def drafted_by(
+        self, head: DraftHead, batch: DepthBatch, *made: Any, gathers: bool | None = None, is_apart: bool = False
+    ) -> Drafted:
+        """Output of a head, from what its `drafts` made; `is_apart` if no head may train the output head."""
+        output = self.head(gathers, detached=is_apart or head.is_apart)
+        return Drafted(made[0], head.head_of(output), batch, made[1])
 
     def trunk_output(
         self, hidden_SBH: Tensor, position_ids_BS: Tensor, attention: AttentionInputs, is_apart: bool = False

@@ -104,10 +104,7 @@ class TrainedStage(Attachment):
         if not self.model.post_process:
             return self._read.sent(as_one(hidden_SBH, [state_SBH for _, _, states, _ in made for state_SBH in states]))
         assert objective is not None
-        drafted = [
-            Drafted(states, head.head_of(self.head(gathers, detached=head.is_apart)), batch, confidence_DSB)
-            for head, batch, states, confidence_DSB in made
-        ]
+        drafted = [self.drafted_by(*drafts, gathers=gathers) for drafts in made]
         if self._comes_after_heads and batches is not None:
             hidden_SBH, states = apart(hidden_SBH, self.config.mtp_num_layers)
             drafted = [Drafted(states, self.head(gathers, detached=self.config.mtp_detach_heads), batches[0])]

@@ -176,7 +176,7 @@ def figures_of(documents: Sequence[AcceptanceStats]) -> dict[str, Any]:
 
 
 def with_others(sources: BySource) -> BySource:
-    """The same, with sources of few documents as one."""
+    """Documents by source, with sources of few documents as one."""
     few = [name for name, documents in sources.items() if len(documents) < LEAST_DOCUMENTS]
     if len(few) < 2:
         return sources

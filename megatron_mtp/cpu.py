@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Substitution:
-    """One attribute that is replaced, and why."""
+    """An attribute that is replaced, and why."""
 
     owner: Any
     name: str
@@ -317,7 +317,7 @@ def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 def without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; a CUDA device among its arguments means the CPU, and memory is not pinned."""
+    """Wrap a function: a CUDA device among its arguments means the CPU, and memory is not pinned."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -340,7 +340,7 @@ def with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_numbers_for_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """The same collective; split sizes may be tensors."""
+    """Wrap a collective, so that split sizes may be tensors."""
 
     @functools.wraps(all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

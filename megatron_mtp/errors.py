@@ -164,7 +164,7 @@ def check_counts(args: Namespace, *names: str) -> None:
 
 
 def fail(program: str, error: ValueError | str) -> NoReturn:
-    """One sentence, by the first rank, or by another one that is still there a while later, and status 2."""
+    """Print a sentence and exit with status 2; other ranks than the first wait before they print."""
     if _rank() != "0":
         time.sleep(SPOKEN_AFTER)
         program = f"{program}: rank {_rank()}"

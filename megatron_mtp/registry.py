@@ -32,7 +32,7 @@ class Registry[T](Mapping[str, T]):
         self.group, self._own = group, own
 
     def names(self) -> list[str]:
-        """All names; imports nothing, so that a help text need not wait."""
+        """Names of the rows; imports nothing, so that a help text need not wait."""
         others = (point.name for point in _points(self.group))
         return list(dict.fromkeys((*self._own, *others)))
 
@@ -75,7 +75,7 @@ def _points(group: str) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
-    """Those of the packages on a path; kept, since every package has a file to read."""
+    """Entry points of the packages on a path; kept, since every package has a file to read."""
     return tuple(point for point in entry_points(group=group) if _is_there(point.module))
 
 

@@ -53,7 +53,7 @@ class Scaling:
         return [_named(one, is_latent) for one in self.arguments.values()]
 
     def complete(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Its settings in a config, with transformers' defaults for those that are missing.
+        """The scaling's settings in a config, with transformers' defaults for those that are missing.
 
         Raises:
             ValueError: a number is missing or not above 0; the message says which as the subject of a sentence.
@@ -138,7 +138,8 @@ class Yarn(Scaling):
 
     @override
     def all_arguments(self, is_latent: bool) -> list[str]:
-        return [*super().all_arguments(is_latent), "mscale", "mscale_all_dim", "rope_type" if is_latent else self.rounds]
+        own = ("mscale", "mscale_all_dim", "rope_type" if is_latent else self.rounds)
+        return [*super().all_arguments(is_latent), *own]
 
     @override
     def complete(self, keys: Mapping[str, Any]) -> dict[str, Any]:

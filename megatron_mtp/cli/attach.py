@@ -331,7 +331,7 @@ def _keep_settings(args: Namespace) -> None:
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    """Those of KEPT as they stand in a file; paths are absolute."""
+    """The settings of `KEPT` as a run keeps them in its file, with absolute paths."""
     paths = {
         name: os.path.abspath(value) for name in ("model", "corpus", "load", "donor") if (value := getattr(args, name))
     }

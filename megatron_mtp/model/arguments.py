@@ -131,7 +131,7 @@ MODEL_ARGUMENTS = [
 
 
 def completed(stored: Namespace) -> Namespace:
-    """All of Megatron's arguments, from those that a checkpoint keeps; for one process without TE."""
+    """Megatron's arguments, complete, from those that a checkpoint keeps; for one process without TE."""
     args = parse_flags("--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-interval 1000".split())
     for name, value in arguments_without(CUDA).items():
         setattr(args, name, value)
@@ -364,7 +364,7 @@ _OF_MODEL = {
     "rope_scaling_factor": "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-"""Arguments of rotary positions that are fields of a model's configuration, by another name; YaRN's are of its layers'."""
+"""Arguments of rotary positions with their fields in a model's configuration; YaRN's are in that of its layers."""
 
 
 def _has_latent(args: Namespace) -> bool:

@@ -139,7 +139,7 @@ class PortableAttention(torch.nn.Module):
         mask: Tensor | None,
         chain: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """One document, [S, B, N * C]; without `position_S` the queries are its last positions."""
+        """Attention within a document, [S, B, N * C]; without `position_S` the queries are its last positions."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBNC, key_SBGC, value_SBGC))
         queries, keys, channels = query.size(2), key.size(2), value.size(-1)
         plain = mask is None and position_S is None and self.window is None and queries == keys

@@ -121,7 +121,7 @@ class AttachingBuilder(ABC):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> LanguageModule:
-        """One pipeline stage; the arguments are those of Megatron's builder."""
+        """Build a pipeline stage, as Megatron's builder does by these arguments."""
         config: MTPModelConfig = self._model_config  # type: ignore[attr-defined]
         virtual: dict[str, Any] = {"vp_stage": vp_stage, "vp_size": config.virtual_pipeline_model_parallel_size}
         if pre_process is None:

@@ -212,7 +212,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     @property
     def layer(self) -> Any:
-        """All of the drafter's weights."""
+        """The module with the drafter's weights."""
         return self.layers[0]
 
     @override

@@ -122,7 +122,7 @@ class ContextParallelHeads:
             self.order_L = positions_of_ranks(bounds, self.ranks).flatten()
 
     def to_heads(self, values_SBC: Tensor, columns_RC: Tensor) -> Tensor:
-        """All positions in order of the columns of this rank's heads; `columns_RC` names those of every rank."""
+        """Exchange positions for heads: the whole sequence in order, of this rank's columns of `columns_RC`."""
         if self.ranks == 1:
             return values_SBC
         of_ranks = values_SBC.index_select(-1, columns_RC.flatten())
@@ -202,7 +202,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """Both [..., channels]."""
+        """The normed product of `x` and the gate `z`, all of [..., channels]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gated = (x.to(wide) * silu(z.to(wide))).unflatten(-1, (-1, self.group_size))
         return (rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2) * self.weight).to(x.dtype)

@@ -56,7 +56,7 @@ def place(module: torch.nn.Module, positions: Sequence[int]) -> None:
 
 @contextmanager
 def placed(module: torch.nn.Module, positions: Sequence[int]) -> Iterator[None]:
-    """The same while this lasts."""
+    """Let the rows of every forward of `module` stand at these positions while the context lasts."""
     place(module, positions)
     try:
         yield

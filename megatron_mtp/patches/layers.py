@@ -162,7 +162,7 @@ def mask_hits_experts(apply_expert_bias: Function) -> bool | None:
 
 
 def sum_overwrites_count(get_counts: Function) -> bool | None:
-    """One token for one expert on each of two ranks, one of the tokens masked: this rank has 1 token, all have 2."""
+    """Count two tokens of an expert, one of them masked, on each of two ranks: this rank has 1 token, both have 2."""
     counted = with_globals(get_counts, reduce_from_tensor_model_parallel_region=lambda counts, _: counts.mul_(2))
     _, own, total = counted(torch.tensor([[1, 0], [0, 0]]), SimpleNamespace(size=lambda: 2), 1, True)
     return {(1, 2): False, (2, 2): True}.get((int(own), int(total)))

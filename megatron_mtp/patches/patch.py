@@ -51,7 +51,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """One row.
+    """A fault of a published megatron-core that is put right: a row of `PATCHES`.
 
     Attributes:
         target: module and attribute, with a colon between: `megatron.core.optimizer:DistributedOptimizer`.

@@ -44,7 +44,7 @@ Save = Callable[..., Any]
 
 
 def unmarked_meanwhile(save: Save) -> Save:
-    """The same, into a folder that looks whole only when it is."""
+    """Wrap a save, so that the folder looks whole only when it is."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
@@ -57,7 +57,7 @@ def unmarked_meanwhile(save: Save) -> Save:
 
 
 def sealed(save: Save) -> Save:
-    """The same, with a checksum of the catalogue beside it."""
+    """Wrap a save, so that a checksum of the catalogue is put beside it."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:
@@ -75,7 +75,7 @@ def sealed(save: Save) -> Save:
 
 
 def announced(save: Save) -> Save:
-    """The same; the first rank calls `BEFORE_SAVES` before it."""
+    """Wrap a save, so that the first rank calls `BEFORE_SAVES` before it."""
 
     @functools.wraps(save)
     def saved(state: Any, checkpoint_dir: str, *rest: Any, **settings: Any) -> Any:

@@ -442,11 +442,11 @@ class DrafterSide(HFSide):
 
     @cached_property
     def inside(self) -> None:
-        """It is a drafter and has none inside."""
+        """None: a drafter holds no other one."""
 
     @cached_property
     def of_class(self) -> dict[str, Shape]:
-        """Its form says what it holds, and not transformers' class of its `model_type`."""
+        """Nothing: the form of a drafter lists its tensors, not transformers' class of its `model_type`."""
         return {}
 
     @property

@@ -24,7 +24,7 @@ PLAIN = "bfloat16"
 _LINEAR = re.compile(r"^(decoder|mtp)\..*\.linear_\w+\.weight$")
 """Megatron's weights of a layer's projections."""
 _CARRIED_LINEAR = re.compile(r"(?!.*(vis(ion|ual)|audio|tower|projector)).*\blayers\.\d+\..*(?<!eh)_proj\.weight$")
-"""Those of layers that Megatron cannot run, by the folder's names."""
+"""Weights of projections in layers that Megatron cannot run, by the folder's names."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 
 

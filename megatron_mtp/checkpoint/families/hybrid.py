@@ -119,7 +119,7 @@ def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
 
 
 def _split(hf: str, mcore: str, rows: dict[str, int], rest: Shape, how: Map | None = None) -> Rule:
-    """One HF tensor, and Megatron's tensors of its parts, which follow each other in HF unless `how` says otherwise."""
+    """Cut an HF tensor into Megatron's; the parts follow each other in HF unless `how` says otherwise."""
     pieces = tuple(Piece(f"{mcore}{part}", (count, *rest)) for part, count in rows.items())
     return Rule((HFTensor(hf, (sum(rows.values()), *rest)),), pieces, how or Split(tuple(rows.values())))
 
@@ -149,7 +149,7 @@ def _qwen_rules(config: HFConfig, layout: Layout) -> list[Rule]:
 
 
 def _qwen_layer(config: HFConfig, layout: Layout, kinds: str, places: list[Place], packed: bool) -> list[Rule]:
-    """One layer of the folder, which is two of Megatron's: `kinds` and `places` are theirs."""
+    """Rules of a layer of the folder, which is two layers in Megatron, of these kinds at these places."""
     first, second = places
     channels = _qwen_channel_rules(config, layout, kinds[1], second, packed)
     if kinds[0] == "G":

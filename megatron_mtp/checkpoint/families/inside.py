@@ -25,7 +25,7 @@ _BEGINNINGS = ("mtp.", "mtp_dspark.")
 _FIRST, _LAST = ("main_proj", "main_norm"), ("norm", "markov_head", "confidence_head")
 """Modules of the first stage, which joins the trunk's states, and of the last one, which drafts."""
 HEADS_OF_STAGES = re.compile(rf"^mtp\.\d+\.({'|'.join((*_FIRST, *_LAST))}|hc_head)(\b|_)")
-"""Their tensors: other stages have none of them."""
+"""Tensors of the first and the last stage that others lack."""
 
 
 @dataclass(frozen=True)

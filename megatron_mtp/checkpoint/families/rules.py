@@ -348,7 +348,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Then:
-    """One map after another."""
+    """Maps, applied in turn."""
 
     steps: tuple[Map, ...]
 

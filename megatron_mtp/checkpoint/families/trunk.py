@@ -63,7 +63,7 @@ def biased(config: HFConfig, key: str = "attention_bias", out: str | None = None
 llama_attention = partial(biased, out="attention_bias")
 """Biases of all projections if `attention_bias` is true."""
 qwen3_attention = partial(llama_attention, norms=True)
-"""The same with norms of queries and keys."""
+"""Llama's attention with norms of queries and keys."""
 
 
 def all_windows(config: HFConfig) -> list[bool]:

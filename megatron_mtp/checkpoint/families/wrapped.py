@@ -72,7 +72,7 @@ Flags = Callable[[HFConfig, Layout], list[str]]
 
 
 def _of_whole(flags: Flags | None) -> Flags | None:
-    """The same flags from a config whose head is that of the folder."""
+    """Flags of a text model, from a config with the head of the folder around it."""
     return None if flags is None else lambda config, layout: flags(_tied(config, layout), layout)
 
 

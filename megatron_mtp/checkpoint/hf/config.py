@@ -79,7 +79,7 @@ class HFConfig:
         return found if isinstance(found, str) and found != self.model_type else None
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
-        """The same config with these values for absent keys; a key that is null is not absent."""
+        """The config with these values for absent keys; a key that is null is not absent."""
         return replace(self, keys={**defaults, **self.keys})
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:

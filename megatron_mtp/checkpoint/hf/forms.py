@@ -297,7 +297,7 @@ def _fp4(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """Both numbers of every byte [256, 2]."""
+    """The two numbers that each byte holds, [256, 2]."""
     return torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
 
 
@@ -642,6 +642,6 @@ FORMS = (
         methods=("bitsandbytes",), engines="vLLM, transformers",
     ),
 )  # fmt: skip
-"""All forms; of several that fit, the first."""
+"""Forms of quantized weights; of several that fit, the first counts."""
 WRITTEN = {form.encoding.flag: form for form in FORMS if form.encoding is not None}
 """The forms that an export writes, by their names in `--quantize`."""

@@ -70,7 +70,7 @@ class Quantized:
 
     @property
     def form(self) -> Form:
-        """Its form."""
+        """The form of the weight: the first that fits."""
         return self.forms[0]
 
     @property
@@ -176,7 +176,7 @@ def _in_words(weight: str, part: str) -> str:
 
 
 def activation_scales(names: Collection[str]) -> list[str]:
-    """Those of the names that are scales of activations beside a weight, or of an attention's cache."""
+    """Names of scales of activations beside a weight, or of an attention's cache, among these names."""
     found = [name for name in names if ACTIVATIONS.search(name)]
     return [n for n in found if not re.search(r"(put|activation)_\w+$", n) or ACTIVATIONS.sub(".weight", n) in names]
 

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         usage=f"{program} --gpu NAME --gpus N [--model FOLDER] [...] -- LAUNCH LINE",

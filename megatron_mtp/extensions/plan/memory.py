@@ -23,7 +23,7 @@ from megatron_mtp.extensions.plan.sizes import Model, kept_bytes, local_size
 CHUNK, LEAST_POSITIONS = 2**30, 256
 """Bytes of float32 logits of a chunk on a GPU, and the positions that it has at least."""
 CHUNK_ON_CPU, LEAST_ON_CPU = 64 * 2**20, 8 * 2**20
-"""The same on a CPU, and what a chunk's logits may need whatever the head's gradient does."""
+"""Bytes of float32 logits of a chunk on a CPU, and those that it may have however small the head's gradient is."""
 CONTEXT = 3e9
 """Bytes that CUDA, NCCL and the libraries' workspaces take: an assumption."""
 FILLED = 0.94
@@ -40,7 +40,7 @@ class Held:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of the rank."""
         return sum(self.parts.values())
 
 

@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Placement:
-    """All chunks, in the order of the model, over `ranks` pipeline ranks."""
+    """Chunks of a model in its order, over `ranks` pipeline ranks."""
 
     chunks: tuple[Chunk, ...]
     ranks: int

@@ -29,7 +29,7 @@ class Drafting:
 
 
 def as_json(plan: Plan, drafting: Drafting | None) -> dict[str, Any]:
-    """All figures: bytes and seconds."""
+    """The plan's figures for --json, in bytes and seconds."""
     line = plan.model.line
     found: dict[str, Any] = {
         "gpu": plan.card.name,
@@ -70,7 +70,7 @@ def _option_json(plan: Plan, option: Option) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, drafting: Drafting | None) -> str:
-    """The same for a terminal."""
+    """The plan for a terminal."""
     line, best = plan.model.line, plan.recommended
     sizes = {
         "data": line.data_parallel(plan.gpus),

@@ -55,7 +55,7 @@ def table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
 
 
 def order(pipeline: Pipeline, rank: int) -> list[Step]:
-    """All steps of a rank."""
+    """Steps of a rank, first to last."""
     rows, last = table(pipeline), pipeline.virtual - 1
     forwards: list[Step] = [(FORWARD, chunk, microbatch) for microbatch, chunk in rows]
     backwards: list[Step] = [(BACKWARD, last - chunk, microbatch) for microbatch, chunk in rows]

@@ -69,7 +69,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Both passes."""
+        """Seconds of the forward and the backward pass."""
         return self.ahead + self.back
 
 

@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="Compute what an engine will accept, by position, of the drafts of a checkpoint's export, beside "

@@ -39,7 +39,7 @@ class Case:
 
 
 def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
-    """All figures; `speculative_config` is vLLM's."""
+    """The prediction's figures for --json; `speculative_config` is vLLM's."""
     rates = [round(rate, 4) for rate in foretold.engine.accepted_per_position]
     return {
         "speculative_config": {
@@ -77,7 +77,7 @@ def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
 
 
 def as_text(case: Case, foretold: Foretold) -> str:
-    """The same for a terminal."""
+    """The prediction for a terminal."""
     head = [f"{case.engine.title} ({case.engine.evidence})"]
     head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
     head.append(

@@ -194,7 +194,7 @@ def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
 
 
 def _with_first(visible_NN: Tensor) -> Tensor:
-    """The same with a row in front, which all others see."""
+    """Which rows see which, with a row in front that all others see."""
     wider = torch.cat([torch.ones_like(visible_NN[:, :1]), visible_NN], dim=1)
     first = torch.zeros_like(wider[:1])
     first[0, 0] = True

@@ -22,7 +22,7 @@ EXAMPLES = """examples:
 
 
 def parser(program: str) -> Parser:
-    """All flags."""
+    """The parser of the command's flags."""
     made = Parser(
         program,
         description="One self-contained HTML page of runs: losses, acceptance, costs, settings, drafts.",

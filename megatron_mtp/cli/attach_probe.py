@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.cli.attach_training import Choice, beginning, training_of
+from megatron_mtp.cli.attach_training import TrainingChoice, beginning, training_of
 from megatron_mtp.files import written_beside
 from megatron_mtp.training.run_files import METRICS, read_rows
 
@@ -32,7 +32,7 @@ TABLE, TRIALS = "probe.json", "probe"
 
 
 @dataclass(frozen=True)
-class Budget:
+class ProbeBudget:
     """Steps of a training, and batches of its evaluations.
 
     Attributes:
@@ -53,7 +53,7 @@ class Budget:
         return sum(trials * (steps + self.evaluated) for trials, steps in self.rounds)
 
 
-def budget_of(args: Namespace) -> Budget:
+def budget_of(args: Namespace) -> ProbeBudget:
     """The budget of a run, by the rule above."""
     batches, most = int(args.evaluated_batches), int(SHARE * args.steps)
     evaluations = min(max(most // (2 * batches) - 2, 1), MOST_EVALUATIONS)
@@ -64,26 +64,28 @@ def budget_of(args: Namespace) -> Budget:
     left = most - guard - evaluated * sum(trials for trials, _ in shares)
     steps = left // sum(trials * share for trials, share in shares)
     is_probed = count > 1 and steps >= LEAST_STEPS
-    return Budget(interval, guard, tuple((trials, share * steps) for trials, share in shares if is_probed), evaluated)
+    return ProbeBudget(
+        interval, guard, tuple((trials, share * steps) for trials, share in shares if is_probed), evaluated
+    )
 
 
-def default(args: Namespace) -> Choice:
+def default(args: Namespace) -> TrainingChoice:
     """The settings without a probe."""
     return candidates(args)[0]
 
 
-def candidates(args: Namespace) -> list[Choice]:
+def candidates(args: Namespace) -> list[TrainingChoice]:
     """What the probe chooses from: what the flags leave open. The first is the default."""
     rates = RATES if args.learning_rate is None else (args.learning_rate,)
     losses = LOSSES if args.loss is None and not args.drafter else (args.loss,)
-    return [Choice(rate, loss) for loss in losses for rate in rates]
+    return [TrainingChoice(rate, loss) for loss in losses for rate in rates]
 
 
 @dataclass(frozen=True)
 class Trial:
     """A candidate, trained for so many steps."""
 
-    choice: Choice
+    choice: TrainingChoice
     steps: int
     folder: Path
 
@@ -135,7 +137,7 @@ def next_trial(args: Namespace) -> list[str] | None:
     return None if trial is None else trial.command(args, budget_of(args).evaluated)
 
 
-def choice(args: Namespace) -> Choice:
+def choice(args: Namespace) -> TrainingChoice:
     """The best of the last round; the default without a probe, or before it has ended."""
     *_, last = [[], *rounds(args)]
     finished = [trial for trial in last if trial.length]

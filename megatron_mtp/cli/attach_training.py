@@ -17,14 +17,14 @@ PASSES = 2
 """Default of --unroll: the best number that docs/losses.md has measured."""
 
 
-class Choice(NamedTuple):
+class TrainingChoice(NamedTuple):
     """A learning rate as it is written, and a loss; None for a drafter's own."""
 
     rate: str
     loss: str | None
 
 
-def training_of(args: Namespace, settings: Choice, steps: int) -> list[str]:
+def training_of(args: Namespace, settings: TrainingChoice, steps: int) -> list[str]:
     """The flags of a training or an evaluation; flags of the command line come later and override them."""
     passes = passes_of(args)
     repeated = "" if passes is None else f"--mtp-use-repeated-layer --mtp-unroll {passes} "

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DraftingKind = tuple[SpeculativeConfig, bool]
 """Sequences of one kind draft alike: their config, and whether they are greedy."""
 
-Group = tuple[DraftingKind, int | None]
+DraftingGroup = tuple[DraftingKind, int | None]
 """Sequences that are decoded together: of one kind; one that has to be alone is a group of its own, by its number."""
 
 MAX_ROWS_BEHIND = 32
@@ -96,7 +96,7 @@ class Sequence:
         return self.rows - self.run
 
     @property
-    def group(self) -> Group:
+    def group(self) -> DraftingGroup:
         """The group in which it is decoded."""
         return (self.method.config, self.method.sampling.greedy), self.number if self.alone else None
 

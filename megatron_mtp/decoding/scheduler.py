@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.decoding.batch import DecodeBatch, Group, PrefillBatch, Sequence, auto_of, catch_up
+from megatron_mtp.decoding.batch import DecodeBatch, DraftingGroup, PrefillBatch, Sequence, auto_of, catch_up
 from megatron_mtp.decoding.block_manager import BlockManager, BlockTable
 from megatron_mtp.decoding.block_tables import BLOCK, SLOTS_BEYOND_POSITIONS, BlockTables
 from megatron_mtp.decoding.kv_cache import Memory
@@ -92,7 +92,7 @@ class Scheduler:
         self.seqs: dict[int, Sequence] = {}
         self.waiting: list[int] = []
         self.prefilled: list[Sequence] = []
-        self.decoded: dict[Group, DecodeBatch] = {}
+        self.decoded: dict[DraftingGroup, DecodeBatch] = {}
         self._prompts_turn = True
         self.preempted = self.prompt_tokens = self.cached_tokens = 0
         self.closing = False
@@ -155,7 +155,7 @@ class Scheduler:
         else:
             numbers = {seq.number for seq in ended}
             self.prefilled = [seq for seq in self.prefilled if seq.number not in numbers]
-            going: dict[Group, list[Sequence]] = defaultdict(list)
+            going: dict[DraftingGroup, list[Sequence]] = defaultdict(list)
             for seq in batch.seqs:
                 if seq.number not in numbers:
                     going[seq.group].append(seq)

@@ -25,7 +25,7 @@ from megatron_mtp.model.stages import ReadStates, apart, as_one
 Objective = Callable[[StageOutput], Any]
 """Called by the last stage with the hidden states; its result is the model's output."""
 
-Drafts = tuple[DraftHead, DepthBatch, list[Tensor], Tensor | None]
+HeadDrafts = tuple[DraftHead, DepthBatch, list[Tensor], Tensor | None]
 """A head, its batch, and what it drafts: states, and the logits of their confidence."""
 
 OBJECTIVE, BATCHES = "output_processor", "output_processor_context"
@@ -94,7 +94,7 @@ class TrainedStage(Attachment):
             attention: inputs of the trunk's layers.
             gathers: whether logits are gathered over tensor-parallel ranks; None for the model's own choice.
         """
-        made = list[Drafts]()
+        made = list[HeadDrafts]()
         if self.heads and batches is not None:
             trunk = self.trunk_output(hidden_SBH, position_ids_BS, attention)
             made = [(head, batch, *head.drafts(trunk, batch)) for head, batch in zip(self.heads, batches, strict=True)]

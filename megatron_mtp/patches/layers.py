@@ -103,10 +103,10 @@ def with_yarn(validate_args: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- fused weight gradients ------------------------------------------------------------------------------------------
 
-Init = Callable[..., None]
+Initializer = Callable[..., None]
 
 
-def fused_where_possible(init: Init) -> Init:
+def fused_where_possible(init: Initializer) -> Initializer:
     """`ColumnParallelLinear.__init__`, which takes a plain weight gradient where Apex's extension is missing.
 
     Transformer Engine's layers read the same setting and fuse by themselves; Megatron's own alone do without.

@@ -49,7 +49,7 @@ MTP_GRAD_NORM = "mtp grad norm"
 
 
 @dataclass
-class Window:
+class LogWindow:
     """Sums since the last report, on the device."""
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -150,8 +150,8 @@ class Metrics:
         self.sources: BySource = {}
         self.best: BestState | None = None
         self.validated: float | None = None
-        self._training = Window()
-        self._evaluation = Window()
+        self._training = LogWindow()
+        self._evaluation = LogWindow()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
         self._is_after_run = False
         self._began: float | None = None  # of the step that is going on
@@ -197,7 +197,7 @@ class Metrics:
 
     def end_evaluation(self, model: Any) -> None:
         """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
-        window, self._evaluation, args = self._evaluation, Window(), get_args()
+        window, self._evaluation, args = self._evaluation, LogWindow(), get_args()
         split = self._data
         if args.multiple_validation_sets:  # with the suffix of Megatron's own figures
             split += f"-{args.validation_set_names[self._sets] if args.validation_set_names else self._sets}"
@@ -211,10 +211,10 @@ class Metrics:
         self._keep_record()
 
     def _end_interval(self) -> None:
-        window, self._training = self._training, Window()
+        window, self._training = self._training, LogWindow()
         self._publish("training", window)
 
-    def _publish(self, split: str, window: Window) -> None:
+    def _publish(self, split: str, window: LogWindow) -> None:
         if not window.losses:
             return
         losses, rates = window.reduce()

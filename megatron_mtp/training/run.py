@@ -40,7 +40,7 @@ from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_no
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
 
-Function = Callable[..., Any]
+AnyFunction = Callable[..., Any]
 
 
 def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
@@ -211,7 +211,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
         yield
 
 
-def _steps(metrics: Metrics, keeps_best: bool, train_step: Function) -> Function:
+def _steps(metrics: Metrics, keeps_best: bool, train_step: AnyFunction) -> AnyFunction:
     def timed(forward_step: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
         metrics.begin_step()
         if keeps_best and metrics.best is None:
@@ -223,7 +223,7 @@ def _steps(metrics: Metrics, keeps_best: bool, train_step: Function) -> Function
     return timed
 
 
-def _logged_steps(metrics: Metrics, training_log: Function) -> Function:
+def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
     """Called at the end of every step, on all ranks."""
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
@@ -235,7 +235,7 @@ def _logged_steps(metrics: Metrics, training_log: Function) -> Function:
     return logged
 
 
-def _evaluations(metrics: Metrics, evaluate_and_print_results: Function) -> Function:
+def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> AnyFunction:
     """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
     def announced(prefix: str, *rest: Any, **named: Any) -> None:
@@ -246,7 +246,7 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: Function) -> Func
     return announced
 
 
-def _best_states(metrics: Metrics, checkpoint_and_decide_exit: Function) -> Function:
+def _best_states(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
     """Called after every step and its evaluation, on all ranks; returns whether the run ends."""
 
     def decided(
@@ -284,7 +284,7 @@ def with_passes(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def _saves(save_checkpoint_and_time: Function) -> Function:
+def _saves(save_checkpoint_and_time: AnyFunction) -> AnyFunction:
     def shown(step: int, *rest: Any, **named: Any) -> None:
         save_checkpoint_and_time(step, *rest, **named)
         args = get_args()

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.model.arguments import DepthFields, completed, config_of, parsed, without_stages
 
-Settings = dict[str, Any]
+ModelSettings = dict[str, Any]
 
 ASIDE = (
     "seq_length vocab_size make_vocab_size_divisible_by should_pad_vocab attention_dropout hidden_dropout "
@@ -34,7 +34,7 @@ YARN = (
 ).split()
 
 
-def settings_of(args: Namespace) -> Settings:
+def settings_of(args: Namespace) -> ModelSettings:
     """The settings of a model's computation, equal for equal ones; ValueError where Megatron refuses the arguments."""
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron lists all arguments
@@ -53,7 +53,7 @@ def settings_of(args: Namespace) -> Settings:
     return {name: value for name, value in {**plain, **_in_one_form(found)}.items() if name not in unread}
 
 
-def _in_one_form(found: Settings) -> Settings:
+def _in_one_form(found: ModelSettings) -> ModelSettings:
     """Settings that can be written in several ways, in one of them."""
     frequency, groups = found["moe_layer_freq"], found["moe_router_num_groups"] or 1
     layers, pattern = range(found["num_layers"]), found.get("hybrid_layer_pattern")
@@ -71,12 +71,12 @@ def _in_one_form(found: Settings) -> Settings:
     }
 
 
-def _scales(found: Settings) -> bool:
+def _scales(found: ModelSettings) -> bool:
     """True if latent attention scales its positions: YaRN has no effect with factor 1."""
     return bool(found["rope_type"] == "yarn" and found["rotary_scaling_factor"] != 1.0)
 
 
-def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
+def check_config(keys: ModelSettings, layout: Layout, args: Namespace, source: str, remedy: str) -> None:
     """Compare a `config.json` with a checkpoint's arguments; a model that Megatron cannot run passes.
 
     Raises:
@@ -98,7 +98,7 @@ def check_config(keys: Settings, layout: Layout, args: Namespace, source: str, r
         raise ValueError(f"the checkpoint was trained with {different[0]} in {source}; {remedy}")
 
 
-def differences(ours: Settings, theirs: Settings, but: str = "but it is") -> list[str]:
+def differences(ours: ModelSettings, theirs: ModelSettings, but: str = "but it is") -> list[str]:
     """Settings that differ, each as `NAME OURS, but it is THEIRS`."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} {ours.get(name)!r:.60}, {but} {theirs.get(name)!r:.60}" for name in names]

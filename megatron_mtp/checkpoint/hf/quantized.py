@@ -44,7 +44,7 @@ SELECTIVE = "dynamic modules_in_block_to_quantize block_name_to_quantize extra_c
 COMPRESSED = "compressed-tensors"
 PLAIN = re.compile(r"[\w.-]+")
 """An entry of a list that is a name, and no pattern."""
-Stored = Mapping[str, StoredPart]
+StoredParts = Mapping[str, StoredPart]
 """Shape and type of every tensor of a folder, by name."""
 
 
@@ -88,7 +88,7 @@ class Quantized:
 
 
 def quantized_weights(
-    stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None = None
+    stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None = None
 ) -> dict[str, Quantized]:
     """The weights that are stored as several tensors, by name, those that do not fit each other with their fault.
 
@@ -114,7 +114,7 @@ def quantized_weights(
     return weights
 
 
-def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | None:
+def _left_over(name: str, dtype: torch.dtype | None, stored: StoredParts) -> str | None:
     """The scale beside a whole weight, which would be multiplied by some loaders."""
     if dtype is None or not dtype.is_floating_point or dtype in FP8:
         return None
@@ -124,7 +124,7 @@ def _left_over(name: str, dtype: torch.dtype | None, stored: Stored) -> str | No
 
 
 def _fitted(
-    name: str, forms: Mapping[Form, str], stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None
+    name: str, forms: Mapping[Form, str], stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> tuple[str, Quantized]:
     """The weight of a tensor of numbers, in the forms that fit, or with the fault of the nearest.
 
@@ -152,7 +152,7 @@ def _fitted(
 
 
 def _shape_in(
-    form: Form, weight: str, stored: Stored, numbers: Numbers, read: Callable[[str], Tensor] | None
+    form: Form, weight: str, stored: StoredParts, numbers: Numbers, read: Callable[[str], Tensor] | None
 ) -> Shape | None:
     """The shape of a weight in a form; MisfitError if its tensors are not of this form."""
     parts = form.find(weight, stored)

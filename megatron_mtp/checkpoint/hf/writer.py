@@ -14,7 +14,7 @@ from megatron_mtp.checkpoint.hf.folder import INDEX, KINDS, SINGLE
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.patches.catalogue import crc32_of
 
-Described = tuple[str, Shape, torch.dtype]
+DescribedTensor = tuple[str, Shape, torch.dtype]
 """Name, shape and type of a tensor."""
 
 
@@ -28,7 +28,7 @@ class HFShards:
         resumed: whether an interrupted run left the files.
     """
 
-    def __init__(self, folder: Path, tensors: Iterable[Described], largest: int, resumed: bool = False) -> None:
+    def __init__(self, folder: Path, tensors: Iterable[DescribedTensor], largest: int, resumed: bool = False) -> None:
         self._places: dict[str, tuple[Path, int, torch.dtype]] = {}
         self._lengths: dict[str, int] = {}
         shards = _shards(tensors, largest)
@@ -41,7 +41,7 @@ class HFShards:
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _open(self, file: Path, shard: list[Described], resumed: bool) -> int:
+    def _open(self, file: Path, shard: list[DescribedTensor], resumed: bool) -> int:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape, dtype in shard:
@@ -87,8 +87,8 @@ class HFShards:
         return True
 
 
-def _shards(tensors: Iterable[Described], largest: int) -> list[list[Described]]:
-    shards: list[list[Described]] = [[]]
+def _shards(tensors: Iterable[DescribedTensor], largest: int) -> list[list[DescribedTensor]]:
+    shards: list[list[DescribedTensor]] = [[]]
     size = 0
     for name, shape, dtype in tensors:
         more = torch.Size(shape).numel() * dtype.itemsize

@@ -30,7 +30,13 @@ from transformers.modeling_layers import MtpModel
 from transformers.utils import logging
 
 from megatron_mtp.checkpoint.verify.prompt import exact_float32
-from megatron_mtp.checkpoint.verify.reference_forms import DepthForm, Tensors, config_of, depth_tensors, read_tensors
+from megatron_mtp.checkpoint.verify.reference_forms import (
+    DepthForm,
+    FolderTensors,
+    config_of,
+    depth_tensors,
+    read_tensors,
+)
 
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 SEEING = ("vision", "visual", "projector")
@@ -48,7 +54,9 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
     save_file({name: value.contiguous() for name, value in found.items()}, output)
 
 
-def all_logits(folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True) -> Tensors:
+def all_logits(
+    folder: Path, tokens_BS: Tensor, positions_S: Tensor | None = None, with_depths: bool = True
+) -> FolderTensors:
     """Logits of the trunk and of every MTP layer, as above; float32.
 
     Args:
@@ -120,7 +128,7 @@ def _whole(model: Any, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
 # --- the MTP layers --------------------------------------------------------------------------------------------------
 
 
-def _depths(form: DepthForm, config: Any, tensors: Tensors) -> Iterator[Tensors]:
+def _depths(form: DepthForm, config: Any, tensors: FolderTensors) -> Iterator[FolderTensors]:
     """The tensors of every MTP layer."""
     depth = 0
     while own := depth_tensors(tensors, form, config, depth):
@@ -128,7 +136,7 @@ def _depths(form: DepthForm, config: Any, tensors: Tensors) -> Iterator[Tensors]
         depth += 1
 
 
-def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) -> Any:
+def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: str) -> Any:
     """transformers' model of the MTP layers behind a trunk; ValueError where it lacks a tensor or has other shapes."""
     text, decoder, count = model.config.get_text_config(), model.get_decoder(), len(depths)
     first, row = text.num_hidden_layers, form.row(text)
@@ -158,7 +166,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[Tensors], what: str) ->
     return made
 
 
-def _named(own: Tensors, row: int) -> Iterator[tuple[str, Tensor]]:
+def _named(own: FolderTensors, row: int) -> Iterator[tuple[str, Tensor]]:
     """An MTP layer's tensors by the names in `MtpModel`, without its copies of embedding and head."""
     for name, tensor in own.items():
         if name in FRAME:
@@ -191,7 +199,7 @@ def _class_of(config: Any) -> Any:
     return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if nested else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def _load(kind: Any, config: Any, tensors: Tensors, what: str) -> Any:
+def _load(kind: Any, config: Any, tensors: FolderTensors, what: str) -> Any:
     """A model of these tensors by name; `what` names it in messages.
 
     Raises:

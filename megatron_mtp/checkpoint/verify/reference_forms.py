@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
 
-Tensors = dict[str, Tensor]
+FolderTensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DepthForm:
     trunk_type: str | None = None
     keys: dict[str, str] = field(default_factory=dict)
     absent: dict[str, Any] = field(default_factory=dict)
-    named: Callable[[Any, Tensors], Tensors] = lambda config, tensors: tensors
+    named: Callable[[Any, FolderTensors], FolderTensors] = lambda config, tensors: tensors
     around: Callable[[Any], Any] = lambda config: config
     row: Callable[[Any], int] = lambda config: 1
 
@@ -78,12 +78,12 @@ def config_of(folder: Path) -> tuple[DepthForm | None, Any]:
 _NOT_THE_TRUNKS = ("model_type", "architectures", "auto_map", "quantization_config", "time_step_limit")
 
 
-def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) -> Tensors:
+def depth_tensors(tensors: FolderTensors, form: DepthForm, config: Any, depth: int) -> FolderTensors:
     """Tensors of the depth of this index: the parts of the frame, and `layers.0.` .. as in the trunk; empty if none."""
     row = form.row(config)
     places = {"k": depth, "n": config.num_hidden_layers + depth, "first": depth * row, "last": (depth + 1) * row - 1}
     frame = {part: name.format(**places) for part, name in form.frame.items()}
-    found: Tensors = {}
+    found: FolderTensors = {}
     for index in range(row):
         prefix = form.layer.format(**places, flat=depth * row + index)
         own = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
@@ -92,13 +92,13 @@ def depth_tensors(tensors: Tensors, form: DepthForm, config: Any, depth: int) ->
     return found and found | {part: tensors[name] for part, name in frame.items() if name in tensors}
 
 
-def read_tensors(folder: Path) -> Tensors:
+def read_tensors(folder: Path) -> FolderTensors:
     """Tensors of a folder, floating-point ones in float32, read and dequantized without `checkpoint/hf`.
 
     A weight is multiplied by a scale only if it is FP8 itself; MXFP4 is unpacked by transformers. Forms of packed
     integers and NVFP4 are decoded by `checkpoint/hf`, whose bits tests compare with the forms' own libraries.
     """
-    stored: Tensors = {}
+    stored: FolderTensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= {} if file.name.startswith("consolidated") else load_file(file)
     numbers = QuantizationSettings.of(folder, read_json(folder / CONFIG)).numbers
@@ -146,11 +146,11 @@ def _without_limit(config: Any) -> Any:
     return config
 
 
-def _as_glm(config: Any, tensors: Tensors) -> Tensors:
+def _as_glm(config: Any, tensors: FolderTensors) -> FolderTensors:
     """Bailing-MoE V2 computes the same as GLM-4 MoE; its fused projection has all queries first."""
     width = config.head_dim
     rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
-    out: Tensors = {}
+    out: FolderTensors = {}
     for name, tensor in tensors.items():
         for bailing, glm in _BAILING.items():
             name = name.replace(bailing, glm)
@@ -185,10 +185,10 @@ _BAILING_ABSENT = {
 _SARVAM_ABSENT = {"head_dim": 64, "use_qk_norm": True, "partial_rotary_factor": 1.0, "rope_theta": 8e6}
 
 
-def _alone(prefixes: dict[str, str]) -> Callable[[Any, Tensors], Tensors]:
+def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTensors]:
     """The tensors of the text model alone, by its own names: prefixes in the whole model, and alone."""
 
-    def named(config: Any, tensors: Tensors) -> Tensors:
+    def named(config: Any, tensors: FolderTensors) -> FolderTensors:
         found = {name: next((theirs for theirs in prefixes if name.startswith(theirs)), None) for name in tensors}
         return {prefixes[p] + n.removeprefix(p): tensors[n] for n, p in found.items() if p is not None}
 

@@ -83,7 +83,7 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def _print(args: Namespace) -> int:
-    from megatron_mtp.extensions.plan.decoding import Decoder, accepted_of
+    from megatron_mtp.extensions.plan.decoding import DraftDecoder, accepted_of
     from megatron_mtp.extensions.plan.hardware import card_of
     from megatron_mtp.extensions.plan.launch import of_folder
     from megatron_mtp.extensions.plan.planning import plan
@@ -98,7 +98,7 @@ def _print(args: Namespace) -> int:
     drafting = None
     if args.accepted is not None:
         forward = None if args.forward_ms is None else args.forward_ms / 1000
-        decoder = Decoder(made.model, card, args.serving_gpus, args.weight_bytes, args.context, forward)
+        decoder = DraftDecoder(made.model, card, args.serving_gpus, args.weight_bytes, args.context, forward)
         drafting = Drafting(decoder, accepted_of(args.accepted), tuple(args.batches))
     print(json.dumps(as_json(made, drafting)) if args.json else as_text(made, drafting), flush=True)
     if args.output is not None:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_mtp.extensions.plan.hardware import Card
-from megatron_mtp.extensions.plan.sizes import EXPERTS, Layer, Model
+from megatron_mtp.extensions.plan.sizes import EXPERTS, LayerSizes, Model
 
 MOST = 7
 RECORD = "mtp_acceptance.json"
@@ -98,7 +98,7 @@ def _rates(values: Iterable[object]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DraftDecoder:
     """A model that decodes on some cards.
 
     Attributes:
@@ -137,7 +137,7 @@ class Decoder:
         layers = self.model.layers
         return max(0.0, self.forward - self._passes(layers, 1) - self._head(1)) / len(layers)
 
-    def _passes(self, layers: Sequence[Layer], rows: int) -> float:
+    def _passes(self, layers: Sequence[LayerSizes], rows: int) -> float:
         read = work = cache = 0.0
         for layer in layers:
             for product in layer.products:

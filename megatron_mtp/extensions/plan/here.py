@@ -14,14 +14,14 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from megatron_mtp.extensions.plan.hardware import Card, Reached
 from megatron_mtp.extensions.plan.memory import tokens_of
-from megatron_mtp.extensions.plan.sizes import Layer, Model, default_width
+from megatron_mtp.extensions.plan.sizes import LayerSizes, Model, default_width
 
 TURNS, ROUNDS = 5, 3
 """Calls of a measurement, and rounds of all measurements, whose medians count."""
-Clock = Callable[[], float]
+ReadSeconds = Callable[[], float]
 
 
-def card_here(model: Model, clock: Clock = time.perf_counter) -> Card:
+def card_here(model: Model, clock: ReadSeconds = time.perf_counter) -> Card:
     """The rates of this machine for the shapes of a model, in FLOP/s and bytes/s; there are no links.
 
     Args:
@@ -51,7 +51,7 @@ def card_here(model: Model, clock: Clock = time.perf_counter) -> Card:
     return Card("here", rate, rate, memory, bandwidth, 1.0, 1.0, 1, reached)
 
 
-def _timed(work: Callable[[], object], clock: Clock) -> float:
+def _timed(work: Callable[[], object], clock: ReadSeconds) -> float:
     """Median seconds, the first turn left out."""
     spent = []
     for _ in range(1 + TURNS):
@@ -61,7 +61,7 @@ def _timed(work: Callable[[], object], clock: Clock) -> float:
     return median(spent[1:])
 
 
-def _product(tokens: int, rows: int, columns: int, clock: Clock) -> float:
+def _product(tokens: int, rows: int, columns: int, clock: ReadSeconds) -> float:
     """Seconds of a product with a weight, forward and backward."""
     states, weight, gradient = (torch.randn(shape) for shape in ((tokens, rows), (columns, rows), (tokens, columns)))
     total = torch.zeros(columns, rows)
@@ -74,7 +74,7 @@ def _product(tokens: int, rows: int, columns: int, clock: Clock) -> float:
     return _timed(work, clock)
 
 
-def _attention(layer: Layer, model: Model, clock: Clock) -> float:
+def _attention(layer: LayerSizes, model: Model, clock: ReadSeconds) -> float:
     """FLOP/s of attention, counted as half of all pairs, forward and 2.5 times as much backward."""
     line = model.line
     length, batch, heads = line.whole("seq_length"), line.micro_batch_size, layer.scores
@@ -91,7 +91,7 @@ def _attention(layer: Layer, model: Model, clock: Clock) -> float:
     return 3.5 * 2 * batch * length * layer.pairs * length / 2 / _timed(work, clock)
 
 
-def _between(model: Model, clock: Clock) -> float:
+def _between(model: Model, clock: ReadSeconds) -> float:
     """Seconds of what a layer does between its products, forward and backward, without fused kernels.
 
     Two norms, the turning of queries and keys and their way into the order of attention, a gated activation, two sums.
@@ -131,7 +131,7 @@ def _between(model: Model, clock: Clock) -> float:
     return _timed(work, clock)
 
 
-def _copies(tokens: int, widths: Iterable[int], clock: Clock) -> float:
+def _copies(tokens: int, widths: Iterable[int], clock: ReadSeconds) -> float:
     """Bytes/s that operations on activations of these widths read and write."""
     moved = seconds = 0.0
     for width in widths:

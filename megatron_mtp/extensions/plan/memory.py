@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_mtp.extensions.plan.launch import Line
-from megatron_mtp.extensions.plan.placement import Chunk, Placement
+from megatron_mtp.extensions.plan.placement import Placement, StageChunk
 from megatron_mtp.extensions.plan.schedule import Pipeline, in_flight
 from megatron_mtp.extensions.plan.sizes import Model, kept_bytes, local_size
 
@@ -121,7 +121,7 @@ class States:
         return self.moments * (dense / shared + experts / max(1, self.gpus // of_experts))
 
 
-def kept_bytes_of_chunk(model: Model, chunk: Chunk) -> float:
+def kept_bytes_of_chunk(model: Model, chunk: StageChunk) -> float:
     """Bytes that a chunk keeps of a microbatch; every pass of a repeated depth keeps its own."""
     line = model.line
     passes = chunk.depths and line.depths
@@ -134,7 +134,7 @@ def kept_bytes_of_chunk(model: Model, chunk: Chunk) -> float:
     return a_token * tokens_of(line) + scores_bytes(model, chunk)
 
 
-def scores_bytes(model: Model, chunk: Chunk) -> float:
+def scores_bytes(model: Model, chunk: StageChunk) -> float:
     """Bytes of the masks that attention without Transformer Engine keeps: of every pair of tokens a number."""
     line = model.line
     if line.transformer_impl != "local" or line.recompute_granularity == "full":
@@ -143,7 +143,7 @@ def scores_bytes(model: Model, chunk: Chunk) -> float:
     return sum(bool(layer.scores) for layer in layers) * tokens_of(line) * line.whole("seq_length") * line.element
 
 
-def _working(model: Model, chunks: tuple[Chunk, ...]) -> float:
+def _working(model: Model, chunks: tuple[StageChunk, ...]) -> float:
     """With full recomputation, the activations of the one layer that is made again."""
     line = model.line
     layers = [layer for chunk in chunks for layer in model.layers[chunk.first : chunk.end]]

@@ -15,7 +15,7 @@ from megatron_mtp.extensions.plan.launch import Line, inner_of, stages_of, trunk
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StageChunk:
     """A stage, virtual or not: trunk layers from `first` up to `end`, depths, embedding, head and losses."""
 
     first: int
@@ -32,7 +32,7 @@ class Chunk:
 class Placement:
     """Chunks of a model in its order, over `ranks` pipeline ranks."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StageChunk, ...]
     ranks: int
 
     @property
@@ -40,7 +40,7 @@ class Placement:
         """Chunks of a rank."""
         return len(self.chunks) // self.ranks
 
-    def of_rank(self, rank: int) -> tuple[Chunk, ...]:
+    def of_rank(self, rank: int) -> tuple[StageChunk, ...]:
         """The chunks of a rank."""
         return self.chunks[rank :: self.ranks]
 
@@ -61,7 +61,7 @@ def of_counts(counts: Sequence[int], depths: int, ranks: int, alone: bool = Fals
     holds = last - 1 if alone and depths else last
     return Placement(
         tuple(
-            Chunk(end - count, end, depths if number == holds else 0, number == 0, number == last)
+            StageChunk(end - count, end, depths if number == holds else 0, number == 0, number == last)
             for number, (count, end) in enumerate(zip(counts, ends, strict=True))
         ),
         ranks,
@@ -124,7 +124,7 @@ def _of_layout(layout: str, layers: int, depths: int, ranks: int) -> Placement:
     ends = list(accumulate(stage.count("t") for stage in stages))
     return Placement(
         tuple(
-            Chunk(first, end, stage.count("m"), "E" in stage, "L" in stage)
+            StageChunk(first, end, stage.count("m"), "E" in stage, "L" in stage)
             for (first, end), stage in zip(pairwise([0, *ends]), stages, strict=True)
         ),
         ranks,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_mtp.extensions.plan.decoding import MOST, Accepted, Decoder
+from megatron_mtp.extensions.plan.decoding import MOST, Accepted, DraftDecoder
 from megatron_mtp.extensions.plan.hardware import GIB
 from megatron_mtp.extensions.plan.memory import PARTS as HELD
 from megatron_mtp.extensions.plan.planning import NAIVE, Option, Plan
@@ -16,7 +16,7 @@ from megatron_mtp.extensions.plan.step_time import OF_STEP, PARTS
 class Drafting:
     """What drafting will bring: a decoder, an acceptance, and the batch sizes to show."""
 
-    decoder: Decoder
+    decoder: DraftDecoder
     accepted: Accepted
     batches: tuple[int, ...]
 

@@ -13,7 +13,7 @@ from functools import cache
 
 FORWARD, BACKWARD = "F", "B"
 
-Step = tuple[str, int, int]
+ChunkPass = tuple[str, int, int]
 """`FORWARD` or `BACKWARD`, the virtual stage and the microbatch."""
 
 
@@ -54,11 +54,11 @@ def table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
     return tuple(rows)
 
 
-def order(pipeline: Pipeline, rank: int) -> list[Step]:
+def order(pipeline: Pipeline, rank: int) -> list[ChunkPass]:
     """Steps of a rank, first to last."""
     rows, last = table(pipeline), pipeline.virtual - 1
-    forwards: list[Step] = [(FORWARD, chunk, microbatch) for microbatch, chunk in rows]
-    backwards: list[Step] = [(BACKWARD, last - chunk, microbatch) for microbatch, chunk in rows]
+    forwards: list[ChunkPass] = [(FORWARD, chunk, microbatch) for microbatch, chunk in rows]
+    backwards: list[ChunkPass] = [(BACKWARD, last - chunk, microbatch) for microbatch, chunk in rows]
     ahead = pipeline.warm_up(rank)
     steps = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

@@ -70,7 +70,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSizes:
     """One layer, of a GPT or of a hybrid pattern.
 
     Attributes:
@@ -98,8 +98,8 @@ class Layer:
         """Parameters."""
         return sum(product.size for product in self.products) + self.vectors
 
-    def __add__(self, other: "Layer") -> "Layer":
-        return Layer(
+    def __add__(self, other: "LayerSizes") -> "LayerSizes":
+        return LayerSizes(
             self.products + other.products,
             self.kept + other.kept,
             *(getattr(self, name) + getattr(other, name) for name in _COUNTS),
@@ -120,8 +120,8 @@ class Model:
     """
 
     line: Line
-    layers: tuple[Layer, ...]
-    depth: Layer
+    layers: tuple[LayerSizes, ...]
+    depth: LayerSizes
 
     @property
     def table(self) -> int:
@@ -162,7 +162,7 @@ def model_of(line: Line) -> Model:
         layers = tuple(_by_letter(line, letter) for letter in trunk)
         inner = _sum(_by_letter(line, letter) for letter in inner_of(line.hybrid_layer_pattern))
     more = (Kept(2 * hidden, WHOLE),) if line.transformer_impl == "local" else ()
-    joined = Layer(
+    joined = LayerSizes(
         (Product(2 * hidden, hidden),),
         (Kept(2 * hidden, WHOLE), Kept(2 * hidden, WHOLE, "", True), Kept(hidden, WHOLE), *more),
         3 * _norm(line, hidden),
@@ -170,13 +170,13 @@ def model_of(line: Line) -> Model:
     return Model(line, layers, joined + inner)
 
 
-def _by_letter(line: Line, letter: str) -> Layer:
+def _by_letter(line: Line, letter: str) -> LayerSizes:
     if letter not in LAYERS:
         raise ValueError(f"--hybrid-layer-pattern has '{letter}'; a plan knows {' '.join(LAYERS)}.")
     return LAYERS[letter](line)
 
 
-def _sum(layers: Iterable[Layer]) -> Layer:
+def _sum(layers: Iterable[LayerSizes]) -> LayerSizes:
     first, *others = layers
     for other in others:
         first = first + other
@@ -202,12 +202,12 @@ def _biases(line: Line, *widths: int) -> int:
     return 0 if line.disable_bias_linear else sum(widths)
 
 
-def attention(line: Line) -> Layer:
+def attention(line: Line) -> LayerSizes:
     """Grouped-query or latent attention."""
     return latent(line) if line.multi_latent_attention else grouped(line)
 
 
-def grouped(line: Line) -> Layer:
+def grouped(line: Line) -> LayerSizes:
     """Queries, keys and values by one product; with a gate, as many gates as queries."""
     hidden, heads = line.whole("hidden_size"), line.whole("num_attention_heads")
     width = line.kv_channels or hidden // heads
@@ -223,7 +223,7 @@ def grouped(line: Line) -> Layer:
     )
     biases = into if line.add_qkv_bias and line.disable_bias_linear else _biases(line, into, hidden)
     vectors = _norm(line, hidden) + biases + (2 * width if line.qk_layernorm else 0)
-    return Layer(
+    return LayerSizes(
         (Product(hidden, into), Product(queries, hidden)),
         kept,
         vectors,
@@ -234,7 +234,7 @@ def grouped(line: Line) -> Layer:
     )
 
 
-def latent(line: Line) -> Layer:
+def latent(line: Line) -> LayerSizes:
     """DeepSeek's: queries, keys and values from narrow states (arXiv:2405.04434, section 2.1).
 
     Transformer Engine's products that make the narrow states are whole on every tensor rank; Megatron's own are cut.
@@ -257,7 +257,7 @@ def latent(line: Line) -> Layer:
         Kept(heads * value, enters_product=True),
     )
     norms = (rank or 0) + keys if line.qk_layernorm else 0
-    return Layer(
+    return LayerSizes(
         tuple(products),
         kept,
         _norm(line, hidden) + norms,
@@ -268,7 +268,7 @@ def latent(line: Line) -> Layer:
     )
 
 
-def mlp(line: Line) -> Layer:
+def mlp(line: Line) -> LayerSizes:
     """A dense MLP."""
     hidden = line.whole("hidden_size")
     wide = line.ffn_hidden_size or default_width(line)
@@ -276,7 +276,7 @@ def mlp(line: Line) -> Layer:
     kept = (*_around(line), Kept(gated * wide, module="mlp"), Kept(wide, module="mlp", enters_product=True))
     biases = _biases(line, gated * wide, hidden)
     products = (Product(hidden, gated * wide, module="mlp"), Product(wide, hidden, module="mlp"))
-    return Layer(products, kept, _norm(line, hidden) + biases, regions=1)
+    return LayerSizes(products, kept, _norm(line, hidden) + biases, regions=1)
 
 
 def default_width(line: Line) -> int:
@@ -285,7 +285,7 @@ def default_width(line: Line) -> int:
     return int(4 * hidden * 2 / 3 / 64) * 64 if line.swiglu else 4 * hidden
 
 
-def experts(line: Line) -> Layer:
+def experts(line: Line) -> LayerSizes:
     """Routed experts, a shared one if there is one, and their router."""
     hidden, count, used = line.whole("hidden_size"), line.whole("num_experts"), line.moe_router_topk
     wide, shared = (
@@ -311,12 +311,12 @@ def experts(line: Line) -> Layer:
         kept += [Kept(gated * shared, module=module), Kept(shared, module=module, enters_product=True)]
     biases = 0 if line.disable_bias_linear else count * (gated * wide + hidden)
     vectors = _norm(line, hidden) + biases + (hidden if line.moe_shared_expert_gate else 0)
-    return Layer(
+    return LayerSizes(
         tuple(products), tuple(kept), vectors, routed=used, regions=1 if shared or line.expert_tensor > 1 else 0
     )
 
 
-def mamba(line: Line) -> Layer:
+def mamba(line: Line) -> LayerSizes:
     """Mamba-2: one product in, a convolution, a recurrence of head dim x state a head, and one product out."""
     hidden, wide_head, state = line.whole("hidden_size"), line.mamba_head_dim, line.mamba_state_dim
     heads = line.mamba_num_heads or 2 * hidden // wide_head
@@ -325,10 +325,10 @@ def mamba(line: Line) -> Layer:
     kept = (*_around(line), Kept(2 * wide + mixed + heads), Kept(2 * wide + 2 * mixed), Kept(wide, enters_product=True))
     convolution = (wide + mixed) * (line.linear_conv_kernel_dim + 1)
     vectors = _norm(line, hidden) + wide + 3 * heads + convolution
-    return Layer(products, kept, vectors, states=3 * wide * state, regions=1)
+    return LayerSizes(products, kept, vectors, states=3 * wide * state, regions=1)
 
 
-def delta(line: Line) -> Layer:
+def delta(line: Line) -> LayerSizes:
     """Gated DeltaNet: queries, keys, values, gates and two numbers a head by one product (arXiv:2412.06464)."""
     hidden = line.whole("hidden_size")
     keys = line.linear_num_key_heads * line.linear_key_head_dim
@@ -338,10 +338,10 @@ def delta(line: Line) -> Layer:
     products = (Product(hidden, mixed + values + 2 * heads), Product(values, hidden))
     kept = (*_around(line), Kept(mixed + values + 2 * heads), Kept(2 * mixed), Kept(2 * values, enters_product=True))
     vectors = _norm(line, hidden) + mixed * line.linear_conv_kernel_dim + line.linear_value_head_dim + 2 * heads
-    return Layer(products, kept, vectors, states=3 * values * line.linear_key_head_dim, regions=1)
+    return LayerSizes(products, kept, vectors, states=3 * values * line.linear_key_head_dim, regions=1)
 
 
-LAYERS: dict[str, Callable[[Line], Layer]] = {"*": attention, "-": mlp, "E": experts, "M": mamba, "G": delta}
+LAYERS: dict[str, Callable[[Line], LayerSizes]] = {"*": attention, "-": mlp, "E": experts, "M": mamba, "G": delta}
 """Layers by the letters of a hybrid pattern; a GPT's layer is attention and an MLP."""
 
 
@@ -354,7 +354,7 @@ def work(products: Iterable[Product], line: Line, held: Iterable[str] = (TENSOR,
     return sum(one.work / parts[one.held] for one in products if one.held in held)
 
 
-def local_size(layers: Iterable[Layer], line: Line) -> tuple[float, float]:
+def local_size(layers: Iterable[LayerSizes], line: Line) -> tuple[float, float]:
     """Parameters that a rank holds of these layers: all but experts, and experts."""
     together = list(layers)
     of_experts = line.expert_model_parallel_size * line.expert_tensor
@@ -365,7 +365,7 @@ def local_size(layers: Iterable[Layer], line: Line) -> tuple[float, float]:
     return dense, sum(one.size for one in products if one.held == EXPERTS) / of_experts
 
 
-def kept_bytes(layer: Layer, line: Line) -> float:
+def kept_bytes(layer: LayerSizes, line: Line) -> float:
     """Bytes of a token of one context rank that a rank keeps of a layer, with the line's recomputation."""
     if line.recompute_granularity == "full":
         return line.whole("hidden_size") * line.element / _sequence(line)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from megatron_mtp.extensions.plan.hardware import Card
 from megatron_mtp.extensions.plan.memory import States, sequence_ranks, tokens_of
-from megatron_mtp.extensions.plan.placement import Chunk, Loads, Placement
+from megatron_mtp.extensions.plan.placement import Loads, Placement, StageChunk
 from megatron_mtp.extensions.plan.schedule import Pipeline, simulate
-from megatron_mtp.extensions.plan.sizes import EXPERTS, TENSOR, WHOLE, Layer, Model, local_size, work
+from megatron_mtp.extensions.plan.sizes import EXPERTS, TENSOR, WHOLE, LayerSizes, Model, local_size, work
 
 PARTS = ("products", "attention", "between products", "head and losses", "tensor parallel", "experts' exchange")
 """Parts of a microbatch's time in a chunk."""
@@ -36,7 +36,7 @@ WHOLE_LOGIT_BYTES = 34
 
 
 @dataclass(frozen=True)
-class Cost:
+class PassCost:
     """Seconds of a microbatch by part, forward and backward."""
 
     forward: Seconds = field(default_factory=dict)
@@ -47,15 +47,17 @@ class Cost:
         self.forward[part] = self.forward.get(part, 0.0) + forward
         self.backward[part] = self.backward.get(part, 0.0) + backward
 
-    def __add__(self, other: "Cost") -> "Cost":
-        made = Cost(dict(self.forward), dict(self.backward))
+    def __add__(self, other: "PassCost") -> "PassCost":
+        made = PassCost(dict(self.forward), dict(self.backward))
         for part in other.forward:
             made.add(part, other.forward[part], other.backward[part])
         return made
 
-    def times(self, factor: float) -> "Cost":
+    def times(self, factor: float) -> "PassCost":
         """As many times as long."""
-        return Cost(*({part: factor * value for part, value in one.items()} for one in (self.forward, self.backward)))
+        return PassCost(
+            *({part: factor * value for part, value in one.items()} for one in (self.forward, self.backward))
+        )
 
     @property
     def ahead(self) -> float:
@@ -86,12 +88,12 @@ class Clock:
     gpus: int
     slower: float = 1.0
 
-    def layer(self, layer: Layer, trains: bool = True) -> Cost:
+    def layer(self, layer: LayerSizes, trains: bool = True) -> PassCost:
         """A layer of the trunk, or the layer of a depth."""
-        line, reached, cost = self.model.line, self.card.reached, Cost()
+        line, reached, cost = self.model.line, self.card.reached, PassCost()
         tokens, backs = tokens_of(line), 2 if trains else 0
         rate = self.card.fp8 if line.fp8_format else self.card.bf16
-        again = self._again(layer) if trains else Cost()
+        again = self._again(layer) if trains else PassCost()
         for held, part in (((TENSOR, WHOLE), reached.products), ((EXPERTS,), reached.experts)):
             seconds = 2 * tokens * work(layer.products, line, held) / (rate * part)
             cost.add("products", seconds, backs * seconds)
@@ -105,13 +107,13 @@ class Clock:
         self._exchange(layer, cost, trains)
         return (cost + again).times(self.slower)
 
-    def _kept_elements(self, layer: Layer) -> float:
+    def _kept_elements(self, layer: LayerSizes) -> float:
         parts = {TENSOR: self.model.line.tensor_model_parallel_size, WHOLE: sequence_ranks(self.model.line)}
         return sum(one.elements / parts[one.held] for one in layer.kept)
 
-    def _again(self, layer: Layer) -> Cost:
+    def _again(self, layer: LayerSizes) -> PassCost:
         """What recomputation adds to the backward pass."""
-        line, cost = self.model.line, Cost()
+        line, cost = self.model.line, PassCost()
         if line.recompute_granularity is None:
             return cost
         is_full = line.recompute_granularity == "full"
@@ -125,7 +127,7 @@ class Clock:
             cost.add("attention", 0, seconds / (self.card.bf16 * self.card.reached.attention))
         return cost
 
-    def _exchange(self, layer: Layer, cost: Cost, trains: bool) -> None:
+    def _exchange(self, layer: LayerSizes, cost: PassCost, trains: bool) -> None:
         """Collectives of tensor, context and expert ranks."""
         line = self.model.line
         state = tokens_of(line) * line.whole("hidden_size") * line.element
@@ -146,7 +148,7 @@ class Clock:
                 seconds = max(0.0, seconds - cost.ahead)
             cost.add("experts' exchange", seconds, seconds * trains)
 
-    def _dispatch(self, layer: Layer) -> float:
+    def _dispatch(self, layer: LayerSizes) -> float:
         """Tokens to their experts and back; a `flex` dispatcher sends a token to a node once."""
         line, card = self.model.line, self.card
         ranks = line.expert_model_parallel_size
@@ -165,17 +167,17 @@ class Clock:
         card = self.card
         return (card.link if ranks <= card.node else card.network) * card.reached.links
 
-    def embedding(self) -> Cost:
+    def embedding(self) -> PassCost:
         """Looking rows up, and adding their gradients."""
-        line, cost = self.model.line, Cost()
+        line, cost = self.model.line, PassCost()
         moved = tokens_of(line) * line.whole("hidden_size") * line.element
         seconds = 2 * moved / (self.card.bandwidth * self.card.reached.copies)
         cost.add("between products", seconds, 2 * seconds)
         return cost.times(self.slower)
 
-    def losses(self, depths: int) -> Cost:
+    def losses(self, depths: int) -> PassCost:
         """The trunk's head and loss, and those of so many depths."""
-        line, cost = self.model.line, Cost()
+        line, cost = self.model.line, PassCost()
         tensor, hidden, tokens = line.tensor_model_parallel_size, line.whole("hidden_size"), tokens_of(line)
         rate = self.card.bf16 * self.card.reached.head
         memory = self.card.bandwidth * self.card.reached.copies
@@ -192,9 +194,9 @@ class Clock:
         cost.add("head and losses", rows * each + taught, 0)
         return cost
 
-    def chunk(self, chunk: Chunk) -> Cost:
+    def chunk(self, chunk: StageChunk) -> PassCost:
         """A microbatch in a chunk."""
-        line, cost = self.model.line, Cost()
+        line, cost = self.model.line, PassCost()
         for layer in self.model.layers[chunk.first : chunk.end]:
             cost += self.of_layer(layer, not line.mtp_train_only)
         if chunk.embedding:
@@ -203,14 +205,14 @@ class Clock:
             cost += self.of_layer(self.model.depth, True)
         return cost + self.losses(line.depths) if chunk.losses else cost
 
-    def of_layer(self, layer: Layer, trains: bool) -> Cost:
+    def of_layer(self, layer: LayerSizes, trains: bool) -> PassCost:
         """As `layer`, once for equal ones."""
         key = (id(layer), trains)
         if key not in self._made:
             self._made[key] = self.layer(layer, trains)
         return self._made[key]
 
-    _made: dict[tuple[int, bool], Cost] = field(default_factory=dict)
+    _made: dict[tuple[int, bool], PassCost] = field(default_factory=dict)
 
     def loads(self) -> Loads:
         """Seconds that `placement.balanced` spreads."""
@@ -229,7 +231,7 @@ class Clock:
         apart = self.gpus // placement.ranks
         return self.slower * state / self._link(self.card.node + 1 if apart >= self.card.node else 1)
 
-    def gradients(self, placement: Placement, rank: int, cost: Cost) -> tuple[float, float]:
+    def gradients(self, placement: Placement, rank: int, cost: PassCost) -> tuple[float, float]:
         """Seconds of the gradients' and weights' way over the replicas that nothing hides, and of the optimizer."""
         line, state = self.model.line, States(self.model.line, self.gpus)
         dense, experts = rank_size(self.model, placement, rank)
@@ -307,8 +309,8 @@ def step_time(clock: Clock, placement: Placement, pipeline: Pipeline) -> StepTim
     return StepTime(spent + tail, shown, tuple(ranks))
 
 
-def _of_rank(clock: Clock, placement: Placement, rank: int, costs: Iterable[Cost], pipeline: Pipeline) -> Seconds:
-    summed = sum(costs, Cost())
+def _of_rank(clock: Clock, placement: Placement, rank: int, costs: Iterable[PassCost], pipeline: Pipeline) -> Seconds:
+    summed = sum(costs, PassCost())
     a_part = {part: summed.forward.get(part, 0.0) + summed.backward.get(part, 0.0) for part in PARTS}
     gradients, optimizer = clock.gradients(placement, rank, summed)
     made = {part: pipeline.microbatches * seconds for part, seconds in a_part.items()}

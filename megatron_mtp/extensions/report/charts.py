@@ -12,7 +12,7 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from megatron_mtp.extensions.report.runs import Run, figures
+from megatron_mtp.extensions.report.runs import RunFolder, figures
 
 Ends = tuple[float, float] | None
 """Of an axis; plotly chooses them where it is None."""
@@ -59,7 +59,7 @@ KINDS = (
 )
 
 
-def charts(runs: list[Run]) -> list[tuple[Kind, str, go.Figure]]:
+def charts(runs: list[RunFolder]) -> list[tuple[Kind, str, go.Figure]]:
     """Every chart that the runs have figures for: its kind, title and drawing."""
     drawn = []
     steps = _ends(row["iteration"] for run in runs for row in run.rows)
@@ -84,7 +84,7 @@ def _ends(values: Iterable[float]) -> Ends:
     return low - margin if low <= 0 or low > margin else low, max(finite) + margin
 
 
-def _lines(runs: list[Run], key: str, divisor: float) -> list[go.Scatter]:
+def _lines(runs: list[RunFolder], key: str, divisor: float) -> list[go.Scatter]:
     """Lines of training, and lines with marks of validation; test data is only in the table."""
     made = []
     for number, run in enumerate(runs):

@@ -14,7 +14,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from megatron_mtp.extensions.report.charts import GIB, MEMORY, charts
-from megatron_mtp.extensions.report.runs import Drafts, Run, Step, figures
+from megatron_mtp.extensions.report.runs import DraftRecord, MetricsRow, RunFolder, figures
 
 OF_A_PROCESS = {"rank", "local_rank", "mtp_metrics_dir", "tensorboard_dir", "save", "wandb_save_dir"}
 """Arguments whose differences do not matter."""
@@ -75,7 +75,7 @@ RECORD = (
 )
 
 
-def page(runs: list[Run]) -> str:
+def page(runs: list[RunFolder]) -> str:
     """The whole document."""
     plotly = get_plotlyjs()
     hashes = (b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, SCRIPT))
@@ -100,7 +100,7 @@ def page(runs: list[Run]) -> str:
     )
 
 
-def _headline(run: Run, is_alone: bool) -> str:
+def _headline(run: RunFolder, is_alone: bool) -> str:
     """What came of a run: loss and acceptance of its newest evaluation, and how fast it drafted."""
     step = max(row["iteration"] for row in run.rows)
     split = next((one for one in run.evaluations() if one.startswith("validation")), "training")
@@ -118,7 +118,7 @@ def _headline(run: Run, is_alone: bool) -> str:
     return f'<p class="headline">{escape(said if is_alone else f"{run.name}, {said}")}</p>'
 
 
-def _charts(runs: list[Run]) -> str:
+def _charts(runs: list[RunFolder]) -> str:
     made = []
     for kind, title, figure in charts(runs):
         drawing = figure.to_json()  # without a "<", so that no text ends the script element
@@ -131,7 +131,7 @@ def _charts(runs: list[Run]) -> str:
     return "".join(made)
 
 
-def _final(runs: list[Run]) -> str:
+def _final(runs: list[RunFolder]) -> str:
     """The newest value of every figure, a column a run."""
     rows = [("last step", [str(max(row["iteration"] for row in run.rows)) for run in runs])]
     for split in [*dict.fromkeys(split for run in runs for split in run.evaluations()), "training"]:
@@ -146,7 +146,7 @@ def _written(key: str, value: float) -> str:
     return f"{value / GIB:.2f} GiB" if key == MEMORY else f"{value:.4g}"
 
 
-def _settings(runs: list[Run]) -> str:
+def _settings(runs: list[RunFolder]) -> str:
     """Dates and versions, the arguments that differ, all arguments folded up, and the newest start's commands."""
     known = [run for run in runs if run.started is not None]
     if not known:
@@ -179,7 +179,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-def _table(name: str, runs: list[Run], rows: list[tuple[str, list[str]]]) -> str:
+def _table(name: str, runs: list[RunFolder], rows: list[tuple[str, list[str]]]) -> str:
     """A column a run, in a region that scrolls where the page is narrower."""
     heads = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
     body = "".join(
@@ -192,7 +192,7 @@ def _table(name: str, runs: list[Run], rows: list[tuple[str, list[str]]]) -> str
     )
 
 
-def _drafts(name: str, drafts: Drafts) -> str:
+def _drafts(name: str, drafts: DraftRecord) -> str:
     """Figures of drafting, and every text token by token."""
     method = "plain decoding" if drafts.config is None else str(drafts.config.get("method"))
     figures = (
@@ -209,7 +209,7 @@ def _drafts(name: str, drafts: Drafts) -> str:
     return f"<h3>{escape(name)}: {escape(method)}</h3><table>{''.join(figures)}</table>{''.join(texts)}"
 
 
-def _step(place: int, step: Step, drafts: Drafts) -> str:
+def _step(place: int, step: MetricsRow, drafts: DraftRecord) -> str:
     """The tokens of a forward pass: accepted, then rejected, then the trunk's own."""
     kinds = [("span class=accepted", "accepted", step.emitted[: step.accepted]), ("del", "rejected", step.rejected())]
     kinds.append(("span class=own", "the trunk's own", step.emitted[step.accepted :]))
@@ -220,7 +220,7 @@ def _step(place: int, step: Step, drafts: Drafts) -> str:
     )
 
 
-def _piece(token: int, drafts: Drafts) -> str:
+def _piece(token: int, drafts: DraftRecord) -> str:
     """The token's text, or its id where there is none; a line break is shown as a sign and made."""
     piece = drafts.pieces.get(str(token))
     return f"{token} " if piece is None else escape(piece).replace("\n", "⏎\n")

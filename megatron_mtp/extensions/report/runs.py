@@ -10,16 +10,16 @@ from megatron_mtp.training.run_files import Row, read_rows, read_run_record
 
 DRAFTS = "drafts.json"
 
-Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
-class Step(BaseModel):
+class MetricsRow(BaseModel):
     """A forward pass of the trunk: the drafted tree, how many of its tokens were accepted, and what was emitted."""
 
-    drafted: list[Whole | None]
-    parents: list[Whole]
-    accepted: Whole
-    emitted: list[Whole]
+    drafted: list[Count | None]
+    parents: list[Count]
+    accepted: Count
+    emitted: list[Count]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -38,30 +38,30 @@ class Step(BaseModel):
         return [token for n, (token, _) in enumerate(nodes, start=1) if token is not None and n not in path]
 
 
-class Text(BaseModel):
+class DraftedText(BaseModel):
     """A generated text."""
 
-    prompt: list[Whole]
-    steps: list[Step]
+    prompt: list[Count]
+    steps: list[MetricsRow]
 
 
-class Drafts(BaseModel):
+class DraftRecord(BaseModel):
     """The object of drafts.json; `pieces` has the text of every token id."""
 
     config: dict[str, Any] | None
     figures: dict[str, Any]
     pieces: dict[str, str]
-    texts: list[Text]
+    texts: list[DraftedText]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """One folder, named as it was given; `started` and `drafts` are None where there is no such file."""
 
     name: str
     rows: list[Row]
     started: dict[str, Any] | None
-    drafts: Drafts | None
+    drafts: DraftRecord | None
 
     def points(self, split: str, key: str) -> dict[int, float]:
         """Values by step, in the order of steps; the last row of a step counts."""
@@ -73,26 +73,26 @@ class Run:
         return list(dict.fromkeys(row["split"] for row in self.rows if row["split"] != "training"))
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
+def read_runs(folders: list[Path]) -> list[RunFolder]:
     """Every folder once, in the order given; ValueError for one that is no run, or has a damaged file."""
     return [
-        Run(str(folder), read_rows(folder), read_run_record(folder), _drafts(folder / DRAFTS))
+        RunFolder(str(folder), read_rows(folder), read_run_record(folder), _drafts(folder / DRAFTS))
         for folder in dict.fromkeys(folders)
     ]
 
 
-def figures(runs: list[Run]) -> list[str]:
+def figures(runs: list[RunFolder]) -> list[str]:
     """Names of all figures, in the order in which they first appear."""
     return list(
         dict.fromkeys(key for run in runs for row in run.rows for key in row if key not in ("iteration", "split"))
     )
 
 
-def _drafts(file: Path) -> Drafts | None:
+def _drafts(file: Path) -> DraftRecord | None:
     if not file.is_file():
         return None
     try:
-        return Drafts.model_validate_json(file.read_bytes())
+        return DraftRecord.model_validate_json(file.read_bytes())
     except OSError as error:
         found = error.strerror
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_mtp.extensions.plan.decoding import PUBLISHED, Accepted, Decoder
+from megatron_mtp.extensions.plan.decoding import PUBLISHED, Accepted, DraftDecoder
 from megatron_mtp.extensions.plan.hardware import CARDS, card_of
 from megatron_mtp.extensions.plan.launch import read
 from megatron_mtp.extensions.plan.planning import NAIVE, plan
@@ -69,7 +69,7 @@ H200_DRAFTING = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --n
 
 def test_drafting_on_an_h200() -> None:
     """docs/gpu.md: with CUDA graphs 606.4 tokens/s, and 1.638, 2.273, 2.764, 3.181 times as many with K = 1..4."""
-    decoder = Decoder(model_of(read(H200_DRAFTING)), CARDS["H200"], 1, context=256, forward=1 / 606.4)
+    decoder = DraftDecoder(model_of(read(H200_DRAFTING)), CARDS["H200"], 1, context=256, forward=1 / 606.4)
     lengths = [1.991, 2.987, 3.965, 4.923]
     rates = Accepted(tuple(b - a for a, b in zip([1.0, *lengths], lengths, strict=False)), "docs/gpu.md")
     for count, speed in enumerate([1.638, 2.273, 2.764, 3.181], start=1):
@@ -92,7 +92,7 @@ DEEPSEEK += " --vocab-size 129280 --seq-length 4096 --untie-embeddings-and-outpu
 )
 def test_deepseek_r1_drafts(gpu: str, weight: float, milliseconds: float, count: int, published: float) -> None:
     """One text on 8 GPUs, from the measured forward without drafts; within a quarter."""
-    decoder = Decoder(model_of(read(DEEPSEEK.split())), CARDS[gpu], 8, weight, 2048, milliseconds / 1000)
+    decoder = DraftDecoder(model_of(read(DEEPSEEK.split())), CARDS[gpu], 8, weight, 2048, milliseconds / 1000)
     assert decoder.speed_up(PUBLISHED["deepseek"], count) == pytest.approx(published, rel=0.25)
 
 
@@ -106,7 +106,7 @@ GLM += " --untie-embeddings-and-output-weights --mtp-num-layers 1"
 def test_glm_5_2_drafts_on_one_machine() -> None:
     """jundot/omlx#2113: 15.3 tokens/s on an M3 Ultra, 4 bits a weight; 1.24 times as many with a draft, code 1.31."""
     machine = card_of("bf16=28,memory=512,bandwidth=819,link=1,network=1")
-    decoder = Decoder(model_of(read(GLM.split())), machine, 1, 0.5, 512, 1 / 15.3)
+    decoder = DraftDecoder(model_of(read(GLM.split())), machine, 1, 0.5, 512, 1 / 15.3)
     assert 1.24 * 0.8 < decoder.speed_up(PUBLISHED["glm"], 1) < 1.31 * 1.2
 
 

@@ -15,7 +15,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.extensions.report.charts import COLORS
 from megatron_mtp.extensions.report.charts import charts as drawn_charts
 from megatron_mtp.extensions.report.page import SCRIPT, STYLE, page
-from megatron_mtp.extensions.report.runs import Step, read_runs
+from megatron_mtp.extensions.report.runs import MetricsRow, read_runs
 
 VOID = {"meta", "br", "input"}
 EVIL = "</script><script>alert(1)</script><b>"
@@ -250,8 +250,8 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_stands_in_the_table(tmp_path:
 
 
 def test_paths_of_a_tree() -> None:
-    assert Step(**CHAIN).rejected() == [9]  # type: ignore[arg-type]
-    assert Step(**TREE).rejected() == [7]  # type: ignore[arg-type]
+    assert MetricsRow(**CHAIN).rejected() == [9]  # type: ignore[arg-type]
+    assert MetricsRow(**TREE).rejected() == [7]  # type: ignore[arg-type]
 
 
 def _contrast(one: str, other: str) -> float:

@@ -1,6 +1,6 @@
 """Multi-Token Prediction for GPT models trained with Megatron-Core.
 
-config.py      MTPConfig: every setting of the depths, whose fields become the --mtp-* flags
+config.py      MTPConfig: every setting of the MTP layers, whose fields become the --mtp-* flags
 drafter_sizes.py  heads and rotary positions of a drafter's layers
 rope_scaling.py  scalings of rotary angles, from a config.json to Megatron's arguments and back
 drafters.py    kinds of drafters, a row of plain facts each
@@ -13,9 +13,9 @@ patches/       faults of the published megatron-core that are put right
 cpu.py         what Megatron needs to run without CUDA
 data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
-losses/        what the depths are trained on
+losses/        what the MTP layers are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
-decoding/      speculative decoding with the trained depths
+decoding/      speculative decoding with the trained MTP layers
 training/      one run on Megatron's training loop
 attach.py      MTP layers on a model that Megatron or a framework has built, for training loops of its own
 server/        OpenAI's HTTP API in front of an engine of many texts

@@ -6,7 +6,7 @@
 
     attach(model, depths=2, weight=0.1)                 the same loss in every forward, without another line
 
-The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no depths.
+The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no MTP layers.
 
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
@@ -31,7 +31,7 @@ READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
-"""Settings that attached depths read: loss, temperature, weights, and whether the loss trains the depths alone."""
+"""Settings that attached MTP layers read: loss, temperature, weights, and whether the loss trains them alone."""
 
 
 def attach(
@@ -50,7 +50,7 @@ def attach(
     Args:
         model: this rank's model, or its chunks.
         depths: D, of a new block; None for the model's own.
-        settings: what the depths learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
+        settings: what the layers learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
         weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
             forward gives: its labels, or the next tokens where it has none, and its loss mask. In a loop without
             Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what multiplies the trunk's loss. None
@@ -59,7 +59,7 @@ def attach(
             last layer that mixes positions with those after it.
 
     Raises:
-        ValueError: the model cannot have depths attached, or has others than these, or a setting is not for them.
+        ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
     """
     chunks: list[Any] = [unwrap_model(one) for one in (model if isinstance(model, list) else [model])]
     settings = settings or MTPConfig()
@@ -77,10 +77,10 @@ def attach(
 
 
 class Attached(Attachment):
-    """The depths of a model, as a training loop needs them.
+    """The MTP layers of a model, as a training loop needs them.
 
     Args:
-        model: the chunk on the last stage, or any on another stage, which has no depths to train.
+        model: the chunk on the last stage, or any on another stage, which has no MTP layers to train.
 
     Attributes:
         last: what `weight=` added to the last forward, without a graph; None before.
@@ -113,7 +113,7 @@ class Attached(Attachment):
                 without packed parameters; attention is that of the forward.
 
         Raises:
-            ValueError: no forward has run since the last call, the stage has no depths, or shapes differ.
+            ValueError: no forward has run since the last call, the stage has no MTP layers, or shapes differ.
         """
         if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")

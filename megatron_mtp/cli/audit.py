@@ -15,7 +15,7 @@ FOUND = 1
 """Exit status where something was found."""
 
 EXAMPLES = """examples:
-  # what is there: trunk, depths, copies, types; does the config count what the files hold
+  # what is there: trunk, MTP layers, copies, types; does the config count what the files hold
   megatron-mtp audit models/GLM-4.5-Air
 
   # what an export has lost or changed: a folder against the checkpoint that it was made from

@@ -2,7 +2,7 @@
 
     depth_batch(batch, D, document_BS)     Megatron's batch of whole sequences, shifted: every entry [D, B, S]
     keep_positions(batch, positions_S)     context parallelism cuts Megatron's batch,
-    DepthBatch.at(positions_S)             and the depths' entries, which stay [D, B, S] up to the loss
+    DepthBatch.at(positions_S)             and the MTP layers' entries, which stay [D, B, S] up to the loss
 
 Context parallelism cuts every document into 2R chunks of equal length for R ranks. Rank r holds chunks r and 2R-1-r, so
 that all ranks compute the same amount of causal attention. Two ranks and two documents of four positions:
@@ -66,7 +66,7 @@ class DepthBatch:
     block_weight: float = 1.0
 
     def first(self, depths: int) -> "DepthBatch":
-        """The first so many depths."""
+        """The entries of the first so many MTP layers."""
         return replace(
             self,
             tokens_DBS=None if self.tokens_DBS is None else self.tokens_DBS[:depths],

@@ -5,7 +5,8 @@
 
 The first call is the forward of the loop, in any layout and in Megatron's schedules; without a policy loss
 `trunk_states` does it. Rows of several documents, as trainers pack rollouts, have `packed_seq_params` in both calls, or
-`document_BS`: trunk and depths then attend within documents, and a row computes what its documents compute one by one.
+`document_BS`: trunk and MTP layers then attend within documents, and a row computes what its documents compute
+one by one.
 
 Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice of the vocabulary.
 """
@@ -42,7 +43,7 @@ from megatron_mtp.model.packed_rows import bounds_of
 
 @dataclass(frozen=True)
 class MTPLoss:
-    """The depths' loss of a batch.
+    """The MTP layers' loss of a batch.
 
     Attributes:
         loss: (1 / D) sum_d w_d mean_d, to be weighted with lambda and trained on; of e2e_tv the mean over positions.
@@ -108,15 +109,15 @@ def mtp_loss(
     """The loss of the model's MTP layers on the trunk's hidden states.
 
     Args:
-        hidden_SBH: from `logits_and_states` or `trunk_states`, as this rank has them. Detached, they keep the depths'
-            loss out of the whole trunk, its embedding and head too; so does `mtp_train_only` in the settings. Then the
-            trunk's gradients are bit by bit those of a step without this call.
+        hidden_SBH: from `logits_and_states` or `trunk_states`, as this rank has them. Detached, they keep the MTP
+            layers' loss out of the whole trunk, its embedding and head too; so does `mtp_train_only` in the settings.
+            Then the trunk's gradients are bit by bit those of a step without this call.
         model: the last pipeline stage, wrapped or not.
         tokens_BS: what the trunk saw, whole sequences under context parallelism too.
-        labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The depths' are shifted here.
-            None for the next tokens of `tokens_BS`.
+        labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The MTP layers' are shifted
+            here. None for the next tokens of `tokens_BS`.
         loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
-        settings: loss, temperature and weights of the depths; cross-entropy by default. The soft labels of kd and
+        settings: loss, temperature and weights of the MTP layers; cross-entropy by default. The soft labels of kd and
             tv are the trunk's own, without a gradient. A draft vocabulary is the model's own, whatever they say.
         document_BS: a number for every position, equal within a document, where a row has several; -1 on padding.
         packed_seq_params: the forward's own, of one row, in the place of `document_BS`.
@@ -190,7 +191,7 @@ def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings:
 
 
 def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
-    """The loss of the depths; the mask of the batch is divided by the normalizer already, if there is one."""
+    """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)
     objective = HeadObjective(weights, group, loss, per_token=is_normalized)

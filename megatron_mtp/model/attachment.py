@@ -77,7 +77,7 @@ class Attachment:
             self._owner = head_owner(model)
             if self.config.mtp_num_layers and not is_detached(self.config):
                 # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with
-                # that of the depths' loss; with this mark the dummy is zero, and is added.
+                # that of the MTP layers' loss; with this mark the dummy is zero, and is added.
                 self._owner.weight.zero_out_wgrad = True
         self._names = [*inspect.signature(model.forward).parameters]
         self._call: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""A trunk of layers that a pattern names, on Megatron's `HybridModel`, and depths that are stacks by a pattern too.
+"""A trunk of layers that a pattern names, on Megatron's `HybridModel`, and MTP layers that are stacks by a pattern too.
 
-    M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two depths of attention and MLP each
+    M*-/*-/*-    a trunk of Mamba-2, attention and MLP; two MTP layers of attention and MLP each
 
 `arguments.py` has the symbols. Without TE the layers are portable ones, under the names that TE's have in checkpoints;
 without the libraries of their kernels, or without a GPU, `M` and `G` are those of recurrent.py.

@@ -1,4 +1,4 @@
-"""Depths that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
+"""MTP layers that a loaded checkpoint does not have: drawn as in a new model, or made from the trunk's last layer.
 
 `last-layer` starts each missing depth as one more step of the trunk: its transformer layer is the trunk's last, or its
 stack the trunk's last layers; its final norm is the trunk's, its input norms are 1, and eh_proj = [0 | I] passes the
@@ -131,7 +131,7 @@ Part = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Distributions of the weights of new depths.
+    """Distributions of the weights of new MTP layers.
 
     Attributes:
         seed: of the run.

@@ -2,7 +2,7 @@
 
 states that are read    a drafter reads layers of earlier stages, whose states travel beside the hidden states: input
                         and output of a stage are wider
-a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk and depths as one tensor, and the last
+a stage of the heads    `|m|L` in a layout: the stage sends the states of trunk and MTP layers as one, and the last
                         stage has no head that drafts
 schedule plans          --overlap-moe-expert-parallel-comm takes the forward apart: schedule_plan.py
 
@@ -58,11 +58,11 @@ class ReadStates:
 
 
 def as_one(hidden_SBH: Tensor, states: list[Tensor]) -> Tensor:
-    """The output of a stage of the heads' own: the trunk's states and the depths'; without depths the trunk's."""
+    """The output of a stage of the heads' own: the states of the trunk and of the MTP layers, if there are any."""
     return torch.cat([hidden_SBH, *states]) if states else hidden_SBH
 
 
 def apart(whole: Tensor, depths: int) -> tuple[Tensor, list[Tensor]]:
-    """The trunk's and the depths' states that such a stage has sent."""
+    """The states of the trunk and of the MTP layers that such a stage has sent."""
     hidden_SBH, *states = whole.chunk(1 + depths)
     return hidden_SBH, states

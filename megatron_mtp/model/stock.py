@@ -1,4 +1,4 @@
-"""A model of Megatron's own class: where attached depths would miss something, a new block for it, and its layers run.
+"""A model of Megatron's own class: where attached MTP layers would miss something, and how a new block is made and run.
 
 A stage keeps its class and its modules; the last one gets a block of Megatron's class, whose names exporters know.
 """
@@ -141,7 +141,7 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
 
 
 def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock:
-    """Megatron's block, of depths like the end of the trunk."""
+    """Megatron's block, of MTP layers like the end of the trunk."""
     config, stage = chunk.config, {"vp_stage": chunk.vp_stage, "pg_collection": chunk.pg_collection}
 
     def as_trunk(spec: Any) -> Any:

@@ -82,10 +82,10 @@ def routers_of(args: Namespace) -> int:
 
 
 def with_yarn(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    """`validate_args`, which looks at a model with YaRN and depths as at one with plain rotary positions.
+    """`validate_args`, which looks at a model with YaRN and MTP layers as at one with plain rotary positions.
 
-    Megatron refuses it, since its own MTP has no such angles. Our depths get the trunk's angles, and their attention
-    has the same factor.
+    Megatron refuses it, since its own MTP has no such angles. Our MTP layers get the trunk's angles, and their
+    attention has the same factor.
     """
 
     @wraps(validate_args)
@@ -146,7 +146,7 @@ def compiles_without_makefile(compile_helpers: Function) -> bool:
 
 
 def refuses_yarn(validate_args: Function) -> bool:
-    """Return whether depths are refused by the kind of positions; a wrapper's own code does not refuse them."""
+    """Return whether MTP layers are refused by the kind of positions; a wrapper's own code does not refuse them."""
     code = cast(FunctionType, validate_args).__code__
     return any(
         isinstance(text, str) and text.startswith("Multi-Token Prediction (MTP) is not") for text in code.co_consts

@@ -163,7 +163,7 @@ class TextDataset(GPTDataset):
 class AnswersDataset(TextDataset):
     """Megatron's, over sequences whose answers are known: labels outside of them are masked.
 
-    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The masks of all depths are
+    `megatron-mtp sample` writes PREFIX.answers.npy, where every answer begins and ends. The masks of all MTP layers are
     shifted from the loss mask, so no MTP layer is trained on anything else either.
 
     Every document ends with the EOD 0, since Megatron puts documents one behind the other. It belongs to the answer

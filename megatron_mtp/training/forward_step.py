@@ -1,7 +1,7 @@
 """The forward step that Megatron's schedule calls for every microbatch: batch -> model -> loss function.
 
 `ForwardStep` is what `pretrain()` takes as `forward_step_func`. `get_batch` reads a rank's microbatch with Megatron's
-loader, gives it the entries of all depths, and cuts it for context parallelism.
+loader, gives it the entries of all MTP layers, and cuts it for context parallelism.
 
 Letters in names: D depths, S sequence, B batch.
 """
@@ -223,7 +223,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask",
 def get_batch(
     data_iterator: Iterator[Any] | None, vp_stage: int | None, count: int
 ) -> tuple[dict[str, Any], DepthBatch | None]:
-    """This rank's part of the next microbatch, and so many depths of it where there are labels.
+    """This rank's part of the next microbatch, with so many MTP layers' entries where there are labels.
 
     Keys are Megatron's: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask`, and of packed rows
     `cu_seqlens` and `cu_seqlens_padded`, which stay on the host. On a stage that needs no data every entry is None.

@@ -7,7 +7,7 @@ its defaults, so `--help` lists the families at once.
 rules.py         a rule between tensors of both sides, read in both directions
 family.py        Family, Depths and Layout: what a family states
 naming.py        tensors under wrong names, and what to rename
-blocks.py        rules of attention, MLPs, experts and depths
+blocks.py        rules of attention, MLPs, experts and MTP layers
 trunk.py         sizes from a config.json; rules around the layers
 trained.py       Megatron's arguments as a config.json: the form of a model that Megatron trained
 flags.py         a config.json as Megatron's flags

@@ -112,7 +112,7 @@ class Decoder:
         experts: routed experts; None if all layers are dense.
         sparse: for each layer whether it has experts.
         expert_flags: Megatron's flags of the experts, DeepSeek-V3's if the class has no others.
-        depths: the depths, whose layers are like those of the trunk; None if the class has none.
+        depths: the MTP layers, whose layers are like those of the trunk; None if the class has none.
         multipliers: factors of muP; None if the class has none.
         refused: why Megatron cannot run this model, beside what this file finds; None if nothing else hinders it.
     """

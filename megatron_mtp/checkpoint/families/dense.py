@@ -1,4 +1,4 @@
-"""Dense decoders, each class of transformers as a row; depths are attached where the class has none."""
+"""Dense decoders, each class of transformers as a row; MTP layers are attached where the class has none."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 
 def _dense_form(models: str, architecture: str, fits: Callable[[Namespace], bool]) -> TrainedForm:
-    """The form of a dense model without depths, if `fits` holds for Megatron's arguments as well."""
+    """The form of a dense model without MTP layers, if `fits` holds for Megatron's arguments as well."""
     return TrainedForm(
         models=f"dense without depths{models}",
         engines=("transformers", "vLLM", "SGLang"),

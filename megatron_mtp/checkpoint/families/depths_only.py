@@ -1,7 +1,7 @@
 """Families with MTP layers whose trunk Megatron cannot run: their layers are carried, those of the depths included.
 
-Embedding, final norm, head and the parts around the depths' layers have rules, by which depths are counted and copies
-of embedding and head are known. All else is stored unchanged: nobody can train it here.
+Embedding, final norm, head and the parts around the MTP layers' own layers have rules, by which MTP layers are counted
+and copies of embedding and head are known. All else is stored unchanged: nobody can train it here.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ NUMBERED = r"model\.(?:language_model\.)?layers\.(\d+)\."
 
 
 def _rules(depths: Depths, config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules around the layers of the trunk and of the depths."""
+    """Rules around the layers of the trunk and of the MTP layers."""
     places = depth_places(depths, config, layout)
     around = (rule for rules in depth_frames(depths, config, places) for rule in rules)
     return [*frame(config, layout, copies=places), *around]

@@ -1,7 +1,7 @@
 """Families with modules that draft whose folders do not convert: what the folders hold, for audits and refusals.
 
-Nobody can train them here, so they have no rules. What is stated is enough to count the depths, to find a lost head,
-and to say how the parts belong together. Sources: the classes of transformers, vLLM and SGLang.
+Nobody can train them here, so they have no rules. What is stated is enough to count the MTP layers, to find a lost
+head, and to say how the parts belong together. Sources: the classes of transformers, vLLM and SGLang.
 """
 
 import re
@@ -26,12 +26,12 @@ class Described:
             the folder has no MTP layers.
         frame: modules around a depth's layer, without which it drafts nothing; one with a dot at its beginning is not
             under the depth's prefix.
-        keys: config keys that hold the number of depths.
-        default: number of depths where the config has none of the keys; None if the tensors decide.
-        limit: most depths that a count means; None for no limit.
+        keys: config keys that hold the number of MTP layers.
+        default: number of MTP layers where the config has none of the keys; None if the tensors decide.
+        limit: most MTP layers that a count means; None for no limit.
         halves: which half of the projection is first.
         fed: what feeds the first depth, and each later one: the hidden state before or after the final norm.
-        published: depths of published folders whose config counts none.
+        published: MTP layers of published folders whose config counts none.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Described:
         return dict(sorted(found.items()))
 
     def lost(self, names: Iterable[str], layers: int | None) -> list[str]:
-        """What the depths lack around their layers: names of weights."""
+        """What the MTP layers lack around their layers: names of weights."""
         held = {*names}
         lost = []
         for own in self.depths(held, layers).values():

@@ -43,7 +43,7 @@ class Layout:
     """Facts that a config leaves open and the tensors of a folder decide.
 
     Attributes:
-        depths: number of MTP depths in the folder.
+        depths: number of MTP layers in the folder.
         features: names of the forms that the folder uses, out of `Family.features`.
         carried: names of the tensors that are stored unchanged, because no rule covers them.
     """
@@ -67,11 +67,11 @@ class Depths:
             trunk's prefix.
         names: HF's modules around the layer: norms of embedding and hidden state, projection, and the norm before the
             head, None without one. A name with a dot at its beginning is not under the prefix.
-        keys: config keys that hold the number of depths; an export writes the first.
-        default: number of depths where the config has none of the keys; None if the tensors alone decide.
-        published: number of depths that published folders hold without a key that counts them; 0 if one does.
-        layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all depths are alike.
-        limit: largest number of depths that a folder can hold; None for any.
+        keys: config keys that hold the number of MTP layers; an export writes the first.
+        default: number of MTP layers where the config has none of the keys; None if the tensors alone decide.
+        published: number of MTP layers that published folders hold without a key that counts them; 0 if one does.
+        layers_key: config key that holds the layers of a depth by Megatron's symbols; None if all MTP layers are alike.
+        limit: largest number of MTP layers that a folder can hold; None for any.
         carried: matches the beginning of a carried tensor's name if it is a depth's; the group is the depth's index, 0
             if it is empty, counted on from the trunk's layers where the prefix has {n}. None if no depth is carried.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
@@ -117,7 +117,7 @@ class Depths:
         return depth if depth >= 0 else None
 
     def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
-        """The name of a module in vLLM, given the number of depths: mostly the folder's own."""
+        """The name of a module in vLLM, given the number of MTP layers: mostly the folder's own."""
         if not self.served:
             return module
         # vLLM counts a layer of LongCat, which has two attentions, as two
@@ -130,13 +130,13 @@ class Depths:
         return module
 
     def stored(self, names: Iterable[str]) -> int:
-        """The number of depths among these tensor names."""
+        """The number of MTP layers among these tensor names."""
         pattern = re.compile(self.pattern)
         return len({match.group(1) for name in names if (match := pattern.search(name))})
 
 
 EITHER_COUNT = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Config keys of the number of depths where transformers' class has an alias for DeepSeek's."""
+"""Config keys of the number of MTP layers where transformers' class has an alias for DeepSeek's."""
 ONE_DEPTH = Depths(
     r"^mtp\.(fc)\.weight$",
     "mtp.layers.0.",
@@ -148,8 +148,8 @@ ONE_DEPTH = Depths(
 ATTACHED = Depths(
     r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.{k}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
 )
-"""Depths that `attach-mtp` made inside of a larger model whose text model's family has no names for any: each is a
-layer like the trunk's. transformers ignores these tensors, and the depths convert back."""
+"""MTP layers that `attach-mtp` made inside of a larger model whose text model's family has no names for any: each is a
+layer like the trunk's. transformers ignores these tensors, and they convert back."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Family:
         features: name of a form to the pattern of the tensors that show it.
         carried: patterns of tensors to store unchanged if no rule names them: vision towers, and trunk layers that
             Megatron cannot run.
-        depths: how the folders store MTP depths; None if they cannot.
-        attached: the rules with depths stored as `ATTACHED` says; None if the folders have depths, or no rule for them.
+        depths: how the folders store MTP layers; None if they cannot.
+        attached: the rules with MTP layers stored as `ATTACHED` says; None if folders have their own, or no rule.
         flags: Megatron's flags that build the model; None if Megatron cannot run the trunk.
         untrainable: why Megatron cannot run the trunk; None if it can.
         trained: the form that a model trained by Megatron takes in this family; None if there is none.
@@ -205,7 +205,7 @@ class Family:
         """The layout of a folder with these tensor names.
 
         Raises:
-            ValueError: the config names another number of depths than the folder holds, or more than the family can.
+            ValueError: the config names another number of MTP layers than the folder or the family can hold.
         """
         names = list(names)
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
@@ -221,13 +221,13 @@ class Family:
     def misnamed(self, config: HFConfig, names: Iterable[str]) -> dict[str, str]:
         """Tensors that other software finds by no name of this family, each with its right name (`naming.py`).
 
-        Depths are looked for even if the config counts none. ValueError where the rules do not fit the config.
+        MTP layers are looked for even if the config counts none. ValueError where the rules do not fit the config.
         """
         names = {*names}
         return misnamed(names, self._named(config, [unwrapped(name) for name in names], with_depths=True))
 
     def of_depths(self, config: HFConfig, names: Iterable[str]) -> frozenset[str]:
-        """The tensors of depths among these names, be the depths whole or not, or of no form that is known here."""
+        """The tensors of MTP layers among these names, be the layers whole or not, or of an unknown form."""
         names = {*names}
         of_trunk, all_named = (self._named(config, names, with_depths) for with_depths in (False, True))
         found = names & all_named | {name for name in names if OF_A_HEAD.search(name)}
@@ -236,7 +236,7 @@ class Family:
         return frozenset(found - of_trunk)
 
     def _named(self, config: HFConfig, names: Collection[str], with_depths: bool) -> set[str]:
-        """Names that the rules give to the tensors of a folder in the form of `names`, for as many depths as may be."""
+        """Names that the rules give to a folder in the form of `names`, for as many MTP layers as can be."""
         features = {name for name, pattern in self.features.items() if _any_matches(pattern, names)}
         most = 0
         if self.depths is not None and with_depths:

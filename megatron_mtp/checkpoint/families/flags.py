@@ -24,7 +24,7 @@ IGNORED_PART = "a 'partial_rotary_factor', which transformers ignores in this fa
 
 
 def hybrid_flags(config: HFConfig, pattern: str, attention: GQA) -> list[str]:
-    """Flags of a hybrid model without activation and positions; the pattern names its layers and depths."""
+    """Flags of a hybrid model without activation and positions; the pattern names the layers of trunk and MTP."""
     trunk, *depths = pattern.split("/")
     width = config.integer("intermediate_size", "moe_intermediate_size")
     return [
@@ -54,7 +54,7 @@ PLAIN = (*RMS_NORM, "--disable-bias-linear")
 
 
 def size_flags(config: HFConfig, depths: int, count: int, width: int, norms: Sequence[str] = PLAIN) -> list[str]:
-    """Flags for sizes, norms and biases of so many depths and layers, with MLPs of this width.
+    """Flags for sizes, norms and biases of so many MTP layers and trunk layers, with MLPs of this width.
 
     Raises:
         UntrainableError: Megatron cannot run the model; so in all functions of this file.

@@ -226,7 +226,7 @@ NEMOTRON_DEPTHS = Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", layers_key="m
 
 
 def puzzle_rules(config: HFConfig, layout: Layout) -> list[Rule]:
-    """Rules around the layers, of trunk and depths."""
+    """Rules around the layers, of trunk and MTP layers."""
     around = (_around(config, depth) for depth in range(layout.depths))
     return [*_nemotron_frame(config, layout), *(rule for rules in around for rule in rules)]
 

@@ -4,8 +4,8 @@
     mtp.0.main_proj.weight, mtp.2.markov_head.*         the first and the last stage of a DSpark drafter
     mtp_dspark.*                                        one as well (Mistral Large 4)
 
-A drafter has stages, not depths: it drafts a block of tokens in one pass, on states of several layers of the trunk. No
-count of MTP layers includes it. Config keys and tensors both show it; one without the other is a fault.
+A drafter has stages, not MTP layers: it drafts a block of tokens in one pass, on states of several layers of the trunk.
+No count of MTP layers includes it. Config keys and tensors both show it; one without the other is a fault.
 """
 
 import re

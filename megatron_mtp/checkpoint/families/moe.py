@@ -1,4 +1,4 @@
-"""Decoders with routed experts, each class of transformers as a row; depths are attached where the class has none.
+"""Decoders with routed experts, each class of transformers as a row; MTP layers are attached where the class has none.
 
 gpt-oss: attention sinks, windows in every second layer, experts with biases whose gate and up stand in turn.
 """

@@ -24,11 +24,11 @@ class TrainedForm:
 
     Attributes:
         models: which models take it, for the table in docs/conversion.md.
-        engines: engines that load such a folder with its depths.
+        engines: engines that load such a folder with its MTP layers.
         architecture: the class name by which engines recognize the model.
         keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the
             model does not fit the family.
-        fits: whether a model with these arguments and so many depths takes this form without `--family`.
+        fits: whether a model with these arguments and so many MTP layers takes this form without `--family`.
         files: further files of the folder, by name: code for a `model_type` that transformers does not have.
     """
 
@@ -91,7 +91,7 @@ def rotary_keys(args: Namespace, **others: float) -> dict[str, Any]:
 
 
 def is_dense_trunk(args: Namespace, depths: int) -> bool:
-    """True if a model has neither depths nor experts nor latent attention."""
+    """True if a model has neither MTP layers nor experts nor latent attention."""
     return not (depths or args.num_experts or args.multi_latent_attention)
 
 

@@ -1,4 +1,4 @@
-"""Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of depths."""
+"""Rules that all families share: sizes from the config, embedding, final norm, head, and the frames of MTP layers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -191,7 +191,7 @@ def frame(
     final: str = "final_layernorm",
     copies: Sequence[Place] = (),
 ) -> list[Rule]:
-    """Rules of embedding, final norm and head, with the depths' copies if the folder has them.
+    """Rules of embedding, final norm and head, with the MTP layers' copies if the folder has them.
 
     Args:
         config: the model's config.
@@ -199,7 +199,7 @@ def frame(
         prefix: HF's prefix of embedding and norm.
         embedding, norm, head: HF's names.
         final: Megatron's name of the final norm.
-        copies: places of the depths' layers, which may have copies of embedding and head.
+        copies: places of the MTP layers' own layers, which may have copies of embedding and head.
     """
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
     embeddings, heads = [f"{prefix}{embedding}.weight"], [f"{head}.weight"]

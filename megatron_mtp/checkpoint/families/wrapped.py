@@ -2,7 +2,7 @@
 
 In:  a `config.json` of one of `WRAPPERS` with a `text_config` of a known family.
 Out: that family, with the text model's names under the prefix that the folder uses, and all other tensors unchanged. If
-     the text model's family has no names for depths, attached ones have those of `ATTACHED`.
+     the text model's family has no names for MTP layers, attached ones have those of `ATTACHED`.
 """
 
 import re

@@ -33,7 +33,7 @@ def load_model(folder: Path) -> LanguageModule:
 def model_of(stored: Namespace, draft_vocabulary: Tensor | None = None) -> LanguageModule:
     """Build a model from the arguments of a checkpoint, with random weights and in evaluation mode.
 
-    `draft_vocabulary` has the ids [N] of the tokens that the depths draft; None for all.
+    `draft_vocabulary` has the ids [N] of the tokens that the MTP layers draft; None for all.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         join_world(alone=True)

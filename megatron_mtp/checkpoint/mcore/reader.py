@@ -292,7 +292,7 @@ class StoredDepths:
     """The MTP layers of a checkpoint.
 
     Attributes:
-        layers: number of physical layers; one if a repeated layer serves all depths.
+        layers: number of physical layers; one if a repeated layer serves all MTP layers.
         sequential: whether the architecture is the sequential one; None without layers.
     """
 
@@ -346,7 +346,7 @@ def absent_layers(
         drops: whether the model may have fewer layers than the checkpoint.
 
     Raises:
-        ValueError: the checkpoint has other depths than the model, and `init` is None where some are missing.
+        ValueError: the checkpoint has other MTP layers than the model, and `init` is None where some are missing.
     """
     stored = stored_depths(folder)
     if stored is None:
@@ -377,7 +377,7 @@ def absent_layers(
 
 
 def stored_draft_vocabulary(folder: Path, of_drafter: bool = False) -> Tensor | None:
-    """Ids [N] of the tokens that the depths of an iteration's checkpoint draft, or its drafter; None for all tokens."""
+    """Ids [N] of the tokens that the MTP layers or the drafter of a checkpoint draft; None for all tokens."""
     if not (folder / FORMAT).is_file():
         return (older_tensors(folder) or {}).get(DRAFT_VOCABULARY)
     reader, key = DistReader(folder), f"{DRAFTER}draft_vocabulary" if of_drafter else DRAFT_VOCABULARY

@@ -24,7 +24,7 @@ EXAMPLES = """examples:
   megatron-mtp plan --gpu H100,network=25 --gpus 256 -- $FLAGS
   megatron-mtp plan --gpu bf16=300,memory=64,bandwidth=1600,link=200,network=25 --gpus 16 -- $FLAGS
 
-  # what depths will add to a step that takes 2.09 s without
+  # what MTP layers will add to a step that takes 2.09 s without
   megatron-mtp plan --gpu H100 --gpus 8 --step-seconds 2.09 -- $FLAGS
 
   # with what drafting will bring, and a page of both

@@ -1,4 +1,4 @@
-"""Speed-up of drafting with K depths, from how often drafts are accepted.
+"""Speed-up of drafting with K MTP layers, from how often drafts are accepted.
 
 A round with K drafts gives 1 + a_1 + ... + a_K tokens, where a_k is the rate at which the drafts 1..k are all accepted
 (Leviathan et al., arXiv:2211.17192, section 3.1). It costs a forward of K + 1 rows a text, and K passes of a depth with
@@ -21,7 +21,7 @@ from megatron_mtp.extensions.plan.sizes import EXPERTS, LayerSizes, Model
 
 MOST = 7
 RECORD = "mtp_acceptance.json"
-"""Beside a checkpoint or an export, the acceptance of its depths."""
+"""Beside a checkpoint or an export, the acceptance of its MTP layers."""
 LAYER_SECONDS = 20e-6
 """Of a layer's launches and collectives with CUDA graphs: an assumption; `--forward-ms` gives a measured forward."""
 

@@ -7,7 +7,7 @@ are cut over expert-parallel ranks, and their optimizer over the replicas that a
 Activations: what a chunk keeps of a microbatch, times those in flight (`schedule.in_flight`).
 
 Losses: the trunk's is Megatron's, whose logits are there at once, in BF16 and in float32, unless
---mtp-linear-ce-main. The depths' logits are never: a chunk of them, the gradients of the states [N, H], and the
+--mtp-linear-ce-main. The MTP layers' logits are never: a chunk of them, the gradients of the states [N, H], and the
 smaller one of the head's gradient [V, H] in float32 and those of all logits [N, V]
 (`megatron_mtp/losses/linear_cross_entropy.py`, whose budget of a chunk `CHUNK` repeats).
 """

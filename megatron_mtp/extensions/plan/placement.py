@@ -1,8 +1,8 @@
 """Which layers every stage of a pipeline holds.
 
 A placement is a list of chunks in the order of the model. With p pipeline ranks, chunk c is on rank c % p, as in
-Megatron's interleaved schedule. All depths are in one chunk, and only in the last virtual stage of a rank other than
-the first (`PipelineParallelLayerLayout.validate_layer_layout`).
+Megatron's interleaved schedule. All MTP layers are in one chunk, and only in the last virtual stage of a rank other
+than the first (`PipelineParallelLayerLayout.validate_layer_layout`).
 
     Et|tt|tmL      E embedding, t a layer of the trunk, m a depth, L head and losses
 """
@@ -16,7 +16,7 @@ from megatron_mtp.extensions.plan.launch import Line, inner_of, stages_of, trunk
 
 @dataclass(frozen=True)
 class StageChunk:
-    """A stage, virtual or not: trunk layers from `first` up to `end`, depths, embedding, head and losses."""
+    """A stage, virtual or not: trunk layers from `first` up to `end`, MTP layers, embedding, head and losses."""
 
     first: int
     end: int
@@ -69,7 +69,7 @@ def of_counts(counts: Sequence[int], depths: int, ranks: int, alone: bool = Fals
 
 
 def even(layers: int, depths: int, ranks: int, virtual: int) -> Placement:
-    """Layers spread evenly, the first chunks having one more; depths, head and losses on the last chunk."""
+    """Layers spread evenly, the first chunks having one more; MTP layers, head and losses on the last chunk."""
     chunks = ranks * virtual
     return of_counts([layers // chunks + (number < layers % chunks) for number in range(chunks)], depths, ranks)
 
@@ -78,7 +78,7 @@ def of_line(line: Line, layers: int) -> Placement:
     """The placement that a launch line gives.
 
     Raises:
-        ValueError: the stages do not fit the layers, the depths or the ranks.
+        ValueError: the stages do not fit the layers, the MTP layers or the ranks.
     """
     ranks, virtual, depths = line.pipeline_model_parallel_size, line.chunks, line.mtp_num_layers or 0
     if line.pipeline_model_parallel_layout is not None:

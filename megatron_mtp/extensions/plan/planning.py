@@ -1,8 +1,8 @@
-"""Placements of D = 0..4 depths beside each other, and the one that is recommended.
+"""Placements of D = 0..4 MTP layers beside each other, and the one that is recommended.
 
-Every number of depths has up to four placements: the line's own, the naive one (layers spread evenly, depths on the
-last stage), a last stage with fewer layers, and a stage of the depths' own. The recommended one is the fastest of those
-that fit the card's memory.
+Every number of MTP layers has up to four placements: the line's own, the naive one (layers spread evenly, MTP layers on
+the last stage), a last stage with fewer layers, and a stage of the MTP layers' own. The recommended one is the fastest
+of those that fit the card's memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ MOST_DEPTHS = 4
 
 @dataclass(frozen=True)
 class Option:
-    """A placement of so many depths, with its memory and time."""
+    """A placement of so many MTP layers, with its memory and time."""
 
     depths: int
     name: str
@@ -43,7 +43,7 @@ class Plan:
 
     Attributes:
         words: of the launch line.
-        depths: the number of depths that is planned for.
+        depths: the number of MTP layers that is planned for.
     """
 
     words: tuple[str, ...]
@@ -54,13 +54,13 @@ class Plan:
     options: tuple[Option, ...]
 
     def of(self, depths: int, name: str | None = None) -> list[Option]:
-        """The options of so many depths, the fastest first; of one name if it is given."""
+        """The options of so many MTP layers, the fastest first; of one name if it is given."""
         found = [one for one in self.options if one.depths == depths and name in (None, one.name)]
         return sorted(found, key=lambda one: (not one.fits, one.time.seconds))
 
     @property
     def recommended(self) -> Option:
-        """The fastest option of the planned depths that fits; the fastest of all if none does."""
+        """The fastest option of the planned MTP layers that fits; the fastest of all if none does."""
         return self.of(self.depths)[0]
 
     @property
@@ -70,7 +70,7 @@ class Plan:
         return 1 - self.recommended.time.seconds / naive
 
     def overhead(self, depths: int) -> float:
-        """The part of a step without depths that so many add, each with its best placement."""
+        """The part of a step without MTP layers that so many add, each with its best placement."""
         return self.of(depths)[0].time.seconds / self.of(0)[0].time.seconds - 1
 
     @property
@@ -87,7 +87,7 @@ def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None,
         card: every GPU of the job.
         gpus: their number.
         depths: to plan for (None: the line's, or 1).
-        seconds: a measured step of the line without depths, which all but head and losses is scaled to.
+        seconds: a measured step of the line without MTP layers, which all but head and losses is scaled to.
 
     Raises:
         ValueError: the line lacks a size, or does not fit the GPUs.
@@ -102,7 +102,7 @@ def plan(words: Sequence[str], card: Card, gpus: int, depths: int | None = None,
 
 
 def with_depths(line: Line, depths: int) -> Line:
-    """The line with so many depths, its own placement taken out where it has another number of them."""
+    """The line with so many MTP layers, its own placement taken out where it has another number of them."""
     if line.hybrid_layer_pattern is not None:
         pattern = line.hybrid_layer_pattern
         changed = replace(line, hybrid_layer_pattern="/".join([trunk_of(pattern), *[inner_of(pattern)] * depths]))
@@ -121,7 +121,7 @@ def with_depths(line: Line, depths: int) -> Line:
 
 
 def calibrated(line: Line, card: Card, gpus: int, seconds: float) -> float:
-    """The factor of all but head and losses with which a step without depths takes so many seconds, by bisection.
+    """The factor of all but head and losses with which a step without MTP layers takes so many seconds, by bisection.
 
     Raises:
         ValueError: the head alone takes longer.
@@ -180,7 +180,7 @@ def _placements(line: Line, changed: Line, model: Model, clock: Clock) -> Iterat
     if (lighter := balanced(loads, depths, ranks, virtual)) not in seen:
         seen.add(lighter)
         yield LIGHTER, lighter
-    # Megatron has a stage of their own for depths of a GPT alone, and not on the first rank.
+    # Megatron has a stage of their own for MTP layers of a GPT alone, and not on the first rank.
     if depths and line.hybrid_layer_pattern is None and ranks > 2:
         yield ALONE, balanced(loads, depths, ranks, virtual, alone=True)
 

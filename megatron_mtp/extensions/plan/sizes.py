@@ -130,19 +130,19 @@ class Model:
 
     @property
     def drafted(self) -> int:
-        """Entries of the vocabulary that depths have a loss on."""
+        """Entries of the vocabulary that MTP layers have a loss on."""
         return self.line.mtp_draft_vocab_size or self.line.vocabulary
 
     @property
     def stored_depths(self) -> int:
-        """Depths with weights of their own."""
+        """MTP layers with weights of their own."""
         if self.line.mtp_use_repeated_layer:
             return min(self.line.depths, 1)
         return self.line.mtp_num_layers or 0
 
     @property
     def size(self) -> int:
-        """Parameters of everything, depths too."""
+        """Parameters of everything, MTP layers too."""
         tables = self.table * (2 if self.line.untie_embeddings_and_output_weights else 1)
         final = _norm(self.line, self.line.whole("hidden_size"))
         return sum(layer.size for layer in self.layers) + tables + final + self.depth.size * self.stored_depths

@@ -5,7 +5,7 @@ of the pairs of a sequence. What stands between products is as fast as memory: e
 `Reached.passes` times. A collective of B bytes over n ranks takes B (n - 1) / n / link; what overlaps with computation
 counts as far as it is longer.
 
-The trunk's head has one product forward and two backward. The depths' head has all three in the forward pass, where
+The trunk's head has one product forward and two backward. The MTP layers' head has all three in the forward pass, where
 their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (docs/design.md).
 """
 
@@ -176,7 +176,7 @@ class Clock:
         return cost.times(self.slower)
 
     def losses(self, depths: int) -> PassCost:
-        """The trunk's head and loss, and those of so many depths."""
+        """The trunk's head and loss, and those of so many MTP layers."""
         line, cost = self.model.line, PassCost()
         tensor, hidden, tokens = line.tensor_model_parallel_size, line.whole("hidden_size"), tokens_of(line)
         rate = self.card.bf16 * self.card.reached.head
@@ -223,7 +223,7 @@ class Clock:
         return Loads(layers, self.embedding().total, depth, self.losses(line.depths).total)
 
     def hop(self, placement: Placement) -> float:
-        """A state's way to the next stage; from a stage of depths the states of all go."""
+        """A state's way to the next stage; from a stage of MTP layers the states of all go."""
         line = self.model.line
         if placement.ranks == 1:
             return 0.0

@@ -1,7 +1,7 @@
 """Charts of a page, and their drawing.
 
-With one run, the depths share a chart and have a color each. With several, every figure has a chart of its own, where
-the runs have a color each. All charts have the same steps, and charts of one kind the same values, on their axes.
+With one run, the MTP layers share a chart and have a color each. With several, every figure has a chart of its own,
+where the runs have a color each. All charts have the same steps, and charts of one kind the same values, on their axes.
 """
 
 import math

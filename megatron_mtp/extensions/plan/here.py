@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def card_here(model: Model, clock: ReadSeconds = time.perf_counter) -> Card:
 
     def measured() -> tuple[float, ...]:
         return (
-            sum(_product(tokens, *shape, clock) for shape in shapes),
-            _product(tokens, hidden, line.vocabulary, clock),
+            _products(tokens, shapes, clock),
+            _products(tokens, [(hidden, line.vocabulary)], clock),
             _attention(layer, model, clock),
             _copies(tokens, [columns for _, columns in shapes], clock),
             _between(model, clock),
@@ -61,15 +62,19 @@ def _timed(work: Callable[[], object], clock: ReadSeconds) -> float:
     return median(spent[1:])
 
 
-def _product(tokens: int, rows: int, columns: int, clock: ReadSeconds) -> float:
-    """Seconds of a product with a weight, forward and backward."""
-    states, weight, gradient = (torch.randn(shape) for shape in ((tokens, rows), (columns, rows), (tokens, columns)))
-    total = torch.zeros(columns, rows)
+def _products(tokens: int, shapes: Iterable[tuple[int, int]], clock: ReadSeconds) -> float:
+    """Seconds of products with weights, forward and then backward, as a layer has them: caches hold none of it."""
+    made = [
+        tuple(torch.randn(shape) for shape in ((tokens, rows), (columns, rows), (tokens, columns), (columns, rows)))
+        for rows, columns in shapes
+    ]
 
     def work() -> None:
-        torch.mm(states, weight.t())
-        torch.mm(gradient, weight)
-        total.addmm_(gradient.t(), states)
+        for states, weight, _, _ in made:
+            torch.mm(states, weight.t())
+        for states, weight, gradient, total in reversed(made):
+            torch.mm(gradient, weight)
+            total.add_(torch.mm(gradient.t(), states))
 
     return _timed(work, clock)
 
@@ -91,39 +96,57 @@ def _attention(layer: LayerSizes, model: Model, clock: ReadSeconds) -> float:
     return 3.5 * 2 * batch * length * layer.pairs * length / 2 / _timed(work, clock)
 
 
+class _Gated(torch.autograd.Function):
+    """silu(gate) up, with a backward pass of one operation after the other, as Megatron's is where nothing fuses it."""
+
+    @staticmethod
+    def forward(ctx: Any, wide_SBF: Tensor) -> Tensor:
+        ctx.save_for_backward(wide_SBF)
+        gate_SBF, up_SBF = wide_SBF.chunk(2, dim=-1)
+        return silu(gate_SBF) * up_SBF
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SBF: Tensor) -> Tensor:
+        (wide_SBF,) = ctx.saved_tensors
+        gate_SBF, up_SBF = wide_SBF.chunk(2, dim=-1)
+        slope_SBF = torch.sigmoid(gate_SBF) * (1 + gate_SBF * (1 - torch.sigmoid(gate_SBF)))
+        return torch.cat((gradient_SBF * slope_SBF * up_SBF, gradient_SBF * silu(gate_SBF)), dim=-1)
+
+
 def _between(model: Model, clock: ReadSeconds) -> float:
     """Seconds of what a layer does between its products, forward and backward, without fused kernels.
 
-    Two norms, the turning of queries and keys and their way into the order of attention, a gated activation, two sums.
+    Two norms, two sums and a gated activation; queries, keys and values cut from one product, the first two turned, and
+    all three put into the order of attention and back.
     """
     line, layer = model.line, model.layers[0]
     hidden, ffn, heads = line.whole("hidden_size"), line.ffn_hidden_size or default_width(line), layer.scores
     first = line.whole("seq_length"), line.micro_batch_size
+    width = layer.pairs // (2 * heads)
     weight, *given = (
         torch.randn(shape, requires_grad=True)
-        for shape in (
-            (hidden,),
-            (*first, hidden),
-            (*first, 2 * ffn),
-            *[(*first, heads, layer.pairs // (2 * heads))] * 2,
-        )
+        for shape in ((hidden,), (*first, hidden), (*first, 2 * ffn), (*first, heads, 3 * width))
     )
-    cosine, sine = torch.randn(2, first[0], 1, 1, layer.pairs // (2 * heads))
+    cosine, sine = torch.randn(2, first[0], 1, 1, width)
 
     def turned(one_SBNC: Tensor) -> Tensor:
         front_SBNC, back_SBNC = one_SBNC.chunk(2, dim=-1)
-        made_SBNC = one_SBNC * cosine + torch.cat((-back_SBNC, front_SBNC), dim=-1) * sine
-        return made_SBNC.permute(1, 2, 0, 3).contiguous()
+        return one_SBNC * cosine + torch.cat((-back_SBNC, front_SBNC), dim=-1) * sine
+
+    def ordered(one_SBNC: Tensor) -> Tensor:
+        return one_SBNC.permute(1, 2, 0, 3).contiguous()
 
     def work() -> None:
-        states_SBH, wide_SBF, query_SBNC, key_SBNC = given
-        gate_SBF, up_SBF = wide_SBF.chunk(2, dim=-1)
+        states_SBH, wide_SBF, mixed_SBNC = given
         normed_SBH = rms_norm(states_SBH, (hidden,), weight)
         after_SBH = states_SBH + normed_SBH
+        query_SBNC, key_SBNC, value_SBNC = mixed_SBNC.split(width, dim=-1)
+        value_BNSC = ordered(value_SBNC)
         made = (
-            silu(gate_SBF) * up_SBF,
-            turned(query_SBNC),
-            turned(key_SBNC),
+            _Gated.apply(wide_SBF),  # type: ignore[no-untyped-call]
+            ordered(turned(query_SBNC)),
+            ordered(turned(key_SBNC)),
+            value_BNSC.permute(2, 0, 1, 3).contiguous(),
             after_SBH + rms_norm(after_SBH, (hidden,), weight),
         )
         torch.autograd.backward(made, made)

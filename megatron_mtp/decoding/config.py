@@ -156,7 +156,7 @@ PROPOSERS: Registry[Any] = Registry(
     Imported(
         {
             "mtp": "megatron_mtp.decoding.proposers.mtp:Vanilla",
-            "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:Eagle",
+            "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:ReusedLayer",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
             "eagle": "megatron_mtp.decoding.proposers.eagle:EagleChain",

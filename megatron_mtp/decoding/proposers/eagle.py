@@ -4,11 +4,11 @@ A new row's input is what the trunk's forward leaves behind: the feature beside 
 for EAGLE. A drafted row's input is the drafter's own state. Trees grow anew in every step, as EAGLE-2's do.
 """
 
-from megatron_mtp.decoding.proposers.mtp import Eagle
+from megatron_mtp.decoding.proposers.mtp import ReusedLayer
 from megatron_mtp.decoding.proposers.tree import Tree
 
 
-class Eagle3Chain(Eagle):
+class Eagle3Chain(ReusedLayer):
     """Drafts a chain with an EAGLE-3 drafter."""
 
     line = "an EAGLE-3 drafter, which reads three of the trunk's layers, any K"
@@ -23,7 +23,7 @@ class Eagle3Tree(Tree):
     depths = "eagle3"
 
 
-class EagleChain(Eagle):
+class EagleChain(ReusedLayer):
     """Drafts a chain with an EAGLE drafter."""
 
     line = "an EAGLE drafter, which reads the trunk's last state, any K"

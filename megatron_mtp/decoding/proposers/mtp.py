@@ -84,7 +84,7 @@ class ParallelHeads(Vanilla):
     depths = "parallel"
 
 
-class Eagle(OneCache):
+class ReusedLayer(OneCache):
     """The first module reused for any K: its own last state and the token just drafted make its next row.
 
     Provisional rows are overwritten in the next round, by rows with the trunk's states.

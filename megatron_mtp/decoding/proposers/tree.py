@@ -1,4 +1,4 @@
-"""Trees and beams of drafts, grown with the first MTP module as `Eagle` reuses it, or with a small model.
+"""Trees and beams of drafts, grown with the first MTP module as `ReusedLayer` reuses it, or with a small model.
 
 Level 1 are candidates for the token after t_m, from the row m - 1 of the module, or the row m of a small model. A node
 to be continued becomes a row of its own: its token and, for a module, the state of the row that drafted it. All rows of
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_mtp.decoding.backend import in_tensors
 from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
-from megatron_mtp.decoding.proposers.mtp import Eagle, run
+from megatron_mtp.decoding.proposers.mtp import ReusedLayer, run
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sampling import DRAFT, draw
 
@@ -83,7 +83,7 @@ class Level:
     taken_BF: Tensor | None
 
 
-class Grower(Eagle):
+class Grower(ReusedLayer):
     """Level by level: run rows, choose their candidates, choose which of these to continue.
 
     Attributes:

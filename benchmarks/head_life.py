@@ -1,8 +1,10 @@
 """Does `attach --donor` export MTP layers that draft worse than their donor's? 24 trials, and a public failure.
 
-    python benchmarks/head_life.py                    three trunks x four corpora x two donors, and the failure
+    python benchmarks/head_life.py                    three trunks x four corpora x two donors, failure and probe
     python benchmarks/head_life.py --steps 400        longer trainings of the layers
     python benchmarks/head_life.py --quick            does it run? (the figures mean nothing)
+
+With --folder DIR texts, trunks and finished trials are kept there, and the same command goes on where it was cut.
 
 trunks    Trained here, with one MTP layer, on Python: a dense one, a deeper one with tied embeddings (of SmolLM2's
           family of shapes, in small: its weights are not needed), and one with experts.
@@ -10,6 +12,7 @@ corpora   Python as in the trunk's training; the same letters in another order, 
           with answers of prose; and code of other authors.
 donors    good: the layers that were trained with the trunk. stale: as they were at half of that training.
 failure   A published card fell from 58.6 to 49.8 % accepted by tuning the layers. Here: ce at too high a rate.
+probe     One training that is long enough for `attach` to choose learning rate and loss itself, and what that costs.
 
 What is exported is judged on text that neither the training nor its evaluations have seen: expected accepted length of
 the graft and of the export, each with the error of a bootstrap over documents. The goal is that none is below its graft
@@ -19,12 +22,13 @@ beyond twice the error of the difference.
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from megatron_mtp.acceptance import EXPECTED_LENGTH
+from megatron_mtp.files import remove, written_beside
 from megatron_mtp.runtime import prepare
+from megatron_mtp.training.run_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = (
@@ -56,8 +62,37 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 HELD_BACK = 0.2
 """Of each corpus' documents, for the judgment."""
-FAILURE = "--loss ce --learning-rate 3e-1".split()
+FAILURE = ("--loss", "ce", "--learning-rate", "3e-1")
+PROBED = 4880
+"""The least steps with which `attach` probes by default."""
 DEVIATIONS = 2
+SHARE = 0.15
+"""Of the steps of a training, what its probe and guard may cost."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A graft and its training; `flags` are further ones of `attach`."""
+
+    trunk: str
+    corpus: str
+    donor: str
+    steps: int
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its file."""
+        return "-".join((self.trunk, self.corpus, self.donor, str(self.steps), *self.flags))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A corpus to attach with, as text, and the prefixes of the tokens to train a trunk with and to judge by."""
+
+    attached: Path
+    trained: Path
+    judged: Path
 
 
 def measure(wanted: Namespace) -> Found:
@@ -69,26 +104,29 @@ def measure(wanted: Namespace) -> Found:
     quick = wanted.place == "quick"
     steps = wanted.steps or (4 if quick else 150)
     trunks = [wanted.trunk] if wanted.trunk else list(TRUNKS)
-    chosen = [(trunk, corpus, donor) for trunk in trunks for corpus in CORPORA for donor in DONORS]
+    chosen = [Trial(*each, steps) for each in product(trunks, CORPORA, DONORS)][: 1 if quick else None]
     with TemporaryDirectory(prefix="head-life-") as temporary:
-        place = Path(temporary)
-        texts = make_texts(place, 24 if quick else 160)
-        for trunk in dict.fromkeys(trunk for trunk, _, _ in chosen[: 1 if quick else None]):
+        place = Path(temporary) if wanted.folder is None else wanted.folder.absolute() / wanted.place
+        texts = make_texts(place / "texts", 24 if quick else 160)
+        for trunk in dict.fromkeys(trial.trunk for trial in chosen):
             train_trunk(place, trunk, 4 if quick else 300, texts["same"])
-        trials = [one_trial(place, *each, texts, steps) for each in chosen[: 1 if quick else None]]
-        failed = one_trial(place, trunks[0], "same", "good", texts, steps, FAILURE)
+        trials = [finished(place, trial, texts) for trial in chosen]
+        failed = finished(place, Trial(trunks[0], "same", "good", steps, FAILURE), texts)
+        probed = None if quick else finished(place, Trial(trunks[0], "code", "stale", PROBED), texts)
     exported = [trial for trial in trials if trial["exported"]]
     below = [trial for trial in exported if trial["gain"] < -trial["error"]]
     header = ("trunk", "corpus", "donor", "graft", "attached", "error of the gain", "exported", "seconds")
+    apart = [{**failed, "corpus": "same, ce at 0.3"}] + ([{**probed, "corpus": "code, probed"}] if probed else [])
     rows = [
         (*(trial[name] for name in ("trunk", "corpus", "donor", "before", "after", "error")),
-         "yes" if trial["exported"] else "refused", trial["seconds"])
-        for trial in [*trials, {**failed, "corpus": "same, ce at 0.3"}]
+         "yes" if trial["exported"] else "refused", round(trial["seconds"]))
+        for trial in [*trials, *apart]
     ]  # fmt: skip
     results = {
         "steps": steps,
         "trials": trials,
         "failure": failed,
+        "probe": probed,
         "refused": len(trials) - len(exported),
         "median gain of exports": statistics.median(trial["gain"] for trial in exported) if exported else 0.0,
         "median seconds": statistics.median(trial["seconds"] for trial in trials),
@@ -97,15 +135,34 @@ def measure(wanted: Namespace) -> Found:
         Goal("exports below their graft beyond the error", float(len(below)), 0),
         Goal("exports of the failure replayed", float(failed["exported"]), 0),
     ]
-    return Found(results, goals, [Table("expected accepted length on text that nothing has seen", header, rows)])
+    if probed:
+        spent = probed["steps and evaluated batches"]
+        goals.append(Goal("share of probe and guard", (spent["probe"] + spent["guard"]) / spent["training"], SHARE))
+    return Found(
+        results,
+        goals,
+        [Table("expected accepted length on text that nothing has seen", header, rows)],
+        {} if probed else {"the probe": "its training is too long for --quick"},
+    )
 
 
-def make_texts(place: Path, documents: int) -> dict[str, tuple[Path, Path]]:
-    """A corpus to attach with and one to judge by, of every kind; and the tokenizer of all."""
+def make_texts(folder: Path, documents: int) -> dict[str, Texts]:
+    """Texts of every kind, some of whose documents are for the judgment alone; and the tokenizer of all."""
+    if not folder.exists():
+        with written_beside(folder) as beside:
+            write_texts(beside, documents)
+    return {
+        kind: Texts(folder / f"{kind}.jsonl", folder / kind / "corpus", folder / kind / "judged") for kind in CORPORA
+    }
+
+
+def write_texts(folder: Path, documents: int) -> None:
+    """Write them into a new folder."""
     import torch
 
     from megatron_mtp.data.tokenizer import train_bpe
 
+    folder.mkdir(parents=True)
     ours = [file.read_text() for file in sorted((ROOT / "megatron_mtp").rglob("*.py"))]
     theirs = [file.read_text() for file in sorted(Path(torch.__file__).parent.joinpath("nn").rglob("*.py"))]
     prose = [part for file in sorted((ROOT / "docs").glob("*.md")) for part in pieces(file.read_text())]
@@ -117,20 +174,21 @@ def make_texts(place: Path, documents: int) -> dict[str, tuple[Path, Path]]:
         "chat": [json.dumps({"messages": chat_of(part)}) for part in prose],
         "code": [part for text in theirs for part in pieces(text)],
     }
-    train_bpe([*kinds["same"][:200], *prose[:200]], 512, place / "tokenizer")
-    settings = place / "tokenizer" / "tokenizer_config.json"
+    train_bpe([*kinds["same"][:200], *prose[:200]], 512, folder / "tokenizer")
+    settings = folder / "tokenizer" / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
-    found = {}
-    for name, parts in kinds.items():
+    for kind, parts in kinds.items():
         random.Random(2).shuffle(parts)
         parts = parts[:documents]
         cut = int(len(parts) * HELD_BACK)
-        files = (place / f"{name}.jsonl", place / f"{name}-judged.jsonl")
-        for file, chosen in zip(files, (parts[cut:], parts[:cut]), strict=True):
-            lines = chosen if name == "chat" else [json.dumps({"text": part}) for part in chosen]
+        judged = folder / f"{kind}-judged.jsonl"
+        for file, chosen in ((folder / f"{kind}.jsonl", parts[cut:]), (judged, parts[:cut])):
+            lines = chosen if kind == "chat" else [json.dumps({"text": part}) for part in chosen]
             file.write_text("\n".join(lines) + "\n")
-        found[name] = files
-    return found
+        source = "--chat" if kind == "chat" else "--input"
+        for file, name in ((folder / f"{kind}.jsonl", "corpus"), (judged, "judged")):
+            words = [source, file, "--tokenizer", folder / "tokenizer", "--output-prefix", folder / kind / name]
+            run("preprocess", *words, "--workers", "1")
 
 
 def pieces(text: str, size: int = 1200) -> list[str]:
@@ -144,72 +202,74 @@ def chat_of(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked or "?"}, {"role": "assistant", "content": answer or text}]
 
 
-def train_trunk(place: Path, trunk: str, steps: int, text: tuple[Path, Path]) -> None:
+def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
     """A trunk with its layer at half of the training and at its end, and the latter as a Hugging Face folder."""
-    data, saved = place / "corpus", place / trunk / "checkpoint"
-    words = ["--input", text[0], "--tokenizer", place / "tokenizer", "--output-prefix", data, "--workers", "1"]
-    run("preprocess", *words)
-    flags = [
-        *SHARED,
-        *TRUNKS[trunk].split(),
-        "--data-path",
-        data,
-        "--split",
-        "1",
-        "--tokenizer-model",
-        place / "tokenizer",
-    ]
-    flags += ["--train-iters", steps, "--save", saved, "--save-interval", steps // 2, "--eval-interval", steps]
+    folder, tokenizer = place / trunk, place / "texts" / "tokenizer"
+    mark = folder / "finished"
+    if mark.exists():
+        return
+    remove(folder)  # of a run that was cut
+    flags = [*SHARED, *TRUNKS[trunk].split(), "--data-path", text.trained, "--split", "1"]
+    flags += ["--tokenizer-model", tokenizer, "--save", folder / "checkpoint"]
+    flags += ["--train-iters", steps, "--save-interval", steps // 2, "--eval-interval", steps]
     run("train", *flags)
-    run("convert", "drop-mtp", saved, place / trunk / "trunk")
-    run("convert", "mcore-to-hf", place / trunk / "trunk", place / trunk / "hf", "--tokenizer", place / "tokenizer")
+    run("convert", "drop-mtp", folder / "checkpoint", folder / "trunk")
+    run("convert", "mcore-to-hf", folder / "trunk", folder / "hf", "--tokenizer", tokenizer)
+    mark.touch()
 
 
-def one_trial(
-    place: Path,
-    trunk: str,
-    corpus: str,
-    donor: str,
-    texts: dict[str, tuple[Path, Path]],
-    steps: int,
-    flags: list[str] | None = None,
-) -> dict[str, Any]:
+def finished(place: Path, trial: Trial, texts: dict[str, Texts]) -> dict[str, Any]:
+    """The record of a trial, which is run unless it has been."""
+    file = place / "trials" / f"{trial.name}.json"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        folder = place / "runs" / trial.name
+        remove(folder)  # of a run that was cut
+        record = run_trial(place, folder, trial, texts[trial.corpus])
+        with written_beside(file) as beside:
+            beside.write_text(json.dumps(record))
+        remove(folder)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str, Any]:
     """Graft, attach and export as `attach --donor` does, step by step; then judge graft and result on other text."""
-    began, folder = time.monotonic(), place / "runs" / "-".join((trunk, corpus, donor, *(flags or [])))
-    iterations = sorted((place / trunk / "checkpoint").glob("iter_*"))
-    given = [place / trunk / "hf", texts[corpus][0], folder, "--donor", iterations[-1 if donor == "good" else 0]]
-    given += ["--steps", steps, "--sequence", 64, "--batch", 8, "--float32", "--split", "75,25,0"]
-    given += ["--evaluated-batches", max(steps // 40, 1), *(flags or [])]
-    for step in ("corpus", "start", "before", "train"):
+    began = time.monotonic()
+    iterations = sorted((place / trial.trunk / "checkpoint").glob("iter_*"))
+    donor = iterations[-1 if trial.donor == "good" else 0]
+    given = [place / trial.trunk / "hf", text.attached, folder, "--donor", donor]
+    given += ["--steps", trial.steps, "--sequence", 64, "--batch", 8, "--float32", "--split", "75,25,0"]
+    probes = trial.steps >= PROBED
+    given += [*trial.flags, *([] if probes else ["--evaluated-batches", max(trial.steps // 40, 1)])]
+    for step in ("corpus", "start", "before"):
         run("attach", *given, "--only", step)
+    while probes and not (folder / "probe.json").exists():  # a candidate each, and last the table
+        run("attach", *given, "--only", "probe")
+    run("attach", *given, "--only", "train")
     is_exported = run("attach", *given, "--only", "export", may_fail=True) == 0
     seconds = time.monotonic() - began
-    before, after = (judged(place, folder / name, corpus, texts) for name in ("start", "checkpoint"))
+    before, after = (judged(place, folder / name, text) for name in ("start", "checkpoint"))
     error = DEVIATIONS * (before["error"] ** 2 + after["error"] ** 2) ** 0.5
-    shutil.rmtree(folder)
-    trial = {
-        "trunk": trunk,
-        "corpus": corpus,
-        "donor": donor,
+    record = {
+        **asdict(trial),
         "before": before[EXPECTED_LENGTH],
         "after": after[EXPECTED_LENGTH],
         "gain": after[EXPECTED_LENGTH] - before[EXPECTED_LENGTH],
         "error": error,
         "exported": is_exported,
         "seconds": seconds,
+        "steps taken": read_rows(folder)[-1]["iteration"],
     }
-    print(json.dumps(trial), file=sys.stderr, flush=True)
-    return trial
+    if probes:
+        record |= json.loads((folder / "probe.json").read_text())
+    print(json.dumps(record), file=sys.stderr, flush=True)
+    return record
 
 
-def judged(place: Path, checkpoint: Path, corpus: str, texts: dict[str, tuple[Path, Path]]) -> dict[str, Any]:
+def judged(place: Path, checkpoint: Path, text: Texts) -> dict[str, Any]:
     """The record of an evaluation on text that was held back."""
-    data = place / f"{corpus}-judged"
-    source = "--chat" if corpus == "chat" else "--input"
-    if not data.with_suffix(".idx").exists():
-        words = [source, texts[corpus][1], "--tokenizer", place / "tokenizer", "--output-prefix", data]
-        run("preprocess", *words, "--workers", "1")
-    flags = ["--load", checkpoint, "--data-path", data, "--tokenizer-model", place / "tokenizer"]
+    flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
     run("evaluate", *flags, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8)
     found: dict[str, Any] = json.loads((checkpoint / "mtp_acceptance.json").read_text())
     return found
@@ -250,4 +310,6 @@ def _status(work: Callable[[], int]) -> int:
 if __name__ == "__main__":
     steps = {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"}
     trunk = {"choices": [*TRUNKS], "help": "this one alone"}
-    main(measure, __doc__, flags={"--steps": steps, "--trunk": trunk})
+    kept = "texts, trunks and finished trials are kept there, and a cut run goes on; default: a temporary folder"
+    folder = {"type": Path, "metavar": "DIR", "help": kept}
+    main(measure, __doc__, flags={"--steps": steps, "--trunk": trunk, "--folder": folder})

@@ -13,7 +13,7 @@ from tiers import tiered
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import harness, latency
+from benchmarks import harness, head_life, latency
 from benchmarks.harness import Goal, Peak, compare, interleave, rounds
 
 REPOSITORY = Path(__file__).parents[2]
@@ -133,3 +133,22 @@ def test_a_latency_is_told_by_its_first_and_last_token() -> None:
     assert latency.Answer(1.0, 1.0, 1).figures()[1] == 0
     with pytest.raises(SystemExit, match="--server is missing; give the URL of a server"):
         latency.latency(Namespace(quick=False, server=None))
+
+
+def test_a_finished_trial_is_kept_and_a_cut_one_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, left_by_the_cut = head_life.Trial("dense", "same", "good", 4), []
+
+    def run_trial(_: Path, folder: Path, *__: Any) -> dict[str, Any]:
+        left_by_the_cut.append(folder.exists())
+        folder.mkdir(parents=True)
+        if len(left_by_the_cut) == 1:
+            raise KeyboardInterrupt
+        return {"gain": 0.5}
+
+    monkeypatch.setattr(head_life, "run_trial", run_trial)
+    texts: Any = {"same": None}
+    with pytest.raises(KeyboardInterrupt):
+        head_life.finished(tmp_path, trial, texts)
+    assert [head_life.finished(tmp_path, trial, texts) for _ in range(2)] == [{"gain": 0.5}] * 2
+    assert left_by_the_cut == [False, False]
+    assert not (tmp_path / "runs" / trial.name).exists()

@@ -141,9 +141,19 @@ def measure(wanted: Namespace) -> Found:
     return Found(
         results,
         goals,
-        [Table("expected accepted length on text that nothing has seen", header, rows)],
+        [Table("expected accepted length on text that nothing has seen", header, rows), by_corpus(trials)],
         {} if probed else {"the probe": "its training is too long for --quick"},
     )
+
+
+def by_corpus(trials: list[dict[str, Any]]) -> Table:
+    """A row for each trunk and donor: from the graft's length to that of the attached layers."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for trial in trials:
+        lengths = f"{trial['before']:.2f} to {trial['after']:.2f}{'' if trial['exported'] else ', refused'}"
+        rows.setdefault((trial["trunk"], trial["donor"]), {})[trial["corpus"]] = lengths
+    cells = [[*row, *(found.get(corpus) for corpus in CORPORA)] for row, found in rows.items()]
+    return Table("from the graft to the attached layers", ("trunk", "donor", *CORPORA), cells)
 
 
 def make_texts(folder: Path, documents: int) -> dict[str, Texts]:

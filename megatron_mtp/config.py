@@ -24,6 +24,9 @@ DRAFTER_SETTINGS = (
 )
 """What a model with a drafter is built from."""
 
+SHARED_KEYS = ("mtp_repeated_layer_shares_kv", "mtp_repeated_layer_first_pass_kv")
+"""Ways in which later passes of a repeated layer attend to pass 1's keys and values."""
+
 BESIDE_MTP = "drafter_beside_mtp"
 """The argument that says whether a drafter stands beside MTP layers, and not in their place."""
 
@@ -155,6 +158,11 @@ class MTPConfig:
         False,
         "Let later passes of a repeated layer attend to the keys and values that pass 1 made from the trunk's states, "
         "as an engine's drafts do that reuses one layer (method mtp_eagle). Default: every pass to its own.",
+    )
+    mtp_repeated_layer_first_pass_kv: bool = _flag(
+        False,
+        "Let later passes of a repeated layer attend to the keys and values of pass 1 alone, as GLM-5.2's head does "
+        "(method mtp_eagle). Default: every pass to its own.",
     )
     mtp_train_only: bool = _flag(
         False,

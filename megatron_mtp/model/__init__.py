@@ -25,7 +25,7 @@ initialize.py        depths that a checkpoint lacks: random, or a copy of the tr
 rope.py              rotary modules at any positions
 attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks
 latent_attention.py  MLA without a norm of queries that are not compressed, and without TE
-shared_keys.py       passes of a repeated layer that attend to pass 1's keys (--mtp-repeated-layer-shares-kv)
+shared_keys.py       passes of a repeated layer that attend to pass 1's keys, with a chain of their own or without
 norms.py             RMSNorm and LayerNorm for machines without TE
 linear.py            projections to the latent of experts and back, for machines without TE
 packed_rows.py       where the documents of a packed row start and end

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_mtp.config import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
+    SHARED_KEYS,
     HeadSettings,
     MTPConfig,
     add_yarn_arguments,
@@ -116,7 +117,8 @@ MODEL_ARGUMENTS = [
     "moe_router_load_balancing_type moe_aux_loss_coeff moe_shared_expert_intermediate_size moe_shared_expert_gate "
     "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
     "hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups "
-    "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv mtp_architecture vocab_size "
+    "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv "
+    "mtp_repeated_layer_first_pass_kv mtp_architecture vocab_size "
     "drafter drafter_beside_mtp drafter_steps drafter_layers drafter_ffn_hidden_size "
     "drafter_num_layers drafter_mask_token drafter_markov_rank "
     "drafter_num_attention_heads drafter_num_query_groups drafter_kv_channels drafter_norm_epsilon drafter_rotary_base "
@@ -218,10 +220,11 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
     if args.mtp_num_layers is not None:
         config.transformer.mtp_num_layers = trained_depths(args)  # the model has a depth for every pass
     of_drafter = (*DRAFTER_SETTINGS, "drafter_steps") if getattr(args, "drafter", None) is not None else ()
+    shared: dict[str, Any] = {name: bool(getattr(args, name, False)) for name in SHARED_KEYS}
     config.mtp = MTPConfig(
         mtp_architecture=getattr(args, "mtp_architecture", None) or "sequential",
         mtp_unroll=getattr(args, "mtp_unroll", None),
-        mtp_repeated_layer_shares_kv=bool(getattr(args, "mtp_repeated_layer_shares_kv", False)),
+        **shared,
         **{name: value for name in of_drafter if (value := getattr(args, name, None)) is not None},
     )
     config.drafter_steps = drafted_steps(args)
@@ -285,7 +288,7 @@ def as_mtp_layers(steps: int) -> dict[str, Any]:
         "mtp_num_layers": 1,
         "mtp_use_repeated_layer": True,
         "mtp_unroll": steps,
-        "mtp_repeated_layer_shares_kv": False,
+        **dict.fromkeys(SHARED_KEYS, False),
         "mtp_architecture": "sequential",
         "mtp_init": None,
         "mtp_train_only": True,

@@ -35,7 +35,6 @@ from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
 from megatron_mtp.drafter_sizes import drafter_windows
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, drafter_sizes_of, symbols_of_a_layer
-from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import (
@@ -43,7 +42,7 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionLayerSubmodules,
     mtp_layer_submodules,
 )
-from megatron_mtp.model.shared_keys import SharingAttention
+from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.runtime import check_device
@@ -294,9 +293,12 @@ def _mtp_submodules(
             transformer, use_transformer_engine=use_te, normalization=transformer.normalization, vp_stage=vp_stage
         )[-1]
     submodules = mtp_layer_submodules(last_layer, config.mtp.mtp_architecture, use_te)
-    if config.mtp.mtp_repeated_layer_shares_kv:
-        submodules = replace(submodules, shares_kv=True)
-    if use_te:
-        return with_modules(submodules, PLAIN_QUERIES)
-    portable: MultiTokenPredictionLayerSubmodules = with_portable_modules(submodules, transformer)
-    return with_modules(portable, {PortableAttention: SharingAttention}) if portable.shares_kv else portable
+    of_first, has_chain = config.mtp.mtp_repeated_layer_first_pass_kv, config.mtp.mtp_repeated_layer_shares_kv
+    submodules = replace(submodules, shares_kv=of_first or has_chain, has_chain=not of_first)
+    made: MultiTokenPredictionLayerSubmodules = (
+        with_modules(submodules, PLAIN_QUERIES) if use_te else with_portable_modules(submodules, transformer)
+    )
+    if not made.shares_kv:
+        return made
+    shared: MultiTokenPredictionLayerSubmodules = with_modules(made, FIRST_PASS_ALONE if of_first else WITH_CHAIN)
+    return shared

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.drafters import EAGLE3_LAYERS
-from megatron_mtp.model.attention import PortableAttention
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.shared_keys import SharingAttention, recomputed
+from megatron_mtp.model.shared_keys import WITH_CHAIN, recomputed
 
 
 class InputNorms(torch.nn.Module):
@@ -144,7 +143,7 @@ class Eagle3Block(DrafterBlock):
     def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         own = layer_config(config, drafter)
         norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
-        spec = layer_spec(own, {PortableAttention: SharingAttention}, input_layernorm=norms)
+        spec = layer_spec(own, WITH_CHAIN, input_layernorm=norms)
         attention = spec.submodules.self_attention
         wide = replace(attention, submodules=replace(attention.submodules, linear_qkv=_from_both))
         spec = ModuleSpec(spec.module, submodules=replace(spec.submodules, self_attention=wide))

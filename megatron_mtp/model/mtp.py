@@ -37,13 +37,16 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.shared_keys import SharingAttention, sharing
+from megatron_mtp.model.shared_keys import FirstPassKeys, SharingAttention, sharing
 
 SHARDED_TF_LAYER = "transformer_layer"
 """The name of `tf_layer` in checkpoints, which Megatron's own MTP uses too."""
 
-Angles = Callable[[int], Tensor]
-"""From a number of positions to Megatron's rotary angles of all positions so many later."""
+Turns = Tensor | tuple[Tensor, Tensor]
+"""Megatron's rotary angles of all positions, or those of queries and of keys."""
+
+Angles = Callable[[int], Turns]
+"""From a number of positions to the angles of a pass whose queries stand so many positions later."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class MultiTokenPredictionLayerSubmodules:
 
     `tf_layer` is one transformer layer, or a stack of layers with the interface of one; `sharded_name` is its name in
     checkpoints, which are those of Megatron's own MTP. With `shares_kv` later passes of a repeated layer attend to pass
-    1's keys and values; a layer that is trained so has `SharingAttention`.
+    1's keys and values, and if `has_chain` to those of their own chain (shared_keys.py).
     """
 
     tf_layer: ModuleSpec
@@ -62,6 +65,7 @@ class MultiTokenPredictionLayerSubmodules:
     eh_proj: type | None = None
     sharded_name: str = SHARDED_TF_LAYER
     shares_kv: bool = False
+    has_chain: bool = True
 
 
 def mtp_layer_submodules(
@@ -85,7 +89,7 @@ class AttentionInputs:
     """The inputs of a transformer layer beside its hidden state: the same for every depth of a microbatch."""
 
     attention_mask: Tensor | None = None
-    rotary_pos_emb: Tensor | None = None
+    rotary_pos_emb: Turns | None = None
     rotary_pos_cos: Tensor | None = None
     rotary_pos_sin: Tensor | None = None
     packed_seq_params: PackedSeqParams | None = None
@@ -270,10 +274,24 @@ class MultiTokenPredictionLayer(MegatronModule):
         attention: AttentionInputs,
         padding_mask_BS: Tensor | None,
     ) -> Tensor:
+        keeper: Any = getattr(self.tf_layer, "self_attention", None)
+        passes = keeper.passes if isinstance(keeper, FirstPassKeys) else None
+        inputs = self.config, self.tp_group, hidden_SBH, embedded_SBH, padding_mask_BS
+
         def run(hidden: Tensor, embedded: Tensor | None, mask: Tensor | None) -> Tensor:
             return self._run(hidden, embedded, attention, mask)
 
-        return checkpointed(run, self.config, self.tp_group, hidden_SBH, embedded_SBH, padding_mask_BS)
+        if passes is None:
+            return checkpointed(run, *inputs)
+        number = len(passes) + 1
+
+        def run_pass(hidden: Tensor, embedded: Tensor | None, mask: Tensor | None, *first: Tensor) -> Any:
+            with keeper.at_pass(number, first) as kept:
+                return run(hidden, embedded, mask), *kept[-1]
+
+        state_SBH, *first = checkpointed(run_pass, *inputs, *(passes[0] if passes else ()))
+        passes.append(tuple(first))
+        return state_SBH
 
     def _run(
         self,
@@ -321,6 +339,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the depths in checkpoints;
             None where they draft all tokens.
         shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
+        has_chain: whether they attend to those of their own chain too.
         drafter: settings of a drafter (`drafter.py`); None of MTP layers.
         absent: beginnings of the names of what the checkpoint that is about to be loaded lacks of the block.
     """
@@ -343,13 +362,13 @@ class MultiTokenPredictionBlock(MegatronModule):
         self.depths = config.mtp_num_layers
         self.groups, self.tp_group = pg_collection, pg_collection.tp
         self.sequential = submodules.eh_proj is not None
-        self.shares_kv = submodules.shares_kv
+        self.shares_kv, self.has_chain = submodules.shares_kv, submodules.has_chain
         physical = 1 if config.mtp_use_repeated_layer else self.depths
         with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
             self.layers = torch.nn.ModuleList(
                 self.make_layer(submodules, number, pg_collection, vp_stage) for number in range(1, physical + 1)
             )
-        self._sharing = [module for module in self.modules() if isinstance(module, SharingAttention)]
+        self._sharing = [one for one in self.modules() if isinstance(one, SharingAttention | FirstPassKeys)]
         if config.mtp_detach_heads:
             for parameter in self.parameters():
                 parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
@@ -379,11 +398,17 @@ class MultiTokenPredictionBlock(MegatronModule):
     def later_angles(self, trunk: "TrunkOutput") -> Angles | None:
         """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
         attention = trunk.attention
-        if not self.shares_kv or attention.rotary_pos_emb is None:
+        of_keys = attention.rotary_pos_emb
+        if not self.shares_kv or not isinstance(of_keys, Tensor):
             return None
         is_packed = attention.packed_seq_params is not None
-        whole = (1 if is_packed else self.groups.cp.size()) * attention.rotary_pos_emb.size(0)
-        return lambda later: trunk.angles(whole, offset=later, packed_seq=is_packed)
+        whole = (1 if is_packed else self.groups.cp.size()) * of_keys.size(0)
+
+        def turned(later: int) -> Turns:
+            of_queries = trunk.angles(whole, offset=later, packed_seq=is_packed)
+            return of_queries if self.has_chain else (of_queries, of_keys)
+
+        return turned
 
     def _mixer(self, batch: DepthBatch) -> "Mixer | None":
         """The mixer of this rank's positions, which sequence parallelism cuts once more."""
@@ -430,9 +455,10 @@ class MultiTokenPredictionBlock(MegatronModule):
             ValueError: passes were trained to share keys, and the layer's attention cannot do that.
         """
         if self.shares_kv and not self._sharing:
+            shares, whose = ("shares", "Transformer Engine's") if self.has_chain else ("first-pass", "this kind of")
             raise ValueError(
-                "the depths were trained with --mtp-repeated-layer-shares-kv, which Transformer Engine's attention "
-                "cannot do; build the model with --transformer-impl local."
+                f"the depths were trained with --mtp-repeated-layer-{shares}-kv, which {whose} attention cannot do; "
+                "build the model with --transformer-impl local."
             )
         masks = own_masks(padding_mask_DBS, self.depths, self.config, self.tp_group)
         is_apart = is_apart or is_detached(self.config)
@@ -517,19 +543,14 @@ def own_masks(
     return [*padding_mask_DBS]
 
 
-def checkpointed(
-    run: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
-    config: TransformerConfig,
-    tp_group: ProcessGroup,
-    hidden_SBH: Tensor,
-    embedded_SBH: Tensor | None,
-    mask_BS: Tensor | None,
-) -> Tensor:
-    """Result of `run` on the last three arguments; the backward pass computes it again."""
+def checkpointed[T](
+    run: Callable[..., T], config: TransformerConfig, tp_group: ProcessGroup, hidden_SBH: Tensor, *others: Tensor | None
+) -> T:
+    """Result of `run` on the states and others; the backward pass computes it again."""
     if torch.is_grad_enabled() and not hidden_SBH.requires_grad:
         # Behind a detached or frozen trunk no input requires a gradient; then the output would have none either.
         hidden_SBH = hidden_SBH.detach().requires_grad_()
-    inputs = hidden_SBH, embedded_SBH, mask_BS
+    inputs = hidden_SBH, *others
     # --distribute-saved-activations would leave a slice in the input, which the losses need whole.
     distributes, rng_tracker = False, tensor_parallel.get_cuda_rng_tracker
     if config.fp8 or config.fp4:

@@ -1,28 +1,39 @@
-"""Passes of a repeated layer that share keys (--mtp-repeated-layer-shares-kv).
+"""Passes of a repeated layer that share keys: with a chain of their own, or without.
 
 Later passes attend to pass 1's keys and values, as the drafts of an engine do that reuses the layer: it runs the
 module over the known tokens with the trunk's states, one row a position, and keeps keys and values (pass 1). Then
-every step adds one row at the next position, made from the row before. So step d of the chain that starts at position
-i, which is pass d at position i in training, stands at position i + d - 1 and sees
+every step makes one row at the next position from the row before. So step d of the chain that starts at position i,
+which is pass d at position i in training, stands at position i + d - 1.
 
-    the rows of pass 1 at 0 .. i, and of passes 2 .. d those of its own chain, at i + 1 .. i + d - 1
+With --mtp-repeated-layer-shares-kv it sees the rows of pass 1 at 0 .. i, and of passes 2 .. d those of its own chain,
+at i + 1 .. i + d - 1:
 
     pass 3, i = 2      position   0    1    2    3    4
                        rows of    1    1    1    2    3          the last two started at i = 2
 
+With --mtp-repeated-layer-first-pass-kv it sees the rows of pass 1 alone, as in GLM-5.2, whose engines choose keys for
+the first draft of a step and take the same ones for all others. Later passes then need no keys and values:
+
+    pass 3, i = 2      position   0    1    2    3    4
+                       rows of    1    1    1                    the query stands at 4
+
 Without sharing, pass d at i sees the rows of pass d at 0 .. i, which no engine has: there every one of them would
-have been made from drafts. NVIDIA/Megatron-LM#6472 (for latent attention) and GLM-5.2's KVShare share pass 1's keys
-too.
+have been made from drafts. NVIDIA/Megatron-LM#6472 shares pass 1's latents without a chain too, but leaves the queries
+of all passes at position i.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mtp.model.attention import PortableAttention
+from megatron_mtp.model.latent_attention import LatentSelfAttention, PortableLatentAttention
 
 
 class SharingAttention(PortableAttention):
@@ -36,15 +47,85 @@ class SharingAttention(PortableAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         """Attend as `PortableAttention`, with queries and keys rotated to the positions of their pass."""
-        self.chain = ()
         if self.passes is not None:
             self.passes.append((key, value))
             (key, value), *self.chain = self.passes
-        return super().forward(query, key, value, *others, **named)
+        try:
+            return super().forward(query, key, value, *others, **named)
+        finally:
+            self.chain = ()
+
+
+class FirstPassKeys(MegatronModule):
+    """Put before a class of Megatron's self-attention. While passes are kept, later ones attend to pass 1's keys alone.
+
+    Any core attention will do, since the mask of all passes is the same. Keys of grouped queries are kept before they
+    are turned: Megatron turns queries and keys of a later pass by a pair of angles.
+
+    Attributes:
+        passes: pass 1's keys and values, and an empty tuple for each pass after it; None while none are kept.
+    """
+
+    passes: list[tuple[Tensor, ...]] | None = None
+
+    def get_query_key_value_tensors(self, *given: Any, **named: Any) -> tuple[Any, ...]:
+        """Megatron's tuple, with pass 1's keys and values in a later pass."""
+        query, key, value, *others = super().get_query_key_value_tensors(*given, **named)
+        if self.passes is not None:
+            # copies, since Megatron may free what it recomputes, and views hold the queries' memory as well
+            self.passes.append(() if self.passes else (key.clone(), value.clone()))
+            key, value = self.passes[0]
+        return query, key, value, *others
+
+    @contextmanager
+    def at_pass(self, number: int, first: tuple[Tensor, ...]) -> Iterator[list[tuple[Tensor, ...]]]:
+        """While this lasts, the next call is pass `number`, with keys and values `first`; yields `passes`."""
+        before, self.passes = self.passes, [first, *[()] * (number - 2)] if number > 1 else []
+        try:
+            yield self.passes
+        finally:
+            self.passes = before
+
+
+class LatentFirstPassKeys(FirstPassKeys):
+    """The same for latent attention, which turns queries and keys by angles of its own."""
+
+    rotary_pos_emb: torch.nn.Module
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb.register_forward_pre_hook(self._turn_further, with_kwargs=True)
+
+    def _turn_further(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Pass d stands d - 1 positions later; its keys are not used."""
+        return given, {**named, "offset": len(self.passes or ())}
+
+
+class RepeatedAttention(FirstPassKeys, SelfAttention):
+    """Of grouped queries."""
+
+
+class RepeatedLatentAttention(LatentFirstPassKeys, LatentSelfAttention):
+    """Of latents, on Transformer Engine's projections."""
+
+
+class PortableRepeatedLatentAttention(LatentFirstPassKeys, PortableLatentAttention):
+    """Of latents, on Megatron's projections."""
+
+
+FIRST_PASS_ALONE: dict[Any, Any] = {
+    SelfAttention: RepeatedAttention,
+    LatentSelfAttention: RepeatedLatentAttention,
+    PortableLatentAttention: PortableRepeatedLatentAttention,
+}
+WITH_CHAIN: dict[Any, Any] = {PortableAttention: SharingAttention}
+"""What stands in the spec of a repeated layer, without and with a chain of its passes' own."""
+
+Sharing = SharingAttention | FirstPassKeys
 
 
 @contextmanager
-def sharing(layers: list[SharingAttention]) -> Iterator[None]:
+def sharing(layers: Sequence[Sharing]) -> Iterator[None]:
     """Keep the passes of these layers while this lasts."""
     for layer in layers:
         layer.passes = []
@@ -52,7 +133,7 @@ def sharing(layers: list[SharingAttention]) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer.passes, layer.chain = None, ()
+            layer.passes = None
 
 
 def recomputed(layer: SharingAttention, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ from megatron_mtp.training.forward_step import is_packed
 from megatron_mtp.training.short_log import say
 
 PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
+FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     # silent: 0 or less is no count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
@@ -367,27 +368,50 @@ def _ends_with_a_depth(pattern: str) -> bool:
 
 
 def _of_shared_keys(args: Namespace) -> Sentences:
-    """Ours: several passes of a layer with our own attention."""
-    if not args.mtp_repeated_layer_shares_kv:
+    """Ours: several passes of a layer, with our own attention where they have a chain."""
+    has_chain = args.mtp_repeated_layer_shares_kv
+    if not (has_chain or args.mtp_repeated_layer_first_pass_kv):
         return
+    given = SHARES if has_chain else FIRST_PASS
+    if has_chain and args.mtp_repeated_layer_first_pass_kv:
+        yield f"{SHARES} and {FIRST_PASS} were given, with a chain of later keys and without; drop one of the two."
     if not args.mtp_use_repeated_layer or trained_depths(args) < 2:
         yield (
-            f"{SHARES} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
+            f"{given} was given, but no layer has a second pass that could share; give --mtp-use-repeated-layer and "
             "--mtp-unroll 2 or more."
         )
-    recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
-    for is_given, flag, why in (
-        (args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"),
-        (args.hybrid_layer_pattern is not None, PATTERN, "not all layers keep keys"),
-        (args.window_size is not None, "--window-size", "a chain would leave the window of its keys"),
-        (args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"),
-        (args.spec not in (None, ["local"]), "--spec", "its attention may be any"),
-        (args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"),
-        (args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"),
-    ):
+    for is_given, flag, why in (*_without_keys(args), *(_without_chain(args) if has_chain else _without_pass_1(args))):
         if is_given:
             remedy = "give --transformer-impl local" if "impl" in flag else "drop one of the two"
-            yield f"{SHARES} was given with {flag}, where {why}; {remedy}."
+            yield f"{given} was given with {flag}, where {why}; {remedy}."
+
+
+Refused = Iterator[tuple[object, str, str]]
+"""Whether something is given, what that is, and why it is refused."""
+
+
+def _without_keys(args: Namespace) -> Refused:
+    """Refused of all layers whose passes share keys."""
+    yield args.hybrid_layer_pattern is not None, PATTERN, "not all layers keep keys"
+    yield args.window_size is not None, "--window-size", "a later pass would leave the window of the keys"
+    yield args.spec not in (None, ["local"]), "--spec", "its attention may be any"
+
+
+def _without_chain(args: Namespace) -> Refused:
+    """Refused of those that share with a chain."""
+    recomputes = args.recompute_granularity == "full" or "core_attn" in (args.recompute_modules or ())
+    yield args.multi_latent_attention, "--multi-latent-attention", "keys and values are made of latents"
+    yield args.softmax_type != "vanilla", f"--softmax-type {args.softmax_type}", "a chain does not share sinks"
+    yield args.transformer_impl != "local", "--transformer-impl transformer_engine", "its attention takes no chains"
+    yield args.recompute_granularity is not None and recomputes, "recomputed attention", "keys of a pass would be lost"
+
+
+def _without_pass_1(args: Namespace) -> Refused:
+    """Refused of those that attend to pass 1's keys alone."""
+    fuses = args.multi_latent_attention and args.apply_rope_fusion
+    yield fuses, "latent attention but without --no-rope-fusion", "queries and keys have one set of angles"
+    yield args.mla_down_proj_fusion, "--mla-down-proj-fusion", "its attention is a class of its own"
+    yield args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", "keys of pass 1 are released"
 
 
 def _check_folder(flag: str, named: str | None) -> None:
@@ -420,6 +444,7 @@ def of_drafter(args: Namespace) -> dict[str, Any]:
         (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
         (is_alone and args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
         (is_alone and args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
+        (is_alone and args.mtp_repeated_layer_first_pass_kv, FIRST_PASS, "its steps attend to their own chain too"),
         (
             args.overlap_moe_expert_parallel_comm,
             "--overlap-moe-expert-parallel-comm",

@@ -31,6 +31,7 @@ _DISTILLED = (
 _CHAINED = "--mtp-loss e2e_tv --mtp-loss-weights 1,0.8,0.6 --mtp-temperature 0.7 --mtp-token-fraction 0.6"
 _UNROLLED = "--mtp-use-repeated-layer --mtp-unroll 3"
 _SHARED = f"{_UNROLLED} --mtp-repeated-layer-shares-kv"
+_FIRST_PASS = f"{_UNROLLED} --mtp-repeated-layer-first-pass-kv"
 _WHOLE_QUERIES = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
@@ -76,6 +77,9 @@ MODELS: dict[str, Model] = {
         1, f"{_SHARED} --mtp-hsm --reset-attention-mask --eod-mask-loss", "documents", passes=3
     ),
     "shared-padded-d1": Model(1, f"{_PACKED} {_SHARED} --mtp-loss e2e_tv", "padded", passes=3),
+    "first-pass-d1": Model(1, f"{_FIRST_PASS} {_RECOMPUTED}", passes=3),
+    "first-pass-latent-d1": Model(1, f"{_LATENT} {_FIRST_PASS}", attention="", passes=3),
+    "first-pass-padded-d1": Model(1, f"{_PACKED} {_FIRST_PASS} {_LATENT} {_RECOMPUTED}", "padded", "", passes=3),
     "unrolled-moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather {_UNROLLED}", passes=3),
     "hybrid-unrolled-d1": Model(1, f"--hybrid-layer-pattern M-*-/*- {_MAMBA} {_UNROLLED}", passes=3),
     "moe-d1": Model(1, f"{_EXPERTS} --moe-token-dispatcher-type allgather"),
@@ -198,6 +202,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(
         tp=2,
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
+        "first-pass-latent-d1 first-pass-d1 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
         "drafter-latent drafter-delta-spark drafter-mamba-flash"
         " drafter-windows drafter-windows-spark",
@@ -206,6 +211,7 @@ LAYOUTS: dict[str, Layout] = {
         tp=2,
         flags="--sequence-parallel",
         models="untied-d1 latent-d2 frozen-moe-d3 chained-padded-d3 moe-alltoall-d1 shared-documents-d1 distilled-d3 "
+        "first-pass-latent-d1 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
         "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-state-documents drafter-spark drafter-flash "
         "drafter-flash-documents beside-trained-d2 beside-spark-d2",
@@ -213,6 +219,7 @@ LAYOUTS: dict[str, Layout] = {
     "cp2": Layout(
         cp=2,
         models="documents-d3 padded-d1 per-token-moe-d2 shared-padded-d1 hybrid-padded-d1 tied-d3 distilled-d3 "
+        "first-pass-d1 first-pass-latent-d1 first-pass-padded-d1 "
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
         "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
         "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
@@ -222,6 +229,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2": Layout(
         pp=2,
         models="tied-d1 grouped-d3 repeated-d3 ragged-d3 tied-d3 latent-d2 shared-d1 parallel-d2 padded-vocabulary-d2 "
+        "first-pass-d1 "
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
         "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
         "drafter-delta-spark drafter-mamba-flash"
@@ -267,6 +275,7 @@ FEATURES = {
     "repeated layer": "--mtp-use-repeated-layer",
     "unrolled": "--mtp-unroll",
     "shared keys": "--mtp-repeated-layer-shares-kv",
+    "keys of pass 1": "--mtp-repeated-layer-first-pass-kv",
     "mixed states": "--mtp-h",
     "parallel heads": "--mtp-architecture parallel",
     "experts": "--num-experts",
@@ -311,7 +320,8 @@ def kinds(layout: str) -> set[str]:
 
 
 EVERY = {each for model in MODELS for each in features(model)}
-_TRIED_WITH_DP = EVERY - {"documents", "ragged", "mixed states", "shared keys", "parallel heads", "padded vocabulary"}
+_TRIED_WITH_DP = EVERY - {"documents", "ragged", "mixed states", "parallel heads", "padded vocabulary"}
+_TRIED_WITH_DP -= {"shared keys", "keys of pass 1"}
 COVERED: dict[str, set[str]] = {
     # Megatron wants sequence parallelism for experts, and as many groups as tensor ranks.
     "tp": EVERY
@@ -330,7 +340,7 @@ COVERED: dict[str, set[str]] = {
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 drafter",
     "tp2-sp": "untied-d1 frozen-moe-d3",
-    "cp2": "documents-d3 hybrid-padded-d1",
+    "cp2": "documents-d3 hybrid-padded-d1 first-pass-latent-d1",
     "pp2": "tied-d1 drafter",
     "pp2-vpp2": "untied-d3",
     "pp2-unbalanced": "hybrid-mamba-d2",

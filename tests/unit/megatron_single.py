@@ -89,6 +89,7 @@ def our_model(
     drafted: list[int] | None = None,
     tokens: int | None = None,
     shares_kv: bool = False,
+    first_pass_kv: bool = False,
     drafter_layers: tuple[int, ...] | None = None,
     drafter: dict[str, Any] | None = None,
     beside: dict[str, Any] | None = None,
@@ -96,6 +97,7 @@ def our_model(
     **changes: Any,
 ) -> GPTModel:
     settings: dict[str, Any] = {"mtp_architecture": architecture, "mtp_repeated_layer_shares_kv": shares_kv}
+    settings["mtp_repeated_layer_first_pass_kv"] = first_pass_kv
     if drafter_layers is not None:
         settings |= {"drafter": "eagle3", "drafter_layers": drafter_layers, "mtp_train_only": True, **(drafter or {})}
         changes |= {"mtp_use_repeated_layer": True}

@@ -42,6 +42,7 @@ def _no_globals_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 SHARES = "--mtp-repeated-layer-shares-kv"
+FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
 
 
 def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -102,6 +103,15 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
                 ("--recompute-granularity full --recompute-method uniform", "recomputed attention"),
                 ("--recompute-granularity selective --recompute-modules core_attn", "recomputed attention"),
             )
+        ),
+        (f"{ROPE} {MOCK} {DEPTHS} {FIRST_PASS}", f"{FIRST_PASS} was given, but no layer has a second pass"),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer {SHARES} {FIRST_PASS}",
+            f"{SHARES} and {FIRST_PASS} were given, with a chain of later keys and without; drop one",
+        ),
+        (
+            f"{ROPE} {MOCK} {DEPTHS} --mtp-use-repeated-layer {FIRST_PASS} --window-size 8,0",
+            f"{FIRST_PASS} was given with --window-size, where a later pass would leave the window",
         ),
         (f"{ROPE} {MOCK} --hybrid-context-parallel", "--hybrid-context-parallel was given"),
         (

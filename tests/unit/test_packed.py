@@ -24,7 +24,11 @@ from megatron_mtp.losses.objective import ObjectiveOutput
 pytestmark = pytest.mark.usefixtures("megatron")
 
 SHARED = {"mtp_use_repeated_layer": True, "shares_kv": True}
-KINDS = {"dense": {}, "experts": MOE, "latent attention": LATENT, "shared keys": SHARED}
+FIRST_PASS = {"mtp_use_repeated_layer": True, "first_pass_kv": True}
+KINDS = {
+    **{"dense": {}, "experts": MOE, "latent attention": LATENT, "shared keys": SHARED},
+    "latents of pass 1": {**LATENT, **FIRST_PASS},
+}
 DEPTHS = 3
 
 

@@ -73,6 +73,7 @@ class Pass:
     Attributes:
         count: number of rows.
         from_trunk: whether it continues the trunk's states of these rows, or the last states of the pass before.
+        keeps: whether its keys and values are kept; if not, its rows attend to those before row m alone.
     """
 
     depth: int
@@ -80,6 +81,7 @@ class Pass:
     count: int
     ahead: int
     from_trunk: bool
+    keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def in_tensors(sequences: Sequences, passes: Sequence[Pass]) -> tuple[list[MTPRo
         rows = places.get((one.first, one.count))
         if rows is None:
             beyond = 0 if one.first < 0 else len(passes)
-            rows = sequences.chain(sequences.newest_B + one.first, one.count, beyond)
+            rows = sequences.chain(sequences.newest_B + one.first, one.count, beyond, keeps=one.keeps)
             places[one.first, one.count] = rows
         given_SBH = rows.states_in(sequences.memory.states_N1SH) if one.from_trunk else None
         start = one.first + one.ahead + known - 1

@@ -38,6 +38,7 @@ from torch.linalg import vector_norm
 from megatron_mtp.decoding.block_tables import Places, write_rows
 from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn, attended
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.shared_keys import RepeatedAttention
 from megatron_mtp.runtime import why_no_launcher, why_not
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
@@ -212,7 +213,7 @@ def _is_plain(layer: Any) -> bool:
 
 def _is_plain_part(part: Any) -> bool:
     """True if its attention, recurrence, MLP or experts are plain."""
-    if type(part) is SelfAttention:
+    if type(part) in (SelfAttention, RepeatedAttention):
         return isinstance(part.core_attention, CachedAttention) and _are_plain(part.linear_qkv, part.linear_proj)
     if type(part) is MLP:
         return _are_plain(part.linear_fc1, part.linear_fc2)

@@ -55,6 +55,8 @@ class Rows:
         ancestors_BRA: over the tree's slots: True where there is the row itself, or an ancestor of it.
         start: slots of the tree that earlier forwards have filled.
         inside: whether no row stands before slot 0.
+        end_B: the rows attend to the slots before this one alone, and their keys and values are not kept; None where
+            they attend to all up to their own.
         padded: the rows with their padding, where it is left out of these.
         place_X: where those that count stand among the B * R rows.
         first_blocks: the table's of this name, by the number of heads.
@@ -71,6 +73,7 @@ class Rows:
     ancestors_BRA: Tensor | None = None
     start: int = 0
     inside: bool = False
+    end_B: Tensor | None = None
     padded: "Rows | None" = None
     place_X: Tensor | None = None
     first_blocks: dict[int, Tensor] = field(default_factory=dict)
@@ -109,6 +112,8 @@ class Rows:
         """Slots of keys and values."""
         if self.padded is not None:
             return self.packed(self.padded.slots_BR)
+        if self.end_B is not None:
+            return torch.full_like(self.places_BR, self.tables.capacity)
         if self.inside and self.live_BR is None:
             return self.places_BR
         return torch.where(self.counts_BR, self.places_BR, self.tables.capacity)
@@ -138,7 +143,10 @@ class Rows:
         """Added to the scores: a row looks at its own slot and at all before it, in a tree at its ancestors."""
         if self.padded is not None:
             return self.padded.mask_B1RW
-        if self.ancestors_BRA is None:
+        if self.end_B is not None:
+            last_BR = (self.end_B - 1).unsqueeze(1).expand(-1, self.count)
+            forbidden_BRW = causal_mask(last_BR, self.window)
+        elif self.ancestors_BRA is None:
             forbidden_BRW = causal_mask(self.positions_BR, self.window)
         else:
             tree = self.ancestors_BRA.size(2)

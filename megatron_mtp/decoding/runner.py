@@ -74,6 +74,7 @@ class Runner:
         depths: D; 0 without MTP.
         drafted: tokens that the MTP layers may draft; fewer than `vocab_size` with a draft vocabulary.
         shares_kv: whether later passes of a repeated layer were trained on pass 1's keys, as `mtp_eagle` runs them.
+        has_chain: whether they were trained on those of their own chain too; True where they share no keys.
         sequential: whether each MTP layer continues the one before; False for parallel heads, and without MTP.
         kind: what drafts, as methods name it (`Proposer.depths`); None without MTP.
         positions: how many the model was trained for.
@@ -111,6 +112,7 @@ class Runner:
         if self.depths and self.attached.drafter is not None:
             self.kind = self.attached.drafter.kind
         self.shares_kv: bool = model.mtp.shares_kv if self.depths else False
+        self.has_chain: bool = model.mtp.has_chain if self.depths else True
         self.auto_counts: dict[tuple[SpeculativeConfig, int], AutoK] = {}
         self.kept: Any = None
         self.source: Path | None = None

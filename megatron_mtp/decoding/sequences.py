@@ -164,14 +164,16 @@ class Sequences:
         beyond = max(beyond, self.shapes.growth, self.shapes.reach)
         return min(rounded(self.longest + beyond, self.shapes.few), self.capacity)
 
-    def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False) -> Rows:
+    def chain(self, first_B: Tensor, rows: int, beyond: int, inside: bool = False, keeps: bool = True) -> Rows:
         """Rows from slot `first_B` on; those of sequences that have ended leave no trace.
 
         Args:
             inside: whether none of them stands before slot 0.
+            keeps: whether their keys and values are kept; if not, they attend to the rows before t_m's alone.
         """
         live_BR = None if self.all_live else self.live_B.unsqueeze(1).expand(-1, rows)
-        return Rows(first_B, rows, self.window(beyond), self.tables, live_BR, self.shapes.packs, inside=inside)
+        where = self.window(beyond), self.tables, live_BR, self.shapes.packs
+        return Rows(first_B, rows, *where, inside=inside, end_B=None if keeps else self.newest_B)
 
     def tokens_at(self, first_B: Tensor, count: int) -> Tensor:
         """Tokens at `count` positions from `first_B` on, [B, count]."""
@@ -196,11 +198,15 @@ class Sequences:
         ancestors_BRR, depth_BR = ancestors_of(draft.parents())
         return self.tree(depth_BR, ancestors_BRR)
 
-    def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0) -> Rows:
-        """Rows of a tree whose slots begin at t_m's; each looks at all slots before these, and at its own ancestors."""
+    def tree(self, depth_BR: Tensor, ancestors_BRA: Tensor, start: int = 0, keeps: bool = True) -> Rows:
+        """Rows of a tree whose slots begin at t_m's; each looks at all slots before these, and at its own ancestors.
+
+        Those whose keys and values are not kept look at the slots before t_m's alone.
+        """
         window, live_BR = self.window(ancestors_BRA.size(2)), self.live_B.unsqueeze(1).expand_as(depth_BR)
         tree = depth_BR, ancestors_BRA, start
-        return Rows(self.newest_B, depth_BR.size(1), window, self.tables, live_BR, False, *tree)
+        where, end_B = (window, self.tables, live_BR, False), None if keeps else self.newest_B
+        return Rows(self.newest_B, depth_BR.size(1), *where, *tree, end_B=end_B)
 
     def accept(self, draft: Draft, verdict: Verdict) -> StepOutput:
         """Append the accepted path and the token after it; cache and states keep only the path's rows."""

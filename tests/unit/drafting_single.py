@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import backend, batch, dense_layer, scheduler
 from megatron_mtp.decoding import engine as engines
@@ -51,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "repeated": {"mtp_use_repeated_layer": True},
     "shared": {"mtp_use_repeated_layer": True, "shares_kv": True},
     "shared-moe": {"mtp_use_repeated_layer": True, "shares_kv": True, **MOE},
+    "first-pass": {"mtp_use_repeated_layer": True, "first_pass_kv": True},
     "bias-ungated-qknorm": {
         "add_bias_linear": True,
         "gated_linear_unit": False,
@@ -82,7 +84,11 @@ LATENT: dict[str, Any] = {
 """Multi-latent attention, whose values have fewer channels than its keys."""
 
 
-LATENT_KINDS: dict[str, dict[str, Any]] = {"mla": {}, "mla-moe": MOE}
+LATENT_KINDS: dict[str, dict[str, Any]] = {
+    "mla": {},
+    "mla-moe": MOE,
+    "mla-first-pass": {"mtp_use_repeated_layer": True},
+}
 
 
 def model_of(kind: str, depths: int = 3, dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:
@@ -98,6 +104,7 @@ def _latent_model(kind: str, depths: int, changes: dict[str, Any]) -> GPTModel:
     given = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name in PLAIN_FIELDS}
     config = MTPGPTModelConfig(
         transformer=MLATransformerConfig(**{**given, **LATENT, **LATENT_KINDS[kind], **changes}),
+        mtp=MTPConfig(mtp_repeated_layer_first_pass_kv="first-pass" in kind),
         vocab_size=VOCABULARY,
         seq_length=POSITIONS,
         position_embedding_type="rope",
@@ -190,6 +197,8 @@ METHODS = {
     "parallel": "parallel_heads",
     "shared": "mtp_eagle",
     "shared-moe": "mtp_eagle",
+    "first-pass": "mtp_eagle",
+    "mla-first-pass": "mtp_eagle",
     "eagle3": "eagle3",
     "eagle3-own-head": "eagle3",
     "eagle": "eagle",

@@ -150,7 +150,10 @@ def drafts_of(target: Runner, text: list[int], settings: dict[str, Any], recorde
 
 @pytest.mark.parametrize(
     "kind",
-    ["gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "parallel", "mla", *WINDOWED, *DRAFTERS],
+    [
+        *("gqa", "mha-tied-layernorm", "moe", "repeated", "shared", "shared-moe", "first-pass", "mla-first-pass"),
+        *("parallel", "mla", *WINDOWED, *DRAFTERS),
+    ],
 )
 @pytest.mark.parametrize("length", tiered([1, 2, 9], (9,)))
 def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +173,11 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("gqa", "mtp"), ("shared", "mtp_eagle"), ("windows-sinks", "mtp"), *DRAFTERS.items()]
+    ("kind", "method"),
+    [
+        *(("gqa", "mtp"), ("shared", "mtp_eagle"), ("first-pass", "mtp_eagle"), ("mla-first-pass", "mtp_eagle")),
+        *(("windows-sinks", "mtp"), *DRAFTERS.items()),
+    ],
 )
 def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
@@ -481,6 +488,15 @@ def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
         if "drafter_markov_rank" in KINDS[kind].get("drafter", {}):
             pair[0].mtp.layer.markov_w2.data *= 8  # so that a q without the bias is seen
     assert p_value_of(SAMPLED[name], pair=pair) > 0.001
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("settings", [SAMPLED["eagle-rejection"], SAMPLED["tree-specinfer"]], ids=["chain", "tree"])
+def test_texts_sampled_with_drafts_from_the_keys_of_pass_1_have_the_targets_distribution(
+    settings: dict[str, Any],
+) -> None:
+    """CHI likewise."""
+    assert p_value_of(settings, pair=(model_of("first-pass", dtype=torch.float32), model_of("first-pass"))) > 0.001
 
 
 def test_the_distribution_sees_a_beam_that_is_taken_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,11 @@ class SmallModel(Grower):
     def drafted(self) -> int:
         return self.runner.vocab_size
 
+    @property
+    @override
+    def keeps_rows(self) -> bool:
+        return True
+
     @override
     def newest(self, sequences: "Sequences") -> Tensor:
         """Drafts also at positions beyond those that the small model was trained for."""

@@ -87,7 +87,8 @@ class ParallelHeads(Vanilla):
 class ReusedLayer(OneCache):
     """The first module reused for any K: its own last state and the token just drafted make its next row.
 
-    Provisional rows are overwritten in the next round, by rows with the trunk's states.
+    Provisional rows are overwritten in the next round, by rows with the trunk's states. Those of a layer that was
+    trained without a chain (`--mtp-repeated-layer-first-pass-kv`) are not kept, and do not see one another.
     """
 
     line = "the first module reused on its own states, any K"
@@ -98,7 +99,8 @@ class ReusedLayer(OneCache):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        passes = [self.new_rows(sequences), *(Pass(1, place, 1, 1, False) for place in range(count - 1))]
+        keeps = self.runner.has_chain
+        passes = [self.new_rows(sequences), *(Pass(1, place, 1, 1, False, keeps) for place in range(count - 1))]
         draft = in_turn(self.runner, sequences, passes, round, count)
         assert draft is not None
         return draft

@@ -100,6 +100,11 @@ class Grower(ReusedLayer):
         return self.runner.drafted
 
     @property
+    def keeps_rows(self) -> bool:
+        """True if the rows of nodes attend to those of their ancestors, which are kept."""
+        return self.runner.has_chain
+
+    @property
     def beam(self) -> int:
         """`beam_width`, or the number of tokens that may be drafted where these are fewer."""
         return min(self.settings.beam_width, self.drafted)
@@ -144,7 +149,8 @@ class Grower(ReusedLayer):
             above_BF, rows = level.rows_BN.gather(1, run_BF), slice(started, started + run_BF.size(1))
             own_FA = torch.eye(ancestors_BFA.size(2), device=states_SBH.device).bool()[rows]
             ancestors_BFA = _rows_of(ancestors_BFA, above_BF) | own_FA
-            where = sequences.tree(torch.full_like(run_BF, depth + self.past), ancestors_BFA, started)
+            tree = torch.full_like(run_BF, depth + self.past), ancestors_BFA, started
+            where = sequences.tree(*tree, keeps=self.keeps_rows)
             given_SBH = states_SBH.gather(0, above_BF.T.unsqueeze(2).expand(-1, -1, states_SBH.size(2)))
             states_SBH = self.level(sequences, given_SBH, level.tokens_BN.gather(1, run_BF), where)
             states_SBH = states_SBH[: taken_BF.size(1)]

@@ -64,7 +64,8 @@ class CpuRows(Modules):
     @override
     def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor | None:
         most = max(one.count for one in passes) * len(sequences.token_ids)
-        if self._drafts is None or most > MOST_ROWS or not sequences.all_live:
+        keep = all(one.keeps for one in passes)
+        if self._drafts is None or most > MOST_ROWS or not (keep and sequences.all_live):
             return None
         return self._drafts(sequences, passes)
 

@@ -430,7 +430,7 @@ def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
 
 def _where(rows: Rows) -> tuple[Tensor | None, ...]:
     """First positions of a chain, or positions, slots and mask of any rows."""
-    if rows.is_chain and rows.live_BR is None:
+    if rows.is_chain and rows.live_BR is None and rows.end_B is None:
         return rows.first_B.contiguous(), None, None, None
     return None, rows.positions_BR.contiguous(), rows.slots_BR.contiguous(), rows.mask_B1RW.float().contiguous()
 

@@ -26,7 +26,8 @@ class Feeding:
         zeroed: whether the embedding at position 0 counts as zero.
         keys: what a draft attends to. "own": the rows of the depth that makes it, made as in training. "chain": rows
             made with the trunk's states, and the earlier drafts of the round, each one position further. "window": the
-            same with every row's trunk state and token d - 1 positions later. "none": itself alone.
+            same with every row's trunk state and token d - 1 positions later. "first": rows made with the trunk's
+            states alone. "none": itself alone.
         first_row: whether a row of a zero state and token 0 stands before all others.
         swapped: whether the halves of eh_proj are exchanged; no engine does that, but folders can be wrong.
     """
@@ -43,6 +44,8 @@ class Feeding:
 TRAINED = Feeding()
 SHARED_KEYS = Feeding(module="first", keys="chain")
 """Training with --mtp-repeated-layer-shares-kv."""
+FIRST_PASS_KEYS = Feeding(module="first", keys="first")
+"""Training with --mtp-repeated-layer-first-pass-kv."""
 
 WORDS: dict[tuple[str, object], str] = {
     ("module", "own"): EVERY_DEPTH,
@@ -56,6 +59,7 @@ WORDS: dict[tuple[str, object], str] = {
     ("keys", "own"): "a draft attends to what its depth has seen at all earlier positions",
     ("keys", "chain"): "a draft attends to depth 1's rows of the known tokens and to the drafts before it",
     ("keys", "window"): "a depth's earlier rows are made with the trunk's states",
+    ("keys", "first"): "a draft attends to depth 1's rows of the known tokens alone",
     ("keys", "none"): "a draft attends to itself alone",
     ("first_row", False): "the first row is that of token 1",
     ("first_row", True): "a row of a zero state and token 0 stands before all others",

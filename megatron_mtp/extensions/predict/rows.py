@@ -22,7 +22,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from megatron_mtp.extensions.predict.engines import SHARED_KEYS, TRAINED, Feeding
+from megatron_mtp.extensions.predict.engines import FIRST_PASS_KEYS, SHARED_KEYS, TRAINED, Feeding
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
 from megatron_mtp.model.rope import placed
@@ -73,7 +73,8 @@ def check_model(model: LanguageModule) -> None:
 
 def trained_feeding(model: LanguageModule) -> Feeding:
     """Inputs of the depths in training; a single layer makes every draft, whatever it is called."""
-    feeding = SHARED_KEYS if model.mtp.shares_kv else TRAINED
+    shared = SHARED_KEYS if model.mtp.has_chain else FIRST_PASS_KEYS
+    feeding = shared if model.mtp.shares_kv else TRAINED
     return replace(feeding, module="first") if len(model.mtp.layers) == 1 else feeding
 
 
@@ -186,6 +187,8 @@ def _visible(starts: int, blocks: int, ahead: int, keys: str) -> Tensor:
         return own
     known = torch.ones(starts, starts, dtype=torch.bool).tril()
     nothing = torch.zeros_like(own)
+    if keys == "first":
+        own = nothing
     rows = [torch.cat([known, *[nothing] * (blocks - 1)], dim=1)]
     for place in range(1, blocks):
         seen = [known.tril(-ahead), *[own] * place, *[nothing] * (blocks - 1 - place)]

@@ -17,7 +17,15 @@ from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
-from megatron_mtp.extensions.predict.engines import ENGINES, SHARED_KEYS, TRAINED, WORDS, Feeding, differences
+from megatron_mtp.extensions.predict.engines import (
+    ENGINES,
+    FIRST_PASS_KEYS,
+    SHARED_KEYS,
+    TRAINED,
+    WORDS,
+    Feeding,
+    differences,
+)
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs
@@ -141,6 +149,14 @@ def test_trainings_rules_make_the_drafts_of_the_trained_block(changes: dict[str,
 def test_shared_keys_make_the_drafts_of_a_block_that_was_trained_so() -> None:
     model = our_model(COUNT, mtp_use_repeated_layer=True, shares_kv=True).eval()
     compare_with_block(model, SHARED_KEYS)
+
+
+@pytest.mark.parametrize("changes", [{}, LATENT], ids=str)
+@torch.no_grad()
+def test_keys_of_pass_1_make_the_drafts_of_a_block_that_was_trained_so(changes: dict[str, Any]) -> None:
+    model = our_model(COUNT, mtp_use_repeated_layer=True, first_pass_kv=True, **changes).eval()
+    assert trained_feeding(model) == FIRST_PASS_KEYS
+    compare_with_block(model, FIRST_PASS_KEYS)
 
 
 def compare_with_block(model: GPTModel, feeding: Feeding) -> None:

@@ -100,6 +100,18 @@ def test_counts_of_the_config_are_compared_with_the_files(
     assert found.startswith(says)
 
 
+def test_an_index_that_later_drafts_share_needs_an_indexer(tmp_path: Path) -> None:
+    """GLM-5.2 writes the key; without the indexer engines draft with a chain."""
+    folder = made(tmp_path / "glm5", "glm_moe_dsa")
+    with_depth(folder)
+    with_keys(folder, index_share_for_mtp_iteration=True)
+    assert alarms(folder) == []
+    other = make(tmp_path / "glm4", "glm4_moe", 1)
+    with_keys(other, index_share_for_mtp_iteration=True)
+    (found,) = alarms(other)
+    assert found.startswith("index share: 'index_share_for_mtp_iteration' is true, but the MTP layer has no indexer")
+
+
 @pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
 def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path) -> None:
     """Fine-tuning changes embedding and head, and leaves the copies of a depth as they were."""

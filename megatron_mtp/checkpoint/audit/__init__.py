@@ -22,10 +22,10 @@ from typing import Any
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 GUESSES = (
     "damaged file", "unindexed file", "damaged config", "tensor misnamed", "MTP dropped", "depth missing",
-    "depth incomplete", "depth count", "drafter dropped", "drafter incomplete", "layers missing", "quantization",
-    "draft vocabulary", "token id", "rounded", "halves swapped", "tied copy", "stale copy", "not finite",
-    "implausible numbers", "type", "tensor missing", "shape", "tensor left over", "other numbers", "config",
-    "logits", "not compared", "duplicate tensors", "skipped buffers", "drafter inside",
+    "depth incomplete", "depth count", "index share", "drafter dropped", "drafter incomplete", "layers missing",
+    "quantization", "draft vocabulary", "token id", "rounded", "halves swapped", "tied copy", "stale copy",
+    "not finite", "implausible numbers", "type", "tensor missing", "shape", "tensor left over", "other numbers",
+    "config", "logits", "not compared", "duplicate tensors", "skipped buffers", "drafter inside",
 )  # fmt: skip
 """What explains a finding, in the order in which an audit lists them: what explains most comes first."""
 SHOWN = 3

@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
 from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD, TITLE
 from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.families.rules import Shape
-from megatron_mtp.checkpoint.hf.config import text_key
+from megatron_mtp.checkpoint.hf.config import INDEX_SHARE, INDEXER, text_key
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
@@ -54,6 +54,7 @@ def contents(side: Side) -> list[Finding]:
     layers = range(max(there, default=-1) + 1 if known is None else known)
     missing = lacking(parts, range(said or 0), layers, plan, held)
     every = [*missing, *_uncounted(side, len(parts.numbered(DEPTH, held))), *found, *_of_drafter_inside(side)]
+    every += _of_shared_index(side)
     return list(map(_with_trunk_alone, every)) if _is_only_of_heads(side, every) else every
 
 
@@ -161,6 +162,18 @@ def _of_drafter_inside(side: Side) -> Iterator[Finding]:
         yield Finding("drafter incomplete", says, "take the config of the release", names=tuple(lost))
     says = f"The files hold {inner.says}: no MTP layers. Engines load it by the method '{METHOD}'; 'mtp' half-loads it."
     yield Finding("drafter inside", says, severity=NOTE)
+
+
+def _of_shared_index(side: Side) -> Iterator[Finding]:
+    """A config by which later drafts take the keys of the first, and an MTP layer that chooses none."""
+    depths = side.parts.numbered(DEPTH, side.tensors)
+    shares = side.kept_keys.get(INDEX_SHARE) is True
+    if depths and shares and not any(INDEXER in name for own in depths.values() for name in own):
+        says = (
+            f"'{INDEX_SHARE}' is true, but the MTP layer has no indexer that chooses keys: engines draft with a chain."
+        )
+        advice = "fetch the indexer's tensors, or leave the key out and train the layer with a chain"
+        yield Finding("index share", says, f"{advice} (--mtp-repeated-layer-shares-kv)", WARNING, (INDEX_SHARE,))
 
 
 def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:

@@ -12,6 +12,8 @@ from typing import Any
 CONFIG = "config.json"
 DRAFTED = "draft_vocabulary.pt"
 """Beside a model, the ids of the tokens that its MTP layers draft, as SGLang reads them (--speculative-token-map)."""
+INDEX_SHARE, INDEXER = "index_share_for_mtp_iteration", ".indexer."
+"""The key by which engines let later drafts take the keys of the first, and part of the names of what chooses them."""
 TIED = "tie_word_embeddings"
 TEXT_KEYS = ("text_config", "llm_config")
 """Config keys of a text model inside of a larger one; NVIDIA's folders have the second."""

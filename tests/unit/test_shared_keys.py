@@ -119,9 +119,19 @@ def test_weights_are_those_of_any_repeated_layer() -> None:
 
 
 def test_a_folder_says_that_passes_share() -> None:
-    trained = Namespace(mtp_num_layers=1, mtp_use_repeated_layer=True, mtp_unroll=5, mtp_repeated_layer_shares_kv=True)
+    trained = Namespace(
+        **{"mtp_num_layers": 1, "mtp_use_repeated_layer": True, "mtp_unroll": 5},
+        **{"mtp_repeated_layer_shares_kv": True, "mtp_repeated_layer_first_pass_kv": False},
+    )
     keys = pass_keys(trained)
     assert keys == {"mtp_unroll": 5, "mtp_repeated_layer_shares_kv": True}
+    back = Namespace(mtp_num_layers=1)
+    set_passes(back, HFConfig.from_keys({"model_type": "glm4_moe", **keys}))
+    assert vars(back) == vars(trained)
+    index, first = "index_share_for_mtp_iteration", "mtp_repeated_layer_first_pass_kv"
+    trained = Namespace(**{**vars(trained), "mtp_repeated_layer_shares_kv": False, first: True})
+    keys = pass_keys(trained)
+    assert keys == {"mtp_unroll": 5, index: True}
     back = Namespace(mtp_num_layers=1)
     set_passes(back, HFConfig.from_keys({"model_type": "glm4_moe", **keys}))
     assert vars(back) == vars(trained)

@@ -92,6 +92,18 @@ def test_an_exported_folder_says_how_many_passes_were_trained_and_an_import_read
 
 
 @pytest.mark.usefixtures("megatron")
+def test_a_layer_that_engines_would_give_a_chain_is_not_exported(tmp_path: Path) -> None:
+    """Only with an indexer do engines draft from the keys of pass 1 alone."""
+    args = arguments(1, 4)
+    args.mtp_repeated_layer_first_pass_kv = True
+    source = tmp_path / "run" / "iter_0000001"
+    save(model(args), args, source)
+    with pytest.raises(ValueError, match=r"was trained without a chain .*, and engines draft with one unless"):
+        mcore_to_hf(source, tmp_path / "hf", QUIET, form_of(source))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.usefixtures("megatron")
 def test_a_checkpoint_whose_depth_had_one_pass_is_trained_for_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,16 @@ from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, 
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
-from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, are_words, read_json, text_key
+from megatron_mtp.checkpoint.hf.config import (
+    CONFIG,
+    DRAFTED,
+    INDEX_SHARE,
+    INDEXER,
+    HFConfig,
+    are_words,
+    read_json,
+    text_key,
+)
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
@@ -193,12 +202,19 @@ class Export:
         reader = source if isinstance(source, DistReader) else DistReader(source)
         layout = stored_layout(reader, form.features, form.carried)
         keys = with_depths(form.keys, layout.depths, pattern_of(reader))
-        keys |= pass_keys(reader.common()["args"]) if layout.depths else {}
+        passes = pass_keys(reader.common()["args"]) if layout.depths else {}
+        keys |= passes
         config = HFConfig.from_keys(keys, f"the {CONFIG} for {target}")
         family = family_of(config)
         config = family.complete(config)
         _check_depths(family, reader, layout)
         rules, lent = family.all_rules(config, layout), _lent(reader, family, layout, form.folder)
+        if INDEX_SHARE in passes and not any(INDEXER in tensor.name for rule in rules for tensor in rule.hf):
+            raise ValueError(
+                f"the MTP layer of {reader.folder} was trained without a chain (--mtp-repeated-layer-first-pass-kv), "
+                "and engines draft with one unless the layer has an indexer; draft with megatron-mtp generate, train "
+                "it with --mtp-repeated-layer-shares-kv, or export the trunk alone (drop-mtp)."
+            )
         check_mcore([rule for rule in rules if rule.hf[0].name not in lent], reader)
         return cls(reader, family, layout.depths, keys, rules, config, lent)
 

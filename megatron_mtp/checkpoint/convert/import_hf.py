@@ -18,11 +18,11 @@ from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.families.trained import epsilon_note
-from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, HFConfig, counted_elsewhere, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, INDEX_SHARE, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSettings
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
-from megatron_mtp.config import trained_depths
+from megatron_mtp.config import SHARED_KEYS, trained_depths
 from megatron_mtp.files import without_weights
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.head import DRAFT_VOCABULARY, tokens_of_file
@@ -211,15 +211,16 @@ def megatron_arguments(model: HFModel) -> Namespace:
 UNROLL = "mtp_unroll"
 """Passes of the layer in training."""
 
-SHARES = "mtp_repeated_layer_shares_kv"
-"""Later passes attended to the keys and values of pass 1."""
+SHARES, FIRST_PASS = SHARED_KEYS
+"""Later passes attended to the keys and values of pass 1; engines call it `INDEX_SHARE` where there is no chain."""
 
 
 def pass_keys(args: Namespace) -> dict[str, Any]:
     """The keys of `config.json` for a checkpoint with these arguments; none where every MTP layer had one pass."""
     if not getattr(args, "mtp_use_repeated_layer", False) or trained_depths(args) < 2:
         return {}
-    shares = {SHARES: True} if getattr(args, SHARES, False) else {}
+    keys = {SHARES: SHARES, FIRST_PASS: INDEX_SHARE}
+    shares = {key: True for name, key in keys.items() if getattr(args, name, False)}
     return {UNROLL: trained_depths(args), **shares}
 
 
@@ -229,3 +230,4 @@ def set_passes(args: Namespace, config: HFConfig) -> None:
         args.mtp_use_repeated_layer = True
         args.mtp_unroll = config.integer(UNROLL, least=args.mtp_num_layers)
         args.mtp_repeated_layer_shares_kv = config.flag(SHARES)
+        args.mtp_repeated_layer_first_pass_kv = config.flag(INDEX_SHARE)

@@ -22,6 +22,10 @@ STEPS = 7
 BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
 """Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
 
+TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
+"""Of DFlash2, as all published ones have them: rows that a convolution adds up, channels that share what a row adds to
+its kernel, and tokens that a draft is chosen from."""
+
 EAGLE3_LAYERS, EAGLE3_DECAY = 3, 0.8
 """Layers of the trunk that EAGLE-3 reads, and the weight of a step's loss over that of the step before."""
 
@@ -194,6 +198,19 @@ _ROWS = (
         settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
         also_called=("DSparkSpeculator", "DSparkDraftModel"),
         has_confidence=True,
+    ),
+    DrafterKind(
+        name="dflash2",
+        called="a DFlash2 drafter",
+        line="is DFlash with a convolution along the block, and chooses among likely tokens by the token before",
+        architecture="DFlash2DraftModel",
+        model_type="qwen3",
+        block="megatron_mtp.model.dflash2:DFlash2Block",
+        default_layers=spread_layers,
+        weights=_halving,
+        loss={"mtp_loss": "kd"},
+        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
+        idle_rows=1,
     ),
 )
 

@@ -11,6 +11,7 @@ weight_gradient.py       the head's gradient: what is kept of it for the backwar
 triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
+selector.py              a drafter's choice among the likeliest tokens: logits of candidates, and the loss of the choice
 reference.py             all losses as their definitions read
 objective.py             from hidden states to one scalar of all losses: masks, lambda / D, schedule, weights,
                          normalizer; acceptance, which is what a verifier would accept

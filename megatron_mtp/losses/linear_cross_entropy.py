@@ -65,6 +65,7 @@ class Targets:
         scale_D: the weight of the depth's sum in the total.
         taught_DN: which of the teacher's states has the soft labels, if the loss needs a teacher; best on the host.
         overlap_DN: where the loss writes the rate at which sampled drafts are accepted, which it then must know.
+        likeliest_DNC: where the tokens with the largest logits are written, the largest first.
     """
 
     labels_DN: Tensor
@@ -72,6 +73,7 @@ class Targets:
     scale_D: Tensor
     taught_DN: Tensor | None = None
     overlap_DN: Tensor | None = None
+    likeliest_DNC: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ class _Head:
         logits, taught = _Products(weight_VH, gradient_NV), None if teacher is None else _Taught(teacher, targets)
         entries = max(self.vocabulary.widest, 0 if taught is None else taught.entries)
         overlap_N = None if targets.overlap_DN is None else torch.zeros_like(mask_N)
+        likeliest = list[Tensor]()
         by_kernel = overlap_N is None and has_kernel(self.token_loss, weight_VH, self.vocabulary)
         cut = list(chunks(len(states_NH), entries, weight_VH.is_cuda, self.most, depths))
         for chunk, soft in zip(cut, repeat(None) if taught is None else taught.labels(cut), strict=False):
@@ -215,6 +218,8 @@ class _Head:
             if self.bias_VR is not None:
                 logits_NV.addmm_(of_bias_NR.to(logits_NV.dtype), self.bias_VR.t())
             into_N = None if overlap_N is None else overlap_N[chunk]
+            if targets.likeliest_DNC is not None:
+                likeliest.append(self.vocabulary.largest(logits_NV, targets.likeliest_DNC.size(-1)))
             sums += self._sums_(logits_NV, soft, labels_N[chunk], mask_N[chunk], scale_D, into_N, by_kernel)
             if states_grad_NH is not None and self.bias_VR is None:
                 torch.mm(logits_NV, weight_VH, out=states_grad_NH[chunk])
@@ -229,6 +234,9 @@ class _Head:
             self.vocabulary.added(sums)
         if overlap_N is not None and targets.overlap_DN is not None:
             targets.overlap_DN.copy_(overlap_N.view(-1, depths).t().reshape(targets.overlap_DN.shape))
+        if targets.likeliest_DNC is not None:
+            of_depths = torch.cat(likeliest).unflatten(0, (-1, depths)).transpose(0, 1)
+            targets.likeliest_DNC.copy_(of_depths.reshape(targets.likeliest_DNC.shape))
         return sums[0], sums[1:]
 
     def _sums_(

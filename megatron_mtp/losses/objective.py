@@ -20,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from megatron_mtp.config import SCHEDULES, MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
+from megatron_mtp.losses.selector import chosen_logits_, selector_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.head import NOT_DRAFTED, Drafted, Head, StageOutput
 
@@ -159,7 +160,8 @@ class HeadObjective:
     ) -> tuple[Tensor, list[LossSum]]:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
 
-        A drafter's confidence learns the rate at which its sampled drafts are accepted; the logs leave its loss out.
+        A drafter's confidence learns the rate at which its sampled drafts are accepted, and a selector the label among
+        the likeliest tokens; the logs leave their losses out.
         """
         head, depth_hidden, confidence_DSB = drafted.head, drafted.hidden, drafted.confidence_DSB
         batch = self._counted(head, drafted.batch)
@@ -176,12 +178,19 @@ class HeadObjective:
             taught_DBS = len(rows_B1) * _chosen(where_DS, kept_S).unsqueeze(1) + rows_B1  # in the rows of [S, B]
         scale_D = depth_scales(batch.whole_tokens, self.depth_weights, self.per_token)
         overlap_DBS = None if confidence_DSB is None else torch.zeros_like(mask_DBS)
-        targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS)
+        rows, vocabulary, biased = head.draft_weight, head.vocabulary(drafts=True), head.bias_rows
         states = [_chosen(head.whole_drafts(state_SBH).transpose(0, 1), kept_S, 1) for state_SBH in depth_hidden]
-        rows, vocabulary = head.draft_weight, head.vocabulary(drafts=True)
+        likeliest_DBSC, unary = None, states
+        if head.candidates is not None:
+            count = min(head.candidates, vocabulary.size)
+            likeliest_DBSC = labels_DBS.new_empty(*labels_DBS.shape, count)
+            biased, unary = None, [state_BSX[..., : rows.size(1)] for state_BSX in states]
+        targets = Targets(labels_DBS, mask_DBS, scale_D, taught_DBS, overlap_DBS, likeliest_DBSC)
         total, sums_D = linear_loss(
-            self.depth_loss, states, targets, rows, vocabulary, teacher, self.beside_main, head.bias_rows
+            self.depth_loss, unary, targets, rows, vocabulary, teacher, self.beside_main, biased
         )
+        if likeliest_DBSC is not None:
+            total = total + selector_loss(states, targets, head)
         if confidence_DSB is not None and overlap_DBS is not None:
             total = total + _confidence_loss(confidence_DSB.transpose(1, 2), targets, overlap_DBS)
         sums = [LossSum(*each) for each in zip(sums_D, mask_DBS.sum((1, 2)), batch.whole_tokens[1:], strict=True)]
@@ -381,6 +390,9 @@ def _logits(states_NBH: Tensor, head: Head, weight_VH: Tensor | None = None) -> 
 
 def _draft_logits(states_NBH: Tensor, head: Head) -> Tensor:
     """Logits of drafts, whose states may have a part for a bias; tokens that are not drafted have no probability."""
+    if head.candidates is not None:
+        unary_NBV = _logits(states_NBH[..., : head.weight.size(1)], head)
+        return chosen_logits_(unary_NBV.flatten(0, 1), states_NBH.flatten(0, 1), head).view_as(unary_NBV)
     weight_KX = head.draft_weight if head.bias_rows is None else torch.cat([head.draft_weight, head.bias_rows], dim=1)
     drafted_NBK = _logits(states_NBH, head, weight_KX)
     if head.draft_vocabulary is None:

@@ -17,6 +17,7 @@ drafter.py           what drafters in the place of MTP layers share (--drafter):
 eagle3.py            EAGLE-3: one layer in K passes
 eagle.py             EAGLE: the same on the trunk's last state
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
+dflash2.py           DFlash2: the same with convolutions along a block, and a choice among likely tokens
 head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
                      vocabulary, and those of a smaller one that the depths draft from; softmax, argmax and sums
                      over slices of the vocabulary

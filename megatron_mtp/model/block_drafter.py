@@ -1,5 +1,7 @@
 """DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): drafters that fill a block of tokens in one pass.
 
+dflash2.py has a third kind.
+
 Let t_a be the newest token. The trunk's states before it make the context, and the block's rows begin at t_a:
 
     f_j   = hidden_norm(fc([state after layer ..; after layer ..; ..]))    j < a: keys and values of every layer
@@ -42,6 +44,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
@@ -193,12 +196,9 @@ class BlockDrafterLayer(DrafterLayer):
         rank = drafter.markov_rank
         sizes: dict[str, tuple[int, ...]] = {}
         if rank is not None:
-            sizes = {
-                "markov_w1": (drafter.vocabulary, rank),
-                "markov_w2": (drafted or drafter.vocabulary, rank),
-                "confidence_weight": (1, config.hidden_size + rank),
-                "confidence_bias": (1,),
-            }
+            sizes = {"markov_w1": (drafter.vocabulary, rank), "markov_w2": (drafted or drafter.vocabulary, rank)}
+            if DRAFTERS[drafter.kind].has_confidence:
+                sizes |= {"confidence_weight": (1, config.hidden_size + rank), "confidence_bias": (1,)}
         for name in ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias"):
             self.register_parameter(name, self.whole_on_every_rank(*sizes[name]) if name in sizes else None)
 
@@ -220,6 +220,11 @@ class BlockDrafterLayer(DrafterLayer):
         for layer in self.layers:
             state_SBH = layer(hidden_states=state_SBH, attention_mask=None, rotary_pos_emb=attention.rotary_pos_emb)[0]
         return state_SBH
+
+    def before(self, state: Tensor, token: Tensor) -> Tensor:
+        """What the token before a draft gives the bias, [..., R], for a state [..., H] after the norm: W1[token]."""
+        assert self.markov_w1 is not None
+        return self.markov_w1[token]
 
     def confidence(self, state_and_token: Tensor) -> Tensor:
         """The logit that a draft is accepted, from [norm(x); W1[token before]] [..., H + R]."""
@@ -288,8 +293,10 @@ class BlockDrafter(DrafterBlock):
         states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
         if self.layer.markov_w1 is None:
             return list(states_ADBH.unbind(1)), None
-        both_ADBX = torch.cat([states_ADBH, self.layer.markov_w1[before_DBA.permute(2, 0, 1)]], dim=-1)
-        return list(both_ADBX.unbind(1)), self.layer.confidence(both_ADBX).transpose(0, 1)
+        both_ADBX = torch.cat([states_ADBH, self.layer.before(states_ADBH, before_DBA.permute(2, 0, 1))], dim=-1)
+        has_confidence = self.layer.confidence_weight is not None
+        confidence_DAB = self.layer.confidence(both_ADBX).transpose(0, 1) if has_confidence else None
+        return list(both_ADBX.unbind(1)), confidence_DAB
 
     def _whole(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
         """States of all positions in their order, on every rank; they are frozen, and no gradient is sent back."""

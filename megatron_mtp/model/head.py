@@ -76,6 +76,8 @@ class Head:
         own_rows: a drafter's own rows of the drafted tokens of this slice; None where it drafts with the trunk's.
         bias_rows: [V / TP, R] or fewer, further columns of the rows that draft; states then are [S, B, H + R].
         takes_slices: whether drafts' states are cut by sequence parallelism as the trunk's are.
+        candidates: tokens with the largest logits without the bias, from which a draft is chosen by the logits with it;
+            None where it is chosen from all.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -89,6 +91,7 @@ class Head:
     own_rows: Tensor | None = None
     bias_rows: Tensor | None = None
     takes_slices: bool = True
+    candidates: int | None = None
 
     def whole_drafts(self, hidden_SBX: Tensor) -> Tensor:
         """Like `whole`, of the states that draft."""
@@ -481,6 +484,18 @@ class Vocabulary:
         torch.distributed.all_gather(tokens, token_N, group=self.group)
         winner_N = torch.stack(best).argmax(dim=0, keepdim=True)
         return torch.stack(tokens).gather(0, winner_N).squeeze(0)
+
+    def largest(self, logits_NV: Tensor, count: int) -> Tensor:
+        """The tokens with the largest logits over all slices, [N, count], the largest first; padding is masked."""
+        own_NC, token_NC = self.mask_padding_(logits_NV).topk(min(count, logits_NV.size(-1)))
+        if self.ranks == 1:
+            return token_NC
+        token_NC = token_NC + self._rank * logits_NV.size(-1)
+        best = [torch.empty_like(own_NC) for _ in range(self.ranks)]
+        tokens = [torch.empty_like(token_NC) for _ in range(self.ranks)]
+        torch.distributed.all_gather(best, own_NC, group=self.group)
+        torch.distributed.all_gather(tokens, token_NC, group=self.group)
+        return torch.cat(tokens, -1).gather(-1, torch.cat(best, -1).topk(count).indices)
 
     def drafted(self, values_NW: Tensor) -> Tensor:
         """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""

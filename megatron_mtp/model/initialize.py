@@ -120,7 +120,10 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 #
 #     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
 
-DRAWN = ("linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset", "markov_w1")
+DRAWN = (
+    *("linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"),
+    *("markov_w1", "markov_projection"),
+)
 """First letters of the names of matrices, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")

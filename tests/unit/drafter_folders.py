@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
     ),
     "dflash-windows": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7, window=4, full=(2,)), [*range(VOCABULARY)]),
     "dspark-sinks": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, window=3, causal=True, sinks=True), DRAFTED),
+    "dflash2": (DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6), [*range(VOCABULARY)]),
+    "dflash2-windows": (DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6, window=4), [*range(VOCABULARY)]),
 }
 """Drafters of a trunk of five layers, and their tokens."""
 
@@ -136,7 +138,7 @@ def nothing(_: dict[str, Tensor]) -> None:
     pass
 
 
-BLOCK = {"target_layer_ids": [0, 2], "mask_token_id": 7}
+BLOCK, SELECTOR = {"target_layer_ids": [0, 2], "mask_token_id": 7}, "candidate_selector."
 FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     "norms of both halves exchanged": (
         "eagle3", exchange("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), {}, "tensors"
@@ -154,6 +156,12 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     ),
     "layers exchanged": (
         "dflash", exchange("layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"), {}, "tensors"
+    ),
+    "rows of the kernel exchanged": (
+        "dflash2", change("layers.1.mlp_conv.base_kernel", lambda one: one.flip(1)), {}, "tensors"
+    ),
+    "codebooks exchanged": (
+        "dflash2", exchange(f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"), {}, "tensors"
     ),
     "another mask": ("dflash", nothing, {"dflash_config": BLOCK | {"mask_token_id": 8}}, "settings"),
     "another block": ("dspark", nothing, {"block_size": 4}, "settings"),

@@ -44,6 +44,7 @@ POSITIONS = 160
 OWN_HEAD = [*range(4), *range(4, VOCABULARY, 3)]
 BLOCKS: dict[str, Any] = {"drafter": "dflash", "drafter_num_layers": 2, "drafter_mask_token": 7}
 MARKOV: dict[str, Any] = {**BLOCKS, "drafter": "dspark", "drafter_markov_rank": 6}
+CONVOLVED: dict[str, Any] = {**MARKOV, "drafter": "dflash2"}
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -68,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": BLOCKS},
     "dspark": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV},
     "dspark-own-head": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV, "drafted": OWN_HEAD},
+    "dflash2": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": CONVOLVED},
 }
 
 
@@ -174,6 +176,10 @@ def draft_logits(head: Head, state_SBH: Tensor) -> Tensor:
     """Logits [S, B, V] of a depth or a step, with rows of its own where the drafter has some."""
     hidden = head.weight.size(-1)
     bias = 0 if head.bias_rows is None else state_SBH[..., hidden:] @ head.bias_rows.t()
+    if head.candidates is not None:
+        unary_SBV = head.project(state_SBH[..., :hidden])
+        least_SB1 = unary_SBV.topk(head.candidates).values[..., -1:]
+        return (unary_SBV + bias).masked_fill(unary_SBV < least_SB1, -torch.inf)
     if head.own_rows is None or head.draft_vocabulary is None:
         return head.project(state_SBH[..., :hidden]) + bias
     logits_SBN = state_SBH[..., :hidden] @ head.own_rows.t() + bias
@@ -205,6 +211,7 @@ METHODS = {
     "dflash": "dflash",
     "dspark": "dspark",
     "dspark-own-head": "dspark",
+    "dflash2": "dflash2",
 }
 
 

@@ -74,6 +74,8 @@ ALONE: dict[str, tuple[str, Change, dict[str, Any], str]] = {
         "dflash", nothing, {"dflash_config": BLOCK | {"target_layer_ids": [0, 5]}}, "damaged config"
     ),
     "a form that is not known": ("dspark", nothing, {"attention_mode": "mla"}, "damaged config"),
+    "a lost convolution": ("dflash2", drop("layers.0.mlp_conv.kernel_projection.weight"), {}, "tensor missing"),
+    "a lost codebook": ("dflash2", drop("candidate_selector.successor_codebook"), {}, "tensor missing"),
     "no block size": ("dspark", nothing, {"block_size": None}, "damaged config"),
 }  # fmt: skip
 """Fault: the kind, what is done to its tensors and keys, and what the audit of the folder alone calls it."""
@@ -90,7 +92,7 @@ def test_a_fault_of_a_folder_is_found_and_explained(fault: str, pairs: Pairs, tm
     assert fault in OF_NUMBERS or not inspect(folder)["ok"]
 
 
-SEEN_AS = {"halves of the input exchanged": "halves swapped"}
+SEEN_AS = {"halves of the input exchanged": "halves swapped", "rows of the kernel exchanged": "halves swapped"}
 """Faults that have a name of their own."""
 
 

@@ -32,8 +32,18 @@ KINDS = {
         "drafter_mask_token": MASK,
         "drafter_markov_rank": RANK,
     },
+    "dflash2": {
+        "drafter": "dflash2",
+        "drafter_num_layers": 2,
+        "drafter_mask_token": MASK,
+        "drafter_markov_rank": RANK,
+    },
 }
-LOSSES = {"dflash": {"mtp_loss": "ce"}, "dspark": {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"}}
+LOSSES = {
+    "dflash": {"mtp_loss": "ce"},
+    "dspark": {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
+    "dflash2": {"mtp_loss": "kd"},
+}
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -58,39 +68,59 @@ class Reference:
         query = rms(mixed[:, :-2].flatten(0, 1), own.q_layernorm.weight)
         return turned(query, position), turned(rms(mixed[:, -2], own.k_layernorm.weight), position), mixed[:, -1]
 
+    def convolved(self, part: Any, normed: list[Tensor], values: list[Tensor], side: int) -> list[Tensor]:
+        """Of a block's rows, before a part (side 0) or after it; each row adds to its kernel, 16 channels alike."""
+        if self.kind != "dflash2":
+            return values
+        conv, made = part.conv, []
+        for number, row_H in enumerate(normed):
+            added = (conv.kernel_projection @ row_H).view(2, 2, -1)[side].repeat_interleave(16, -1)
+            own, earlier = conv.base_kernel[side] + added
+            before_H = values[number - 1] if number else torch.zeros_like(row_H)
+            made.append(own * values[number] + earlier * before_H)
+        return made
+
     def rows(self, features_SH: Tensor, newest: Tensor, position: int) -> Tensor:
         """States [rows, H] after the norm of the block whose newest token is at `position`."""
-        count = DRAFTS + (self.kind == "dflash")
+        count = DRAFTS + (self.kind != "dspark")
         tokens = [newest, *[torch.tensor(MASK)] * (count - 1)]
         states = [embedding(token, self.table) for token in tokens]
         for layer in self.layer.layers:
             normed = [rms(state_H, layer.input_layernorm.weight) for state_H in states]
             known = [self.heads(layer, feature_H, number)[1:] for number, feature_H in enumerate(features_SH)]
-            own = [self.heads(layer, state_H, position + number) for number, state_H in enumerate(normed)]
+            given = self.convolved(layer.self_attention, normed, normed, 0)
+            own = [self.heads(layer, state_H, position + number) for number, state_H in enumerate(given)]
             keys, values = (
                 torch.stack([each[part] for each in (*known, *(one[1:] for one in own))]).repeat_interleave(
                     HEADS // GROUPS, 1
                 )
                 for part in (0, 1)
             )
-            made = []
-            for state_H, (query, _, _) in zip(states, own, strict=True):
+            attended = []
+            for query, _, _ in own:
                 weights = (torch.einsum("nc,tnc->nt", query, keys) / CHANNELS**0.5).softmax(-1)
-                attended = torch.einsum("nt,tnc->nc", weights, values).flatten()
-                between_H = state_H + layer.self_attention.linear_proj.weight @ attended
-                wide = layer.mlp.linear_fc1.weight @ rms(between_H, layer.pre_mlp_layernorm.weight)
-                gate, up = wide.chunk(2)
-                made.append(between_H + layer.mlp.linear_fc2.weight @ (silu(gate) * up))
-            states = made
+                heads = torch.einsum("nt,tnc->nc", weights, values).flatten()
+                attended.append(layer.self_attention.linear_proj.weight @ heads)
+            attended = self.convolved(layer.self_attention, normed, attended, 1)
+            states = [state_H + made_H for state_H, made_H in zip(states, attended, strict=True)]
+            normed, made = [rms(state_H, layer.pre_mlp_layernorm.weight) for state_H in states], []
+            for given_H in self.convolved(layer.mlp, normed, normed, 0):
+                gate, up = (layer.mlp.linear_fc1.weight @ given_H).chunk(2)
+                made.append(layer.mlp.linear_fc2.weight @ (silu(gate) * up))
+            made = self.convolved(layer.mlp, normed, made, 1)
+            states = [state_H + made_H for state_H, made_H in zip(states, made, strict=True)]
         return torch.stack([rms(state_H, self.layer.norm.weight) for state_H in states])
 
     def drafts(self, features_SH: Tensor, tokens_S: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [K, N] of the block's drafts, and the logits [K] of the confidence."""
+        """Logits [K, N] of the block's drafts, and the logits [K] of the confidence, or those [K, N] with the bias."""
         states_KH = self.rows(features_SH[:position], tokens_S[position], position)[-DRAFTS:]
         logits_KN = states_KH @ self.head.t()
         if self.kind == "dflash":
             return logits_KN, None
         before_KR = self.layer.markov_w1[tokens_S[position : position + DRAFTS]]
+        if self.kind == "dflash2":
+            context_KR = before_KR * (states_KH @ self.layer.markov_projection.t())
+            return logits_KN, logits_KN + context_KR @ self.layer.markov_w2.t()
         both = torch.cat([states_KH, before_KR], dim=-1)
         confidence_K = both @ self.layer.confidence_weight[0] + self.layer.confidence_bias
         return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
@@ -112,10 +142,10 @@ def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Call
         for place in blocks:
             if place + 2 > LENGTH:
                 continue
-            logits_KN, confidence_K = reference.drafts(features_SBH[:, row], tokens_S, place + 1)
+            logits_KN, further = reference.drafts(features_SBH[:, row], tokens_S, place + 1)
             for number in range(DRAFTS):
                 label = int(depths.labels_DBS[number, row, place])
-                counts = depths.loss_mask_DBS[number, row, place] > 0 and (kind == "dspark" or label in index)
+                counts = depths.loss_mask_DBS[number, row, place] > 0 and (kind != "dflash" or label in index)
                 if not counts:
                     continue
                 log_q_N, p_V = logits_KN[number].log_softmax(-1), trunk_SBV[place + number + 1, row].softmax(-1)
@@ -123,9 +153,16 @@ def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Call
                 loss = cross_entropy
                 if kind == "dspark":
                     overlap = torch.minimum(log_q_N.exp(), p_V[drafted]).sum()
-                    assert confidence_K is not None
-                    sure = binary_cross_entropy_with_logits(confidence_K[number], overlap.detach())
+                    assert further is not None
+                    sure = binary_cross_entropy_with_logits(further[number], overlap.detach())
                     loss = 0.1 * cross_entropy + 0.9 * (1 - overlap) + sure
+                elif kind == "dflash2":
+                    assert further is not None
+                    candidates = logits_KN[number].topk(16).indices.tolist()
+                    if label not in candidates:
+                        candidates[15] = label
+                    choice = further[number][candidates].log_softmax(-1)[candidates.index(label)]
+                    loss = (p_V * (p_V.log() - log_q_N)).sum() - choice
                 total_K[number] += loss
                 count_K[number] += 1
     weights_K = torch.tensor([-2 * number / (DRAFTS + 1) for number in range(DRAFTS)], dtype=torch.double).exp()
@@ -168,11 +205,13 @@ def losses(
     return ours, expected, found, wanted
 
 
+HEADS_OF = [("dflash", None), ("dflash", DRAFTED), ("dspark", None), ("dspark", DRAFTED), ("dflash2", None)]
+
+
 @pytest.mark.parametrize("blocks", [None, 5], ids=["everywhere", "five"])
 @pytest.mark.parametrize(
-    "drafted", [pytest.param(None, marks=pytest.mark.matrix), DRAFTED], ids=["trunk's head", "own head"]
+    ("kind", "drafted"), tiered(HEADS_OF, (("dflash", DRAFTED), ("dspark", DRAFTED), HEADS_OF[-1]))
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_definition(
     kind: str, drafted: list[int] | None, blocks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +219,8 @@ def test_loss_and_gradients_are_those_of_the_definition(
     ours, expected, found, wanted = losses(drafter_model(kind, drafted), kind, blocks=blocks)
     torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)  # weights and masks are float32
     assert ("mtp.layers.0.head" in found) == (drafted is not None)
-    assert ("mtp.layers.0.markov_w2" in found) == (kind == "dspark")
+    assert ("mtp.layers.0.markov_w2" in found) == (kind != "dflash")
+    assert ("mtp.layers.0.confidence_weight" in found) == (kind == "dspark")
     assert all(name.startswith("mtp.") for name in found)
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name

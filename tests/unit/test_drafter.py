@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_mtp.config import HEADS, MTPConfig, drafted_steps, stands_beside
 from megatron_mtp.data.batch import with_blocks
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, depth_weights
 from megatron_mtp.model.arguments import alone, as_mtp_layers
@@ -33,6 +34,13 @@ OF_DRAFTER: dict[str, dict[str, Any]] = {
         "drafter_blocks": BLOCKS,
         "mtp_loss": "mix",
         "mtp_loss_mix": "ce=0.1,tv=0.9",
+    },
+    "dflash2": {
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_markov_rank": 4,
+        "drafter_blocks": BLOCKS,
+        "mtp_loss": "kd",
     },
 }
 
@@ -81,7 +89,8 @@ def run(
     has_both = len(made.heads) == 2
     batch = make_batch(max(depths, STEPS) if has_both else depths)
     whole = batch["depths"]
-    blocks = with_blocks(whole, BLOCKS, (1, 2), whole.positions_S.numel()) if kind in ("dflash", "dspark") else whole
+    fills_blocks = kind is not None and DRAFTERS[kind].fills_blocks
+    blocks = with_blocks(whole, BLOCKS, (1, 2), whole.positions_S.numel()) if fills_blocks else whole
     batches = [whole.first(depths), blocks.first(STEPS)] if has_both else [blocks]
     output = model(
         *(batch[name] for name in ("tokens", "position_ids", "attention_mask")),
@@ -96,7 +105,10 @@ def run(
 @pytest.mark.parametrize("freezes", [True, False], ids=["frozen trunk", "trained trunk"])
 @pytest.mark.parametrize(
     ("kind", "drafted"),
-    [("eagle3", DRAFTED), ("eagle3", None), ("eagle", None), ("dflash", None), ("dspark", DRAFTED)],
+    [
+        *(("eagle3", DRAFTED), ("eagle3", None), ("eagle", None)),
+        *(("dflash", None), ("dspark", DRAFTED), ("dflash2", None)),
+    ],
 )
 def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:
     both, mtp, single = models(kind, drafted, freezes)

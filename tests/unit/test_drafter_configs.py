@@ -111,6 +111,38 @@ DSPARK: dict[str, Any] = {
 }
 """DSpark behind GLM-5.2's latent attention."""
 
+DFLASH2: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "is_causal": False,
+    "dflash_config": {
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "mask_token_id": 248070,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [1, 16, 31, 46, 61],
+    },
+    "num_target_layers": 64,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+    "layer_types": ["sliding_attention"] * 5,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+"""DFlash2 of z-lab; speculators has the keys of `dflash_config` at the top level."""
+
 GPT_OSS: dict[str, Any] = {
     **SPECFORGE,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21], "use_aux_hidden_state": True},
@@ -138,6 +170,12 @@ def read(folder: Path, keys: dict[str, Any], behind: Namespace, count: str | Non
 DEEPSEEK, QWEN3 = trunk(61, 7168, 129280), trunk(36, 4096, 151936)
 QWEN35 = trunk(64, 2560, 248320, hybrid_layer_pattern="G-G-G-*-" * 8)
 GLM = trunk(78, 6144, 154880)
+QWEN38 = trunk(128, 5120, 248320, hybrid_layer_pattern="G-G-G-*-" * 16)
+
+
+def convolved(**inner: Any) -> dict[str, Any]:
+    """DFLASH2 with other keys of its block."""
+    return {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **inner}}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +216,16 @@ def test_a_published_config_is_read_with_its_own_sizes(
     names = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
     assert (form.kind.name, form.kind.layers) == (kind, layers)
     assert tuple(form.sizes.get(name) for name in names) == sizes
+
+
+@pytest.mark.parametrize("at_top", [False, True], ids=["z-lab", "speculators"])
+def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool) -> None:
+    keys = DFLASH2 if not at_top else {**DFLASH2, **DFLASH2["dflash_config"], "dflash_config": None}
+    form = read(tmp_path, keys, QWEN38)
+    kind = form.kind
+    assert (kind.name, kind.layers, kind.steps, kind.depth) == ("dflash2", (2, 17, 32, 47, 62), 7, 5)
+    assert (kind.rank, kind.window, kind.causal, kind.idle_rows) == (256, 2048, False, 0)
+    assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
 @pytest.mark.parametrize("keys", [ZLAB, DSPARK], ids=["DFlash", "DSpark"])
@@ -250,6 +298,13 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**ZLAB, "sample_from_anchor": True}, QWEN35, "sample_from_anchor"),
         ({**ZLAB, "partial_rotary_factor": 0.25}, QWEN35, "partial_rotary_factor"),
         ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "conv_kernel_size": 2}}, QWEN35, "conv_kernel_size"),
+        (convolved(conv_group_size=8), QWEN38, "conv_group_size 8, which is 16"),
+        (convolved(conv_kernel_size=3), QWEN38, "conv_kernel_size 3, which is 2"),
+        (convolved(selector_top_k=8), QWEN38, "selector_top_k 8, which is 16"),
+        (convolved(output_multiplier=0.2), QWEN38, "output_multiplier"),
+        ({**DFLASH2, "architectures": ["DFlashDraftModel"]}, QWEN38, "conv_kernel_size, a form"),
+        ({**DFLASH2, "sample_from_anchor": True}, QWEN38, "sample_from_anchor"),
+        ({**DFLASH2, "draft_vocab_size": 32000}, QWEN38, "draft_vocab_size 32000, and a DFlash2 drafter chooses"),
         ({**SPECFORGE, "rope_scaling": {"type": "longrope"}}, DEEPSEEK, "rope_type 'longrope'"),
         ({**SPECFORGE, "num_hidden_layers": 2}, DEEPSEEK, "num_hidden_layers 2"),
     ],
@@ -266,9 +321,7 @@ def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path:
         read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["Eagle3DeepseekV2ForCausalLM", "K3DSparkModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM"]
-)
+@pytest.mark.parametrize("architecture", ["Eagle3DeepseekV2ForCausalLM", "K3DSparkModel", "DFlashLagunaForCausalLM"])
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
     keys = {**SPECFORGE, "architectures": [architecture], "model_type": "kimi_k2", "kv_lora_rank": 512}
     with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a LlamaForCausalLMEagle3"):

@@ -41,6 +41,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "drafter_markov_rank": 6,
         "drafter_idle_rows": 1,
     },
+    "dflash2": {
+        "drafter": "dflash2",
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_mask_token": 7,
+        "drafter_markov_rank": 6,
+    },
 }
 
 
@@ -96,6 +103,7 @@ FIRST = (
     ("windows and sinks", "dspark"),
     ("pairs of delta rule and MLP", "dspark"),
     ("Mamba", "dflash"),
+    ("latent", "dflash2"),
 )
 
 

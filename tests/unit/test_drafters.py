@@ -56,7 +56,7 @@ def test_a_folder_is_the_drafter_of_its_checkpoint(name: str, pairs: Pairs) -> N
 @pytest.mark.parametrize(
     ("family", "name"),
     tiered(
-        [(family, name) for family in FAMILIES for name in ("eagle3", "dflash", "dspark")],
+        [(family, name) for family in FAMILIES for name in ("eagle3", "dflash", "dspark", "dflash2")],
         (("qwen3_next", "dspark"),),
     ),
 )
@@ -116,6 +116,34 @@ def test_values_of_other_types_are_refused_in_a_sentence(
     bad = spoiled(pairs[name][0], tmp_path / "spoiled", lambda _: None, **keys)
     assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
     assert said in capsys.readouterr().err
+
+
+def plain_rows(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "_conv." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "architecture", "said"),
+    [
+        (plain_rows, "DFlash2DraftModel", "'layers.0.attention_conv.base_kernel' is absent, and a drafter of this"),
+        (lambda _: None, "DFlashDraftModel", "has conv_kernel_size, a form of drafters that is not known here"),
+    ],
+    ids=["without convolutions", "as DFlash"],
+)
+def test_no_convolution_is_dropped(
+    pairs: Pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, architecture: str, said: str
+) -> None:
+    """Neither a DFlash2 folder that has lost them, nor one that calls itself DFlash, is read as DFlash."""
+    bad = spoiled(pairs["dflash2"][0], tmp_path / "bad", change, architectures=[architecture])
+    assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err
+    keys = json.loads((bad / "config.json").read_text())
+    block = {name: value for name, value in keys["dflash_config"].items() if name[:4] not in ("conv", "sele")}
+    (bad / "config.json").write_text(json.dumps({**keys, "dflash_config": block}))
+    assert main(["attach-drafter", str(pairs["trunk"][1]), str(bad), str(tmp_path / "new")]) == 2
+    lacks = "lacks conv_kernel_size" if architecture == "DFlash2DraftModel" else "'candidate_selector.hidden_projection"
+    assert lacks in capsys.readouterr().err
 
 
 def test_drafts_in_another_order_are_the_same_drafter(pairs: Pairs, tmp_path: Path) -> None:

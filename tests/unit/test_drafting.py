@@ -374,6 +374,7 @@ RECORDED: list[tuple[str, str, float]] = [
     *(("eagle3", "greedy", 0.0), ("eagle3", "rejection", 1.0), ("eagle3_tree", "specinfer", 1.0)),
     *(("eagle", "rejection", 1.0), ("eagle_tree", "specinfer", 1.0)),
     *(("dflash", "greedy", 0.0), ("dflash", "block", 1.0), ("dspark", "greedy", 0.0), ("dspark", "rejection", 1.0)),
+    *(("dflash2", "greedy", 0.0), ("dflash2", "rejection", 1.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
@@ -460,6 +461,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "dflash-rejection": {"method": "dflash"},
     "dspark-rejection": {"method": "dspark"},
     "dspark-confident": {"method": "dspark", "min_confidence": 0.45},
+    "dflash2-rejection": {"method": "dflash2"},
     "tree-specinfer": {"method": "mtp_tree", "tree": [2, 2], "verifier": "specinfer"},
     "tree-spectr": {"method": "mtp_tree", "tree": [2, 2], "verifier": "spectr"},
     "dynamic-tree": {"method": "mtp_tree", "tree_nodes": 5, "num_speculative_tokens": 2},

@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
     "eagle_tree": Case({"method": "eagle_tree", "tree_nodes": 12, "num_speculative_tokens": 4}, "eagle"),
     "dflash": Case({"method": "dflash"}, "dflash"),
     "dspark": Case({"method": "dspark"}, "dspark-own-head"),
+    "dflash2": Case({"method": "dflash2"}, "dflash2"),
     "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),
     "draft_model": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3}),
     "draft_model-beam": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3, "beam_width": 3}),

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 from torch import Tensor
 
@@ -17,7 +17,15 @@ from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_r
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.drafter_sizes import OWN_SIZES
-from megatron_mtp.drafters import DRAFTERS, STEPS, DrafterKind, engine_layers
+from megatron_mtp.drafters import (
+    CANDIDATES,
+    CHANNELS_OF_A_KERNEL,
+    DRAFTERS,
+    STEPS,
+    TAPS,
+    DrafterKind,
+    engine_layers,
+)
 from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, without_mtp_layers
 from megatron_mtp.model.head import DRAFTER
 
@@ -140,6 +148,7 @@ class DrafterCodec(ABC):
         stores_steps: whether the folder has the number of drafts.
         whole_numbers: config keys that it must have as integers.
         layer_names: beginnings of the names of its one layer: as it is written, and others that are read.
+        own_forms: config keys that other kinds do not have, with the value that it must have; None for any.
     """
 
     has_own_head = False
@@ -147,6 +156,7 @@ class DrafterCodec(ABC):
     stores_steps = True
     whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
     layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
+    own_forms: ClassVar[dict[str, int | None]] = {}
 
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         """Keys beside those of the sizes."""
@@ -351,11 +361,57 @@ class BiasedBlocks(Blocks):
         ]
 
 
+class ConvolvedBlocks(Blocks):
+    """DFlash2, with convolutions along the block and a choice among likely tokens; it has no draft vocabulary."""
+
+    own_forms: ClassVar[dict[str, int | None]] = {
+        "conv_kernel_size": TAPS,
+        "conv_group_size": CHANNELS_OF_A_KERNEL,
+        "selector_rank": None,
+        "selector_top_k": CANDIDATES,
+    }
+    whole_numbers = (*Blocks.whole_numbers, *own_forms)
+
+    @override
+    def inner(self, kind: DrafterSettings) -> dict[str, Any]:
+        rows = kind.steps + DRAFTERS[kind.name].idle_rows
+        return {**super().inner(kind), **self.own_forms, "selector_rank": kind.rank, "block_size": rows}
+
+    @override
+    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        hidden, rank, vocabulary = sizes["hidden_size"], kind.rank, sizes["vocab_size"]
+        assert rank is not None
+        kernels = 2 * TAPS * (hidden // CHANNELS_OF_A_KERNEL), hidden
+        rules = super().rules(kind, sizes, layer, rows)
+        for number in range(kind.depth):
+            for name, part in (("attention_conv", "self_attention"), ("mlp_conv", "mlp")):
+                hf, own = f"layers.{number}.{name}.", f"{DRAFTER}layers.{number}.{part}.conv."
+                rules.append(rename(f"{hf}base_kernel", f"{own}base_kernel", (2, TAPS, hidden)))
+                rules.append(rename(f"{hf}kernel_projection.weight", f"{own}kernel_projection", kernels))
+        selector = "candidate_selector."
+        return [
+            *rules,
+            rename(f"{selector}predecessor_codebook", f"{DRAFTER}markov_w1", (vocabulary, rank)),
+            rename(f"{selector}successor_codebook", f"{DRAFTER}markov_w2", (vocabulary, rank)),
+            rename(f"{selector}hidden_projection.weight", f"{DRAFTER}markov_projection", (rank, hidden)),
+        ]
+
+    @override
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        if keys.get("draft_vocab_size") not in (None, args.vocab_size):
+            raise ValueError(
+                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} chooses among all "
+                f"{args.vocab_size} tokens; give another."
+            )
+        return {**super().sizes(path, row, keys, args), "rank": keys["selector_rank"]}
+
+
 CODECS: dict[str, DrafterCodec] = {
     "eagle3": OneLayer(),
     "eagle": StateLayer(),
     "dflash": Blocks(),
     "dspark": BiasedBlocks(),
+    "dflash2": ConvolvedBlocks(),
 }
 """By the names of `drafters.DRAFTERS`."""
 

@@ -1,12 +1,13 @@
 """The form of a drafter's folder, which engines load beside the trunk's: what it says, and the rule of every tensor.
 
-    config.json          LlamaForCausalLMEagle3, LlamaForCausalLMEagle, DFlashDraftModel or Qwen3DSparkModel, with the
-                         keys below
+    config.json          LlamaForCausalLMEagle3, LlamaForCausalLMEagle, DFlashDraftModel, Qwen3DSparkModel or
+                         DFlash2DraftModel, with the keys below
     model.safetensors    fc, norm (not of EAGLE) and
         EAGLE-3          midlayer.*, lm_head; with a reduced vocabulary d2t and t2d
         EAGLE            layers.0.*, a copy of the trunk's embedding; with a reduced vocabulary lm_head, d2t and t2d
         DFlash, DSpark   hidden_norm, layers.*; with a reduced vocabulary lm_head, d2t and t2d
         DSpark           markov_head.markov_w1, markov_w2, confidence_head.proj
+        DFlash2          as DFlash, with layers.*.attention_conv, layers.*.mlp_conv and candidate_selector.*
 
 `eagle_aux_hidden_state_layer_ids` has the number of trunk layers before each state that is read, as vLLM counts;
 `eagle_config` has the number of the layer that returns it, from 0, as SGLang and SpecForge count, and so has
@@ -262,8 +263,14 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     """The folder's keys, inner ones among them, which agree with the trunk."""
     keys = with_inner(_config(path))
-    if other := [key for key, plain in OTHER_FORMS.items() if keys.get(key) not in (None, plain)]:
+    own = CODECS[str(drafter_kind(path))].own_forms
+    if other := [key for key, plain in OTHER_FORMS.items() if key not in own and keys.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
+    for name, needed in own.items():
+        if needed is not None and keys.get(name) not in (None, needed):
+            raise ValueError(
+                f"{path / CONFIG} has {name} {keys[name]}, which is {needed} in drafters that are known here."
+            )
     if CODECS[str(drafter_kind(path))].has_unknown_layers(keys):
         raise ValueError(
             f"{path / CONFIG} has num_hidden_layers {keys['num_hidden_layers']}, and drafters of its kind have one "

@@ -1,4 +1,4 @@
-"""Is a drafter's folder (EAGLE-3, EAGLE, DFlash, DSpark) the drafter of a Megatron checkpoint?
+"""Is a drafter's folder (EAGLE-3, EAGLE, DFlash, DSpark, DFlash2) the drafter of a Megatron checkpoint?
 
 As for models, every tensor is converted both ways and compared bit by bit, and so are the settings of both sides. Then
 both draft on the same states of the trunk: Megatron's modules from the checkpoint, and `Reference` from the folder, in
@@ -186,12 +186,17 @@ class Reference:
         for number in range(self.keys["num_hidden_layers"]):
             layer = f"layers.{number}."
             normed_RH = self._norm(f"{layer}input_layernorm", state_RH)
-            keys_TH = torch.cat([feature_SH, normed_RH])
             visible_RT = self._visible(number, position_T[context:], position_T, bool(self.keys.get("is_causal")))
-            state_RH = state_RH + self._attended(f"{layer}self_attn.", normed_RH, keys_TH, position_T, visible_RT)
+            given_RH = self._convolved(f"{layer}attention_conv.", normed_RH, normed_RH, 0)
+            keys_TH = torch.cat([feature_SH, given_RH])
+            made_RH = self._attended(f"{layer}self_attn.", given_RH, keys_TH, position_T, visible_RT)
+            state_RH = state_RH + self._convolved(f"{layer}attention_conv.", normed_RH, made_RH, 1)
             state_RH = self._through_mlp(layer, state_RH)
         state_KH = self._norm("norm", state_RH)[-len(tokens_K) :]
         logits_KN = linear(state_KH, self.weights.get("lm_head.weight", head_VH))
+        if (predecessors := self.weights.get("candidate_selector.predecessor_codebook")) is not None:
+            before_KR = predecessors[tokens_K] * self._linear("candidate_selector.hidden_projection", state_KH)
+            logits_KN = logits_KN + before_KR @ self.weights["candidate_selector.successor_codebook"].t()
         if (markov := self.weights.get("markov_head.markov_w1.weight")) is None:
             return {"logits of drafts": self._logits(logits_KN)}
         before_KR = markov[tokens_K]
@@ -234,8 +239,23 @@ class Reference:
 
     def _through_mlp(self, layer: str, state: Tensor) -> Tensor:
         normed = self._norm(f"{layer}post_attention_layernorm", state)
-        gate, up = self._linear(f"{layer}mlp.gate_proj", normed), self._linear(f"{layer}mlp.up_proj", normed)
-        return state + self._linear(f"{layer}mlp.down_proj", silu(gate) * up)
+        given = self._convolved(f"{layer}mlp_conv.", normed, normed, 0)
+        gate, up = self._linear(f"{layer}mlp.gate_proj", given), self._linear(f"{layer}mlp.up_proj", given)
+        made = self._linear(f"{layer}mlp.down_proj", silu(gate) * up)
+        return state + self._convolved(f"{layer}mlp_conv.", normed, made, 1)
+
+    def _convolved(self, place: str, normed_RH: Tensor, values_RH: Tensor, side: int) -> Tensor:
+        """DFlash2's convolution of one block, before a part (side 0) or after it; the values, where there is none."""
+        if (base := self.weights.get(f"{place}base_kernel")) is None:
+            return values_RH
+        taps, groups = base.size(1), base.size(2) // self.keys["conv_group_size"]
+        added = self._linear(f"{place}kernel_projection", normed_RH).view(len(normed_RH), 2, taps, groups)
+        kernel_RTH = base[side] + added[:, side].repeat_interleave(self.keys["conv_group_size"], dim=-1)
+        made_RH = torch.zeros_like(values_RH)
+        for row in range(len(values_RH)):
+            for tap in range(min(taps, row + 1)):
+                made_RH[row] += kernel_RTH[row, tap] * values_RH[row - tap]
+        return made_RH
 
     def _logits(self, logits: Tensor) -> Tensor:
         offsets = self.weights.get("d2t")

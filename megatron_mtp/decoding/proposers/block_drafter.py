@@ -1,4 +1,4 @@
-"""Drafting with DFlash and DSpark (model/block_drafter.py): a block of tokens in one pass.
+"""Drafting with DFlash, DSpark and DFlash2 (model/block_drafter.py, dflash2.py): a block of tokens in one pass.
 
 The features of the tokens before t_m are the context: their keys and values are kept at their own slots, as they come.
 The block's rows stand behind them and see one another; the next round's features overwrite them:
@@ -7,12 +7,13 @@ The block's rows stand behind them and see one another; the next round's feature
     DFlash                     f_0 f_1 f_2 t_3   mask  mask                f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask  mask
     DSpark                     f_0 f_1 f_2 t_3   mask                      f_0 f_1 f_2 f_3 f_4 f_5 t_6  mask
 
-So the caches are those of a fresh prefill after any accepted path. Letters in names: B batch, K drafts, R rows of a
-block, S the same as Megatron has them, H hidden, M rank of the bias, N drafted tokens, V vocabulary.
+The rows of DFlash2 are those of DFlash. So the caches are those of a fresh prefill after any accepted path. Letters in
+names: B batch, K drafts, R rows of a block, S the same as Megatron has them, H hidden, M rank of the bias, N drafted
+tokens, C candidates, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, override
+from typing import TYPE_CHECKING, ClassVar, override
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
 from megatron_mtp.decoding.proposers.proposer import HeadKind
+from megatron_mtp.drafters import CANDIDATES
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
@@ -74,6 +76,26 @@ class DFlash(OneCache):
             self.runner.keep_context(sequences.states_at(first_B, count), rows, sequences.memory.depths[0])
 
 
+class LeftToRight(DFlash):
+    """Drafts one by one: a draft gives the next one's logits a bias."""
+
+    def in_turn(self, sequences: "Sequences", round: Round, count: int) -> tuple[Draft, Tensor]:
+        """The drafts, and for each the state after the norm beside what the token before gives it, [K, B, H + M]."""
+        state_KBH = self.block(sequences, count)
+        logits_BKV, token_B = self.runner.draft_logits(state_KBH), sequences.tokens_at(sequences.newest_B, 1)[:, 0]
+        layer, picked, read = self.runner.model.mtp.layer, [], list[Tensor]()
+        for place, state_BH in enumerate(layer.norm(state_KBH)):
+            before_BM = layer.before(state_BH, token_B)
+            read.append(torch.cat([state_BH, before_BM], dim=-1))
+            picked.append(pick(self.biased(logits_BKV[:, place], before_BM), round, place))
+            token_B = picked[-1][0]
+        return chain_of(picked), torch.stack(read)
+
+    def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
+        """The logits that a draft is picked by."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class DSparkSettings(Settings):
     """Settings of the end of a draft."""
@@ -83,8 +105,8 @@ class DSparkSettings(Settings):
     )
 
 
-class DSpark(DFlash):
-    """K rows that draft the tokens after them, one by one: a draft adds a bias to the next.
+class DSpark(LeftToRight):
+    """K rows that draft the tokens after them.
 
     A confidence does not depend on the token that it is of. So where drafts are sampled, to end them by it changes no
     distribution.
@@ -97,26 +119,21 @@ class DSpark(DFlash):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        state_KBH = self.block(sequences, count)
-        logits_BKV, token_B = self.runner.draft_logits(state_KBH), sequences.tokens_at(sequences.newest_B, 1)[:, 0]
-        layer, picked, confidences = self.runner.model.mtp.layer, [], list[Tensor]()
-        for place, state_BH in enumerate(layer.norm(state_KBH)):
-            before_BM = layer.markov_w1[token_B]
-            confidences.append(layer.confidence(torch.cat([state_BH, before_BM], dim=-1)))
-            picked.append(pick(logits_BKV[:, place] + self._bias(layer, before_BM), round, place))
-            token_B = picked[-1][0]
-        draft = chain_of(picked)
+        draft, read_KBX = self.in_turn(sequences, round, count)
         if not self.settings.min_confidence:
             return draft
-        return self._ended(draft, torch.stack(confidences, dim=1).sigmoid(), sequences.shapes.few)
+        confidence_BK = self.runner.model.mtp.layer.confidence(read_KBX).t().sigmoid()
+        return self._ended(draft, confidence_BK, sequences.shapes.few)
 
-    def _bias(self, layer: Any, before_BM: Tensor) -> Tensor:
-        """[B, V] of the tokens before; tokens that may not be drafted have none."""
-        bias_BN, tokens_N = linear(before_BM, layer.markov_w2), self.runner.model.mtp.draft_vocabulary
+    @override
+    def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
+        """With W2 W1[token before]; tokens that may not be drafted stay without probability."""
+        layer, tokens_N = self.runner.model.mtp.layer, self.runner.model.mtp.draft_vocabulary
+        bias_BN = linear(before_BM, layer.markov_w2)
         if layer.head is None or tokens_N is None:
-            return bias_BN[:, : self.runner.vocab_size]
+            return logits_BV + bias_BN[:, : self.runner.vocab_size]
         bias_BV = bias_BN.new_zeros(len(bias_BN), self.runner.model.vocab_size)
-        return bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
+        return logits_BV + bias_BV.index_copy_(1, tokens_N, bias_BN)[:, : self.runner.vocab_size]
 
     def _ended(self, draft: Draft, confidence_BK: Tensor, few_shapes: bool) -> Draft:
         """The draft up to where it is confident; where shapes may be many, without the rows that no sequence drafts."""
@@ -126,3 +143,22 @@ class DSpark(DFlash):
         count = int(valid_BK.sum(dim=1).max())
         probs_BKV = None if draft.probs_BNV is None or not count else draft.probs_BNV[:, :count]
         return Draft(draft.tokens_BN[:, :count], probs_BKV, None, valid_BK[:, :count])
+
+
+class DFlash2(LeftToRight):
+    """K + 1 rows; each draft is one of the tokens with the largest logits, by these with the bias."""
+
+    line = "a DFlash2 drafter, which chooses among likely tokens from left to right; K is at most that of its training"
+    depths = "dflash2"
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        return self.in_turn(sequences, round, count)[0]
+
+    @override
+    def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
+        """Of the candidates; all others have no probability."""
+        unary_BC, token_BC = logits_BV.topk(min(CANDIDATES, logits_BV.size(-1)))
+        chosen_BCM = self.runner.model.mtp.layer.markov_w2[token_BC]
+        scores_BC = unary_BC + (chosen_BCM @ before_BM.unsqueeze(-1)).squeeze(-1)
+        return torch.full_like(logits_BV, -torch.inf).scatter_(1, token_BC, scores_BC)

@@ -17,6 +17,7 @@ _EAGLE = "--drafter eagle --drafter-steps 3"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
 _SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
+_FLASH2 = "--drafter dflash2 --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
 _OWN_SIZES = (
     "--drafter-num-attention-heads 4 --drafter-num-query-groups 2 --drafter-kv-channels 6 --drafter-rotary-base 500 "
     '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}'
@@ -160,6 +161,17 @@ MODELS: dict[str, Model] = {
         frozen=True,
         passes=3,
     ),
+    "drafter-flash2": Model(0, f"{_FLASH2} {_UNTIED}", frozen=True, passes=3),
+    "drafter-latent-flash2": Model(0, f"{_LATENT} {_FLASH2} {_OWN_SIZES}", attention="", frozen=True, passes=3),
+    "drafter-delta-flash2": Model(
+        0, f"--hybrid-layer-pattern G-*-G- {_DELTA} {_FLASH2} {_OWN_SIZES}", frozen=True, passes=3
+    ),
+    "drafter-mamba-flash2": Model(
+        0, f"--hybrid-layer-pattern M*-M {_MAMBA} {_FLASH2} {_OWN_SIZES}", frozen=True, passes=3
+    ),
+    "drafter-windows-flash2": Model(
+        0, f"{_WINDOWED} {_FLASH2} --drafter-window-size 4 --drafter-softmax-type learnable", frozen=True, passes=3
+    ),
     "beside-d2": Model(2, f"{_DRAFTER} {_UNTIED} {_DRAFTED} --mtp-loss tv", frozen=True, beside=3),
     "beside-trained-d2": Model(2, f"{_DRAFTER} --calculate-per-token-loss", beside=3),
     "beside-spark-d2": Model(2, f"{_SPARK} {_DRAFTED}", frozen=True, beside=3),
@@ -195,6 +207,7 @@ class Layout:
         return f"{sizes} {optimizer if self.distributed_optimizer else ''} {self.flags.format(m='m' * depths)}"
 
 
+_FLASH2_MODELS = "drafter-flash2 drafter-latent-flash2 drafter-delta-flash2 drafter-mamba-flash2 drafter-windows-flash2"
 SINGLE = "single"
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 LAYOUTS: dict[str, Layout] = {
@@ -205,7 +218,7 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-latent-d1 first-pass-d1 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
         "drafter-latent drafter-delta-spark drafter-mamba-flash"
-        " drafter-windows drafter-windows-spark",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS}",
     ),
     "tp2-sp": Layout(
         tp=2,
@@ -214,7 +227,7 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-latent-d1 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
         "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-state-documents drafter-spark drafter-flash "
-        "drafter-flash-documents beside-trained-d2 beside-spark-d2",
+        "drafter-flash-documents drafter-flash2 beside-trained-d2 beside-spark-d2",
     ),
     "cp2": Layout(
         cp=2,
@@ -224,7 +237,7 @@ LAYOUTS: dict[str, Layout] = {
         "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
         "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
         "drafter-mamba-flash"
-        " drafter-windows drafter-windows-spark",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS}",
     ),
     "pp2": Layout(
         pp=2,
@@ -233,7 +246,7 @@ LAYOUTS: dict[str, Layout] = {
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
         "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
         "drafter-delta-spark drafter-mamba-flash"
-        " drafter-windows drafter-windows-spark",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS}",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -246,7 +259,8 @@ LAYOUTS: dict[str, Layout] = {
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
         "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2 "
-        "drafter-latent drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark",
+        "drafter-latent drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark "
+        f"{_FLASH2_MODELS}",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),

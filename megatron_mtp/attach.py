@@ -104,7 +104,7 @@ class Attached(Attachment):
         normalizer: Tensor | float | None = None,
         document_BS: Tensor | None = None,
     ) -> MTPLoss:
-        """The loss of the depths in the microbatch whose forward has just run, on the last stage.
+        """The loss of the MTP layers in the microbatch whose forward has just run, on the last stage.
 
         Args:
             tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of losses/mtp_loss.py: whole sequences,

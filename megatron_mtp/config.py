@@ -240,7 +240,7 @@ class MTPConfig:
     )
     mtp_token_fraction: float = _flag(
         1.0,
-        "Part of the positions on which the depths' losses are computed, drawn anew in every step; the rest need no "
+        "Part of the positions on which the MTP losses are computed, drawn anew in every step; the rest need no "
         "head. Default: 1.",
         allowed=("a number above 0, and at most 1", lambda number: 0 < number <= 1),
         metavar="F",
@@ -384,7 +384,7 @@ class MTPConfig:
     )
     mtp_linear_ce_main: bool = _flag(
         False,
-        "Compute the trunk's loss in chunks of tokens too, as the depths' losses always are, so that all its logits "
+        "Compute the trunk's loss in chunks of tokens too, as the MTP losses always are, so that all its logits "
         "are never in memory at once. Default: Megatron's own loss.",
     )
 

@@ -190,7 +190,7 @@ def positions_of_ranks(offsets: Tensor, ranks: int) -> Tensor:
     return rank.argsort(stable=True).view(ranks, -1)
 
 
-# --- shifts: the only place where tokens, labels and masks are shifted for the depths --------------------------------
+# --- shifts: the only place where tokens, labels and masks are shifted ------------------------------------------------
 #
 # In: whole sequences (before any context-parallel slicing) and, where documents matter, the document of every position.
 # Out: the same values d positions later, for every depth d = 1 .. D at once; a shift stops at the end of its document.

@@ -61,7 +61,7 @@ PATCHES = (
     ),
     Patch(
         "megatron.training.arguments:validate_args",
-        "YaRN outside of latent attention is refused with depths, whose angles are those of the trunk.",
+        "YaRN outside of latent attention is refused with MTP layers, whose angles are those of the trunk.",
         NONE,
         CORE,
         layers.refuses_yarn,

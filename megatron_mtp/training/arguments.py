@@ -82,7 +82,7 @@ def set_machine_flags(argv: list[str], on_cpu: bool) -> str | None:
 
 
 CUDA_ALONE = {
-    "--cuda-graph-impl": ("none", "layers of trunk and depths are recorded by CUDA"),
+    "--cuda-graph-impl": ("none", "layers of trunk and MTP are recorded by CUDA"),
     "--cpu-offloading-num-layers": (0, "Transformer Engine takes activations, of the trunk's layers alone, to the CPU"),
 }
 """Flags without a use on a CPU, with the value that leaves them out, and why."""

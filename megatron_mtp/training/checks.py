@@ -105,7 +105,7 @@ class Unsupported(NamedTuple):
 
 _SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
 _SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
-_NO_DEPTHS = "Megatron's GPT has no depths beside such layers, and its hybrid model has"
+_NO_DEPTHS = "Megatron's GPT has no MTP layers beside such layers, and its hybrid model has"
 _UNPREPARED = "this model's plan for that schedule does not prepare what takes activations out of memory"
 _GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
 UNSUPPORTED = (
@@ -122,13 +122,13 @@ UNSUPPORTED = (
     ),
     Unsupported("--use-torch-fsdp2", _SHARDED, _DISTRIBUTED, False),
     Unsupported("--use-megatron-fsdp", _SHARDED, _DISTRIBUTED, False),
-    Unsupported("--fp8-output-proj", "the depths' losses multiply with the output layer's weight, and not in FP8"),
+    Unsupported("--fp8-output-proj", "the MTP layers' losses multiply with the output layer's weight, and not in FP8"),
     Unsupported(
-        "--defer-embedding-wgrad-compute", "what the depths add to the output layer's gradient cannot be put off"
+        "--defer-embedding-wgrad-compute", "what the MTP layers add to the output layer's gradient cannot be put off"
     ),
     Unsupported(
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
-        "its schedule would never ask the depths for the weight gradients that they put off",
+        "its schedule would never ask the MTP layers for the weight gradients that they put off",
         "drop --delay-wgrad-compute",
     ),
     Unsupported(
@@ -152,7 +152,7 @@ UNSUPPORTED = (
         "give --context-parallel-size alone, or use Megatron's own script",
         False,
     ),
-    Unsupported("--logits-save-dir", "it would save every product of the output layer, those of the depths too"),
+    Unsupported("--logits-save-dir", "it would save every product of the output layer, those of the MTP layers too"),
     Unsupported("--logits-load-dir", "this script does not train on a teacher's stored logits", depths_alone=False),
     Unsupported("--freeze-all-layers", "this script builds the model without it", "give --mtp-train-only", False),
     Unsupported("--inprocess-restart", "this script does not restart within its process", depths_alone=False),

@@ -413,7 +413,7 @@ def _memory(args: Namespace, of_depths: int) -> list[str]:
         alone = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
         depths, none = (Namespace(**vars(args) | alone | {"num_layers": count}) for count in (trained_depths(args), 0))
         kept = compute_activation_memory_without_sp(depths, None) - compute_activation_memory_without_sp(none, None)
-        lines.append(f"memory of the depths on the last stage: {_gib(of_depths * bytes_each, kept)}")
+        lines.append(f"memory of the MTP layers on the last stage: {_gib(of_depths * bytes_each, kept)}")
     return [*lines, "memory is Megatron's estimate (theoretical_memory_usage.py); what kernels need comes on top."]
 
 

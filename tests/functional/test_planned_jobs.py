@@ -50,7 +50,7 @@ def test_a_plan_counts_parameters_and_says_where_the_depths_stand(tmp_path: Path
     assert counts.keys() == {"embedding", "trunk", "depths", "head"}
     assert sum(counts.values()) == int(held[1].replace(",", ""))
     gib = (6 + 12 / 8) * counts["depths"] / 2**30  # eight replicas share Adam's 12 bytes a parameter
-    assert "memory of the depths on the last stage: " in printed
+    assert "memory of the MTP layers on the last stage: " in printed
     assert f"weights, gradients and optimizer {gib:.2f} +" in printed
 
 

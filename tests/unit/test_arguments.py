@@ -61,7 +61,7 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (
             f"{ROPE} {MOCK} {DEPTHS} --cuda-graph-impl local",
-            "--cuda-graph-impl was given on a machine without a CUDA device, but layers of trunk and depths are",
+            "--cuda-graph-impl was given on a machine without a CUDA device, but layers of trunk and MTP are",
         ),
         (
             f"{ROPE} {MOCK} {DEPTHS} --cpu-offloading-num-layers=1",

@@ -160,7 +160,7 @@ def test_flags_that_ask_for_part_of_a_row_are_taken() -> None:
 def lists_of_the_page() -> str:
     """What is refused, works and is untried; flags with the same reason, or tried on the same, are one item."""
     refused = [
-        (f"{row.because}{'' if row.depths_alone else ' (refused without depths too)'}", row.flags)
+        (f"{row.because}{'' if row.depths_alone else ' (refused without MTP layers too)'}", row.flags)
         for row in UNSUPPORTED
     ]
     works = [(shown(row), row.flags) for row in TRIED]

@@ -47,8 +47,8 @@ def parser(program: str) -> Parser:
         "figures of your own (TFLOP/s, GB, GB/s), or 'here', which measures a CPU")  # fmt: skip
     add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
     add("--model", type=named, metavar="FOLDER", help="Hugging Face folder whose config.json gives the model's sizes")
-    add("--depths", type=int, metavar="D", help="depths to plan for; default: those of the line, or 1")
-    seconds = "a measured step of the line without depths; all but head and losses is scaled to it"
+    add("--depths", type=int, metavar="D", help="MTP layers to plan for; default: those of the line, or 1")
+    seconds = "a measured step of the line without MTP layers; all but head and losses is scaled to it"
     add("--step-seconds", type=float, metavar="S", help=seconds)
     add(
         "--accepted",

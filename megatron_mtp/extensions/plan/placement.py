@@ -55,7 +55,7 @@ class Placement:
 
 
 def of_counts(counts: Sequence[int], depths: int, ranks: int, alone: bool = False) -> Placement:
-    """A placement of so many trunk layers a chunk; the depths in the last chunk, or alone in the one before it."""
+    """A placement of so many trunk layers a chunk; MTP layers in the last chunk, or alone in the one before it."""
     ends = list(accumulate(counts))
     last = len(counts) - 1
     holds = last - 1 if alone and depths else last
@@ -136,7 +136,7 @@ class Loads:
     """Seconds of a microbatch, forward and backward: of every trunk layer, the embedding, a depth, and the losses.
 
     Attributes:
-        tail: of the head and the losses, those of the depths included.
+        tail: of the head and the losses, MTP included.
     """
 
     layers: tuple[float, ...]
@@ -150,7 +150,7 @@ def balanced(loads: Loads, depths: int, ranks: int, virtual: int, alone: bool = 
 
     From an even one, a layer goes from a chunk that has much to one that has little, as long as that helps.
     """
-    fixed = 2 if alone and depths else 0  # the depths' own chunk, and the losses behind it
+    fixed = 2 if alone and depths else 0  # the chunk of MTP layers, and the losses behind it
     layers, free = len(loads.layers), ranks * virtual - fixed
     counts = [layers // free + (number < layers % free) for number in range(free)] + [0] * fixed
     ends = [0.0, *accumulate(loads.layers)]

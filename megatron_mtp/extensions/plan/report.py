@@ -135,7 +135,7 @@ def _time(option: Option) -> str:
 
 def _recommended(plan: Plan) -> str:
     best, added = plan.recommended, plan.overhead(plan.depths)
-    words = f"recommended: {best.name}, {100 * added:+.1f} % over no depths"
+    words = f"recommended: {best.name}, {100 * added:+.1f} % over no MTP layers"
     if best.name != NAIVE:
         words += f", {100 * plan.margin:.1f} % less time than the naive placement"
     if not best.fits:

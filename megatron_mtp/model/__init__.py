@@ -9,7 +9,7 @@ heads.py             the list of draft heads: how they are made, what they draft
 stages.py            what hooks cannot do: states that travel between pipeline stages
 schedule_plan.py     the plan of a forward for --overlap-moe-expert-parallel-comm
 frozen.py            a trunk that stays as it was loaded
-hybrid.py            layers of a hybrid, which a pattern names; depths that are stacks by a pattern
+hybrid.py            layers of a hybrid, which a pattern names; MTP layers that are stacks by a pattern
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
@@ -19,9 +19,9 @@ eagle.py             EAGLE: the same on the trunk's last state
 block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
 dflash2.py           DFlash2: the same with convolutions along a block, and a choice among likely tokens
 head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
-                     vocabulary, and those of a smaller one that the depths draft from; softmax, argmax and sums
+                     vocabulary, and those of a smaller one that the MTP layers draft from; softmax, argmax and sums
                      over slices of the vocabulary
-initialize.py        depths that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
+initialize.py        MTP layers that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions
 attention.py         attention for machines without TE: causal mask, SP, CP, packed sequences, windows, sinks

@@ -71,7 +71,7 @@ class Head:
         weight: [V / TP, H], detached where the caller must not train it.
         whole: hidden states as the tensor-parallel region takes them: all positions, with gradients summed over ranks.
         logit_scale: by which all logits are multiplied.
-        draft_vocabulary: the tokens that the depths may draft; None for all.
+        draft_vocabulary: the tokens that the MTP layers may draft; None for all.
         vocab_size: tokens of all slices; the rows after them only pad the slices. None if every row is a token.
         own_rows: a drafter's own rows of the drafted tokens of this slice; None where it drafts with the trunk's.
         bias_rows: [V / TP, R] or fewer, further columns of the rows that draft; states then are [S, B, H + R].
@@ -103,7 +103,7 @@ class Head:
 
     @property
     def draft_weight(self) -> Tensor:
-        """The rows that the depths draft with, [V / TP, H] or fewer."""
+        """The rows that the MTP layers draft with, [V / TP, H] or fewer."""
         return self.taught_weight if self.own_rows is None else self.own_rows
 
     @property
@@ -113,7 +113,7 @@ class Head:
         return self.weight if drafted is None else self.weight.index_select(0, drafted.rows_K)
 
     def vocabulary(self, drafts: bool = False) -> "Vocabulary":
-        """The vocabulary that the rows stand for; with `drafts`, that of the rows that the depths draft with."""
+        """The vocabulary that the rows stand for; with `drafts`, that of the rows that the MTP layers draft with."""
         drafted = self.draft_vocabulary if drafts else None
         rows = len(self.weight) if drafted is None else drafted.rows_K.numel()
         return Vocabulary(rows, self.tp_group, self.logit_scale, drafted, self.vocab_size)
@@ -216,7 +216,7 @@ class StageOutput:
         hidden_SBH: the trunk's hidden states after its final norm.
         head: the output head.
         drafted: of every draft head; empty where the call had no batches.
-        batches: the call's `output_processor_context`: one for every draft head, and one without depths for a trunk
+        batches: the call's `output_processor_context`: one for every draft head, and one without MTP layers for a trunk
             alone. All have the trunk's labels.
     """
 

@@ -219,8 +219,8 @@ class MultiTokenPredictionLayer(MegatronModule):
     ) -> Tensor:
         """A draft of every request, as Megatron's `DynamicInferenceEngine` calls for it: without earlier positions.
 
-        That engine keeps no keys and values of the depths. A request attends to itself alone: in Megatron's own layer
-        the requests of a step attend to one another.
+        That engine keeps no keys and values of the MTP layers. A request attends to itself alone: in Megatron's own
+        layer the requests of a step attend to one another.
 
         Args:
             hidden_states: [N, B, H], the state of each request that its draft continues from.
@@ -564,7 +564,7 @@ def checkpointed[T](
 
 
 def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
-    """Hand the depths' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
+    """Hand the MTP layers' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
     for name, module in block.named_modules(prefix="mtp"):
         if hasattr(module, "finish_init"):
             module.finish_init(get_quant_config_or_none(name, config.quant_recipe))

@@ -190,7 +190,7 @@ def first_count(keys: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int
 
 
 def counted_elsewhere(keys: Mapping[str, Any]) -> tuple[str, int]:
-    """The key by which MiniMax or Inkling counts depths, and the number; 0 without one, or where it is switched off."""
+    """The key by which MiniMax or Inkling counts MTP layers, and the number; 0 without one, or if switched off."""
     if keys.get("use_mtp") is False:
         return "", 0
     nested = keys.get("mtp_config")

@@ -354,11 +354,11 @@ class FewRows:
 
 
 class GreedyDrafts:
-    """Depths in turn in one call of compiled code: each drafts the most probable token, which the next one may read.
+    """MTP layers in one call of compiled code: each drafts the most probable token, which the next one may read.
 
     Args:
         depths: compiled, by number.
-        head: the tokens that may be drafted, of the depths' type.
+        head: the tokens that may be drafted, of the MTP layers' type.
     """
 
     def __init__(self, depths: Sequence[FewRows], head: "Head") -> None:

@@ -1,6 +1,6 @@
 """Acceptance of a checkpoint's drafts in another engine, and the cost of each of its rules.
 
-engines.py     ENGINES: how each engine feeds the depths of each family, with the source of every rule
+engines.py     ENGINES: how each engine feeds the MTP layers of each family, with the source of every rule
 rows.py        drafts made by such rules, for all positions of a text at once
 acceptance.py  rounds of drafting and verifying: acceptance by position, and what every rule costs
 source.py      the given folder: a Megatron checkpoint or a Hugging Face one, its family, prompts and continuations

@@ -46,7 +46,7 @@ class Foretold:
 
     Attributes:
         engine: by its rules.
-        trained: by training's, for as many drafts as the depths were trained for.
+        trained: by training's, for as many drafts as the MTP layers were trained for.
         causes: what costs the difference, largest first.
     """
 

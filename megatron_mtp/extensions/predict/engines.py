@@ -1,4 +1,4 @@
-"""Inputs that engines give the depths of an exported model: one table, every rule with its source.
+"""Inputs that engines give the MTP layers of an exported model: one table, every rule with its source.
 
 A draft is made from a hidden state and the embedding of the newest token. Training gives draft d to depth d, with the
 state of depth d - 1 after its final norm, and depth d attends to what itself has seen at all earlier positions. An
@@ -76,7 +76,7 @@ class FamilyRules:
     Attributes:
         source: the file of the class in the engine's repository.
         embedding_first: whether the class expects the embedding's half of eh_proj before the hidden state's.
-        limit: how many depths a folder may have; None for any.
+        limit: how many MTP layers a folder may have; None for any.
         trunk, chained, zeroed: as in `Feeding`.
     """
 
@@ -119,7 +119,7 @@ class Engine:
     several: Callable[[Feeding], Feeding] = lambda feeding: feeding
 
     def feeding(self, family: str, depths: int) -> Feeding:
-        """Inputs of the drafts of a folder of this family with so many depths.
+        """Inputs of the drafts of a folder of this family with so many MTP layers.
 
         Raises:
             ValueError: the table has no rules of the engine for this family.

@@ -1,4 +1,4 @@
-"""A prediction: the checkpoint continues prompts, and its depths draft over the texts by the engine's rules."""
+"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the texts by the engine's rules."""
 
 import gc
 from argparse import Namespace
@@ -18,7 +18,7 @@ from megatron_mtp.extensions.predict.source import continued, cut_prompts, load,
 
 
 def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
-    """Generate with a cache, then run the depths by the engine's rules over the texts.
+    """Generate with a cache, then run the MTP layers by the engine's rules over the texts.
 
     Args:
         checkpoint: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
@@ -26,7 +26,7 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Fo
         args: the flags of `megatron-mtp foretell`.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or the engine cannot draft with its depths so.
+        ValueError: the checkpoint cannot be read, or the engine cannot draft with its MTP layers so.
     """
     with opened(checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source:
         if any(source.family in family.model_types for family in HYBRID):

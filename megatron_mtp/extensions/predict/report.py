@@ -20,7 +20,7 @@ class Case:
     """One predicted case.
 
     Attributes:
-        depths: physical depths of the export.
+        depths: physical MTP layers of the export.
         count: K, drafts a round.
         prompts, new: texts and the tokens that were counted in all of them.
     """

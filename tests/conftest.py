@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from put_back import put_back
 from quicker import collect_new_objects_alone
 
 LONGEST = """
@@ -74,6 +75,36 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash[LEFT_OUT]:
         terminalreporter.write_line(f"{count} cases marked `matrix` were left out; --all runs them as well")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_file_leaves_nothing() -> Iterator[None]:
+    with put_back():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _a_test_leaves_nothing() -> Iterator[None]:
+    with put_back():
+        yield
+
+
+@pytest.fixture(scope="session")
+def megatron() -> Iterator[None]:
+    """A process group of one rank with Megatron's parallel state: what building a model needs.
+
+    Products of float32 are exact: images of NVIDIA begin with TF32, whose 10 bits are less than the tests' tolerances.
+    """
+    from megatron_mtp.runtime import prepare
+
+    prepare()
+    from megatron_single import join_world_of_one  # imports Megatron, which comes after prepare()
+
+    from megatron_mtp.checkpoint.verify.prompt import exact_float32
+
+    join_world_of_one()
+    with exact_float32():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One set of records for all tests of a file."""
+"""One set of records for all tests of a file; all tests are in a world of one, as those of the other folders."""
 
 from collections.abc import Iterator
 
@@ -11,3 +11,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
     made = Records(tmp_path_factory.mktemp("layouts"))
     yield made
     made.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _in_a_world_of_one(megatron: None) -> None:
+    """Every test here, whichever ran before."""

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
-from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.checkpoint.mcore import reader
 from megatron_mtp.checkpoint.mcore.reader import StoredDepths
@@ -33,12 +30,9 @@ ROPE, MOCK, DEPTHS = "--position-embedding-type rope", "--mock-data", "--mtp-num
 
 
 @pytest.fixture(autouse=True)
-def _no_globals_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    unset_global_variables()
-    unset_num_microbatches_calculator()
 
 
 SHARES = "--mtp-repeated-layer-shares-kv"

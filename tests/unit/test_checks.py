@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
-from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401  # a fixture
+from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.config import flag_of
 from megatron_mtp.model.build import join_world

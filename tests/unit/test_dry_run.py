@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
-from test_arguments import DEPTHS, MOCK, MODEL, ROPE, _no_globals_left  # noqa: F401  # a fixture
+from test_arguments import DEPTHS, MOCK, MODEL, ROPE, _in_no_job  # noqa: F401  # a fixture
 
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training import checks
@@ -40,8 +40,7 @@ def _job(monkeypatch: pytest.MonkeyPatch, megatron: None) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_GRAPHS_USE_NODE_PRIORITY", "NVTE_CPU_OFFLOAD_V1"):
-        monkeypatch.setenv(name, "1")  # so that it is put back after the test
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     yield
     join_world_of_one()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401
+from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401
 from test_hf_form import save
 
 from megatron_mtp.checkpoint.mcore.model import load_model

@@ -4,7 +4,6 @@ import itertools
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,6 @@ KERNELS = [
     "transformer.moe.moe_utils.fused_unpermute",
 ]
 """Transformer Engine's, which configurations ask for."""
-
-
-@pytest.fixture(autouse=True)
-def _no_globals_left() -> Iterator[None]:
-    yield
-    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hybrid_single import our_hybrid
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron_single import LATENT, MOE, join_world_of_one, our_model
+from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -21,11 +21,6 @@ from megatron_mtp.model.attachment import attached_of
 
 WIDTH = 32
 EPSILON = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _world() -> None:
-    join_world_of_one()
 
 
 def requests(count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training import argument_utils
-from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.training import megatron_lm
@@ -25,15 +22,13 @@ FLAGS = (
 
 
 @pytest.fixture
-def command_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The user's flags; Megatron's global arguments are gone afterwards."""
+def command_line(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The user's flags."""
     single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in single.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["my_pretrain.py", *FLAGS.split()])
-    yield sys.argv
-    unset_global_variables()
-    unset_num_microbatches_calculator()
+    return sys.argv
 
 
 def add_greeting(parser: ArgumentParser) -> ArgumentParser:

@@ -2,13 +2,10 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import RECIPES, Cluster
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
-from megatron.training.global_vars import unset_global_variables
 
 from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
@@ -23,13 +20,6 @@ PARAMETERS = {
     "tiny": 98_496,
 }
 """Of the trunks. Qwen3-8B and SmolLM2-135M have as many tensor elements in their safetensors files."""
-
-
-@pytest.fixture(autouse=True)
-def _no_globals_left() -> Iterator[None]:
-    yield
-    unset_global_variables()
-    unset_num_microbatches_calculator()
 
 
 def parsed(recipe: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:

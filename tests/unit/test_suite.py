@@ -42,7 +42,7 @@ def test_of_the_first_tier():
 
 @pytest.fixture
 def two_tiers(tmp_path: Path) -> Path:
-    for name in ("conftest.py", "quicker.py"):
+    for name in ("conftest.py", "put_back.py", "quicker.py"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = matrix\n")
     (tmp_path / "test_cases.py").write_text(CASES)
@@ -67,6 +67,54 @@ def test_all_cases_run_with_all(two_tiers: Path) -> None:
     said = summary(two_tiers, "-n", "0", "--all")
     assert "left out" not in said
     assert "= 4 passed" in said.splitlines()[-1]
+
+
+LEAVING = """
+import os, random, signal, sys
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.training import global_vars
+
+def found():
+    return (
+        os.getcwd(), os.environ.get("LEFT"), os.environ["HOME"], [*sys.argv], torch.get_default_dtype(),
+        global_vars._GLOBAL_ARGS, num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+        signal.getsignal(signal.SIGTERM), random.random(), torch.rand(1).item(),
+    )
+
+random.seed(0)
+torch.manual_seed(0)
+FIRST = found()
+
+@pytest.fixture(scope="module", autouse=True)
+def of_the_file():
+    os.environ["OF_THE_FILE"] = "1"
+
+@pytest.mark.parametrize("number", range(2))
+def test_it_changes_all(number):
+    assert found() == FIRST
+    assert os.environ["OF_THE_FILE"] == "1"
+    os.chdir("/")
+    os.environ |= {"LEFT": "1", "HOME": "/"}
+    sys.argv.append("more")
+    torch.set_default_dtype(torch.float64)
+    global_vars._GLOBAL_ARGS = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+"""
+LATER = """
+import os
+
+def test_a_file_leaves_nothing_either():
+    assert not {"LEFT", "OF_THE_FILE"} & os.environ.keys()
+"""
+
+
+def test_nothing_of_a_test_or_a_file_stays_behind(two_tiers: Path) -> None:
+    (two_tiers / "test_cases.py").write_text(LEAVING)
+    (two_tiers / "test_later.py").write_text(LATER)
+    assert "= 3 passed" in summary(two_tiers, "-n", "0")
 
 
 def git(folder: Path, *words: str) -> str:

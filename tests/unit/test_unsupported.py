@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 from megatron.training.arguments import add_megatron_arguments
-from test_arguments import DEPTHS, MOCK, ROPE, _no_globals_left, refusal  # noqa: F401  # a fixture
+from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
 from megatron_mtp.model.arguments import parse_flags
 from megatron_mtp.training.checks import UNSUPPORTED, Unsupported, check_supported

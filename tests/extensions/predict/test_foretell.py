@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf_models import make
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron_single import LATENT, MOE, join_world_of_one, our_model
+from megatron_single import LATENT, MOE, our_model
 from torch import Tensor
 
 from megatron_mtp.checkpoint.families import FAMILIES
@@ -32,11 +32,6 @@ from megatron_mtp.model.mtp import AttentionInputs
 
 COUNT = 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-
-
-@pytest.fixture(autouse=True)
-def _world() -> None:
-    join_world_of_one()
 
 
 # --- a plain reference: one round, one sequence, no blocks and no masks but the causal one ---------------------------

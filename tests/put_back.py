@@ -1,0 +1,72 @@
+"""Every test finds the process as it was before the others: what a test changed in it is put back.
+
+That is the environment, the folder, the command line, handlers of signals, torch's defaults, and what Megatron keeps of
+a run. Random numbers begin anew. Process groups stay: each test is in a world of one (`megatron` of conftest.py).
+"""
+
+import copy
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+OF_MEGATRON = (
+    ("core.num_microbatches_calculator", "", "_GLOBAL_"),
+    ("core.parallel_state", "", "_MPU_"),
+    ("core.parallel_state", "", "_VIRTUAL_"),
+    ("core.rerun_state_machine", "", "_GLOBAL_"),
+    ("core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER", "states_"),
+    ("core.transformer.moe.moe_logging", "", "_MOE_METRICS_TRACKER"),
+    ("core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_"),
+    ("core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_"),
+    ("core.transformer.multi_token_prediction", "MTPLossLoggingHelper", "tracker"),
+    ("training.global_vars", "", "_GLOBAL_"),
+)
+"""Module, object in it, and how the names of its attributes begin."""
+PYTESTS = "PYTEST_CURRENT_TEST"
+"""A variable of the environment that pytest itself sets and deletes."""
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Begin random numbers anew; afterwards, restore what was changed inside."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch:
+        torch.default_generator.manual_seed(0)
+        dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    environment, folder = os.environ.copy(), os.getcwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    values = [(owner, name, _copied(getattr(owner, name))) for owner, name in _attributes()]
+    yield
+    for owner, name, value in values:
+        setattr(owner, name, value)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    os.chdir(folder)
+    for name in os.environ.keys() - environment.keys() - {PYTESTS}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if name != PYTESTS})
+    if torch:
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _attributes() -> Iterator[tuple[Any, str]]:
+    yield from ((sys, "argv"), (sys, "executable"))
+    for module, name, beginning in OF_MEGATRON:
+        owner: Any = sys.modules.get(f"megatron.{module}")
+        if owner is not None and (owner := getattr(owner, name) if name else owner) is not None:
+            yield from ((owner, each) for each in list(vars(owner)) if each.startswith(beginning))
+
+
+def _copied(value: Any) -> Any:
+    """Of a collection that tests change in place, as it is now."""
+    return copy.copy(value) if type(value) in (dict, list) else value

@@ -353,11 +353,10 @@ COVERED: dict[str, set[str]] = {
 
 FIRST: dict[str, str] = {
     "tp2": "tied-d3 padded-vocabulary-d2 drafter",
-    "tp2-sp": "untied-d1 frozen-moe-d3",
-    "cp2": "documents-d3 hybrid-padded-d1 first-pass-latent-d1",
-    "pp2": "tied-d1 drafter",
+    "tp2-sp": "frozen-moe-d3",
+    "cp2": "documents-d3 first-pass-latent-d1",
+    "pp2": "tied-d1",
     "pp2-vpp2": "untied-d3",
-    "pp2-unbalanced": "hybrid-mamba-d2",
     "dp2": "grouped-d3",
     "ep2": "moe-d1",
     "pp4-mtp-stage": "packed-d1",

@@ -498,7 +498,7 @@ def test_both_get_a_draft_vocabulary_that_neither_had(trained: Path, tmp_path: P
 )
 @pytest.mark.parametrize(
     ("flags", "left_out"),
-    [(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")],
+    tiered([(MTP, "a drafter"), (DRAFTER, "MTP layers"), ([], "MTP layers and a drafter")], [(MTP, "a drafter")]),
     ids=["MTP layers", "drafter", "trunk"],
 )
 def test_a_run_goes_on_with_one_of_both_and_says_what_it_leaves_out(

@@ -41,9 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
 }
-every_method = pytest.mark.parametrize(
-    "name", tiered(METHODS, ("plain", "mtp", "mtp_tree", "eagle3", "dspark", "draft_model"))
-)
+every_method = pytest.mark.parametrize("name", tiered(METHODS, ("plain", "mtp_tree", "dspark", "draft_model")))
 
 
 class Watched:

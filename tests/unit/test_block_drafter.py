@@ -208,7 +208,7 @@ def losses(
 HEADS_OF = [("dflash", None), ("dflash", DRAFTED), ("dspark", None), ("dspark", DRAFTED), ("dflash2", None)]
 
 
-@pytest.mark.parametrize("blocks", [None, 5], ids=["everywhere", "five"])
+@pytest.mark.parametrize("blocks", tiered([None, 5], (5,)), ids=["everywhere", "five"])
 @pytest.mark.parametrize(
     ("kind", "drafted"), tiered(HEADS_OF, (("dflash", DRAFTED), ("dspark", DRAFTED), HEADS_OF[-1]))
 )

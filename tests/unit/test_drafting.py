@@ -174,10 +174,16 @@ def test_drafts_are_the_training_forwards(kind: str, length: int, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [
-        *(("gqa", "mtp"), ("shared", "mtp_eagle"), ("first-pass", "mtp_eagle"), ("mla-first-pass", "mtp_eagle")),
-        *(("windows-sinks", "mtp"), *DRAFTERS.items()),
-    ],
+    tiered(
+        [
+            *(("gqa", "mtp"), ("shared", "mtp_eagle"), ("first-pass", "mtp_eagle"), ("mla-first-pass", "mtp_eagle")),
+            *(("windows-sinks", "mtp"), *DRAFTERS.items()),
+        ],
+        [
+            *(("shared", "mtp_eagle"), ("mla-first-pass", "mtp_eagle"), ("windows-sinks", "mtp")),
+            *(("eagle3", "eagle3"), ("dspark", "dspark")),
+        ],
+    ),
 )
 def test_drafts_after_accepted_and_rejected_ones_are_the_training_forwards(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
@@ -379,13 +385,8 @@ RECORDED: list[tuple[str, str, float]] = [
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 
 RECORDED_FIRST = [
-    *(("mtp", "block", 1.0), ("mtp_eagle", "rejection", 1.0), ("mtp_tree", "specinfer", 1.0)),
-    *(
-        ("draft_model", "bild", 1.0),
-        ("exhaustive", "mtjd", 0.0),
-        ("ngram", "greedy", 0.0),
-        ("dspark", "rejection", 1.0),
-    ),
+    *(("mtp", "block", 1.0), ("mtp_tree", "specinfer", 1.0), ("draft_model", "bild", 1.0)),
+    *(("ngram", "greedy", 0.0), ("dspark", "rejection", 1.0)),
 ]
 
 
@@ -476,7 +477,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-SAMPLED_FIRST = ("plain", "mtp-rejection", "dspark-confident", "tree-specinfer", "draft_model-spectr")
+SAMPLED_FIRST = ("mtp-rejection", "dspark-confident", "tree-specinfer")
 
 
 @pytest.mark.parametrize("name", tiered(SAMPLED, SAMPLED_FIRST))

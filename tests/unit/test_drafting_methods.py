@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_single import Driven, first_rows, model_of, prompts_of, run, run_every_step_in_python, runner_of
+from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import engine
@@ -67,7 +68,9 @@ CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "num_speculative_tokens": 4}),
     "lookahead": Case({"method": "lookahead"}),
 }
-every_method = pytest.mark.parametrize("name", CASES)
+FIRST = "mtp mtp_eagle-latent mtp_tree-dynamic eagle3 eagle_tree dspark parallel_heads draft_model-beam ngram".split()
+"""Methods of the first tier: every kind of drafter, chains and trees."""
+every_method = pytest.mark.parametrize("name", tiered(CASES, FIRST))
 
 
 def plain(target: Runner, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -78,7 +81,7 @@ def test_no_method_is_left_out() -> None:
     assert {case.settings["method"] for case in CASES.values()} == set(PROPOSERS) - {"plain"}
 
 
-@every_method
+@pytest.mark.parametrize("name", CASES)
 def test_a_method_drafts_chains_or_trees_as_it_says(name: str) -> None:
     case, seen = CASES[name], list[Update]()
     drafter = Runner(model_of("mha-tied-layernorm"))
@@ -100,7 +103,7 @@ def caches_of(proposer: Proposer, sequences: Sequences) -> list[KVCache]:
     return sequences.memory.depths[: None if isinstance(proposer, Vanilla) else 1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_method
 def test_caches_are_those_of_a_fresh_prefill(name: str) -> None:
     """KV: after drafts accepted and rejected at random, the trunk's rows and the drafter's final ones."""
     case = CASES[name]
@@ -213,7 +216,7 @@ def test_a_stop_token_inside_a_draft_ends_the_text_there(name: str) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("budget", [1, 2, 3])
+@pytest.mark.parametrize("budget", tiered([1, 2, 3], (2,)))
 def test_the_bonus_token_counts_against_the_budget(name: str, budget: int) -> None:
     """K above what remains, and a prompt of one token."""
     case, prompts = CASES[name], [[3], [5, 6, 7]]

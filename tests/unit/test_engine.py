@@ -356,7 +356,7 @@ def test_the_oldest_text_is_never_put_back() -> None:
     assert gains == [1] * 60
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "ngram")))
 def test_a_text_may_fill_all_positions(method: str) -> None:
     """160 of them; the last steps draft beyond."""
     prompt = (PIECES[0] + PIECES[1] + PIECES[2])[:101]
@@ -417,7 +417,7 @@ def test_a_step_reads_only_what_it_gave(method: str, reads: int, monkeypatch: py
 # ---- known beginnings
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("mtp", "mtp_tree", "draft_model", "lookahead")))
 def test_a_known_beginning_gives_the_same_tokens_and_does_not_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 tokens of a prompt of 90 are known, which are two blocks of 32."""
     rows: list[int] = []

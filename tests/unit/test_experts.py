@@ -92,7 +92,7 @@ ROUTED_AS_DEEPSEEK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("copies", "of_all"), [(0, 0), (100, 2)])
+@pytest.mark.parametrize(("copies", "of_all"), tiered([(0, 0), (100, 2)], [(100, 2)]))
 @pytest.mark.parametrize(
     ("kind", "changes", "launches"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 import fork_server
 import psutil
 import pytest
+from tiers import tiered
 
 CODE = {
     "nothing": "pass",
@@ -45,7 +46,10 @@ def both(folder: Path, *words: str) -> list[tuple[int, str, list[str]]]:
     return [(each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in done]
 
 
-@pytest.mark.parametrize("name", CODE)
+FIRST = ("a sentence", "an error", "Ctrl-C", "a thread", "its arguments", "main")
+
+
+@pytest.mark.parametrize("name", tiered(CODE, FIRST))
 def test_code_ends_as_in_a_new_process(name: str, tmp_path: Path) -> None:
     fork, process = both(tmp_path, "-c", CODE[name], "one", "two")
     assert fork == process

@@ -194,7 +194,7 @@ def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, r
     assert Counted.replays > 9
 
 
-@pytest.mark.parametrize("kind", ["bias-ungated-qknorm", "moe", "mla", "mla-moe"])
+@pytest.mark.parametrize("kind", tiered(["bias-ungated-qknorm", "moe", "mla", "mla-moe"], ("moe", "mla")))
 def test_repeated_steps_of_other_layers_than_the_short_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -215,8 +215,8 @@ SAMPLED = [
     ("mtp", None),
     ("mtp_eagle", None),
     ("mtp_tree", "specinfer"),
-    ("mtp_tree", "spectr"),
-    ("draft_model", "bild"),
+    pytest.param("mtp_tree", "spectr", marks=MATRIX),
+    pytest.param("draft_model", "bild", marks=MATRIX),
     *(pytest.param(method, None, marks=MATRIX) for method in ("mtp_tree", "mtp_beam", "draft_model", "ngram")),
     pytest.param("mtp", "block", marks=MATRIX),
     pytest.param("mtp_beam", "joint", marks=MATRIX),
@@ -299,8 +299,10 @@ def drafter_of(method: str, vocab_size: int | None = None) -> Runner | None:
     return Runner(model_of("mha-tied-layernorm"), vocab_size) if method.startswith("draft_model") else None
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(2.0)])
-@pytest.mark.parametrize(("method", "count"), [("mtp", 3), ("mtp_eagle", 3), ("mtp_eagle", 0)])
+@pytest.mark.parametrize("sampling", tiered([Sampling(), Sampling(2.0)], (Sampling(2.0),)))
+@pytest.mark.parametrize(
+    ("method", "count"), tiered([("mtp", 3), ("mtp_eagle", 3), ("mtp_eagle", 0)], (("mtp", 3), ("mtp_eagle", 0)))
+)
 def test_a_second_request_records_nothing(
     method: str, count: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -353,9 +355,7 @@ def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pyt
 
 
 @pytest.mark.usefixtures("narrow_windows")
-@pytest.mark.parametrize(
-    "method", tiered(["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"], ("mtp", "mtp_tree"))
-)
+@pytest.mark.parametrize("method", tiered(["mtp", "mtp_eagle", "mtp_tree", "draft_model", "ngram", "plain"], ("mtp",)))
 def test_a_text_that_outgrows_its_window_has_a_graph_for_the_next(method: str, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
     count, drafter = 0 if method == "plain" else 2, drafter_of(method)
@@ -446,7 +446,7 @@ def test_a_request_within_another_has_memory_of_its_own(request: pytest.FixtureR
     assert found == [others] * 3
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle", "plain"])
+@pytest.mark.parametrize("method", tiered(["mtp", "mtp_eagle", "plain"], ("mtp", "plain")))
 def test_texts_that_join_and_leave_replay_steps(method: str, request: pytest.FixtureRequest) -> None:
     """Of an engine with too few blocks, in which texts are put back; ended rows leave no trace in blocks of others."""
     target, settings = runner_of(), config_from(settings_of(method, 0 if method == "plain" else 2))
@@ -481,7 +481,7 @@ def drafted(target: Runner, settings: dict[str, Any]) -> tuple[list[list[int]], 
     return generate(target, prompts_of(3), 90, speculative=settings, emit=note).token_ids, drafts
 
 
-@pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
+@pytest.mark.parametrize("method", tiered(["mtp", "mtp_eagle"], ("mtp",)))
 def test_automatic_k_has_a_graph_for_every_k(
     method: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

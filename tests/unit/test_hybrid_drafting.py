@@ -215,7 +215,9 @@ class Given(Plain):
 DRAFTED = 4
 
 
-@pytest.mark.parametrize("prompt", [(5, 9), (120, 61)], ids=["few rows", "states take in rows"])
+@pytest.mark.parametrize(
+    "prompt", [pytest.param((5, 9), marks=pytest.mark.matrix), (120, 61)], ids=["few rows", "states take in rows"]
+)
 @all_kinds
 @torch.inference_mode()
 def test_states_after_every_accepted_prefix_are_those_of_a_fresh_prefill(pattern: str, prompt: tuple[int, int]) -> None:

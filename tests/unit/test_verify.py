@@ -43,18 +43,21 @@ CARRIED = {"exaone_moe": 1, "ernie4_5_moe": 3, "mimo_v2_flash": 3, "longcat_flas
 AllJudged = dict[tuple[str, bool], Judged]
 
 
-BIGRAMS = [*TRAINED][::3]
-"""Of the first tier."""
+FIRST = [*ALL][::2]
+BIGRAMS = [name for name in FIRST if name in TRAINED][::2]
+"""Of the first tier: families, and those whose bigram model is tried."""
 
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> AllJudged:
-    bigrams = None if pytestconfig.getoption("--all") else {"llama", *BIGRAMS}
-    return judge_all(tmp_path_factory.mktemp("folders"), bigrams=bigrams)
+    folder = tmp_path_factory.mktemp("folders")
+    if pytestconfig.getoption("--all"):
+        return judge_all(folder)
+    return judge_all(folder, {"llama": None, "glm4_moe": None, **dict.fromkeys(FIRST)}, {"llama", *BIGRAMS})
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", tiered(ALL, FIRST))
 def test_logits_of_trunk_and_depths_are_those_of_transformers(name: str, judged: AllJudged, tmp_path: Path) -> None:
     checks = checks_of(name, judged[name, False], tmp_path / "mcore")
     assert len(checks) == (1 if name in PLAIN else 2 + ALL[name])

@@ -29,7 +29,8 @@ CASES = [
     Case(3, 1, 9, 67, 3, 1.0, 1),
     Case(2, 1, 5, 20, 2, 2.0, 3).padded(40),
 ]
-OVER_RANKS = ["ce with both", "kd tempered", "tv", "nla", "lk tempered", "e2e_tv"]
+OF_KINDS = ["ce with both", "kd tempered", "tv", "nla", "lk tempered", "e2e_tv"]
+"""A loss of every class."""
 EVEN_CASES = [Case(4, 2, 7, 43, 2, 0.5, 0).padded(5), CASES[2]]
 """With as many rows on both ranks; the last one's second half is padding."""
 
@@ -41,15 +42,17 @@ def main(wanted: list[str]) -> None:
     linear_cross_entropy.has_kernel = lambda loss, *_: used.add(type(loss).__name__) is None
     parts: dict[str, Callable[[], Any]] = {
         "losses": lambda: {name: differences(MTPConfig(**SETTINGS[name])) for name in NAMES},
-        "a case of losses": lambda: {name: differences(MTPConfig(**SETTINGS[name]), CASES[1:2]) for name in NAMES},
+        "a case of losses": lambda: {name: differences(MTPConfig(**SETTINGS[name]), CASES[1:2]) for name in OF_KINDS},
         "rounded": lambda: {str(dtype): rounded(dtype) for dtype in (torch.bfloat16, torch.float16)},
         "masked": masked,
         "empty": lambda: {name: empty_block(name) for name in ("ce", "tv", "nla")},
         "faults": lambda: {fault: faulty(*given) for fault, given in FAULTS.items()},
         "ranks": of_two_ranks,
         "faults of ranks": lambda: {fault: faulty_ranks(*given) for fault, given in FAULTS_OF_RANKS.items()},
-        "exchanges": lambda: {name: exchanges(name) for name in NAMES},
-        "bytes": lambda: {name: bytes_moved(name) for name in NAMES},
+        "exchanges": lambda: {name: exchanges(name) for name in OF_KINDS},
+        "all exchanges": lambda: {name: exchanges(name) for name in NAMES},
+        "bytes": lambda: {name: bytes_moved(name) for name in OF_KINDS},
+        "all bytes": lambda: {name: bytes_moved(name) for name in NAMES},
         "used": lambda: sorted(used),
     }
     print(json.dumps({name: parts[name]() for name in wanted}))
@@ -117,7 +120,7 @@ def empty_block(name: str) -> float:
     return worst([losses_N, given.products_NV], [exact_N, exact_NV * given.scale_D])
 
 
-def of_two_ranks(names: list[str] = OVER_RANKS, cases: list[Case] = EVEN_CASES) -> dict[str, tuple[float, float]]:
+def of_two_ranks(names: list[str] = OF_KINDS, cases: list[Case] = EVEN_CASES) -> dict[str, tuple[float, float]]:
     """`differences` where each of two ranks has half of the vocabulary; the worse of both."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(_rank, (Path(folder), names, cases), 2, start_method="fork")

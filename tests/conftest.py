@@ -24,7 +24,9 @@ LONGEST = """
     tests/unit/test_wrapped.py tests/functional/test_commands.py tests/unit/test_killed_training.py
     tests/unit/test_killed_conversion.py tests/functional/test_features.py tests/functional/test_migrated_training.py
     tests/unit/test_extensions_away.py tests/functional/test_precision.py tests/functional/test_conversion.py
-    tests/functional/test_faults.py
+    tests/functional/test_faults.py tests/functional/test_resume.py tests/unit/test_linear_cross_entropy.py
+    tests/unit/test_migration.py tests/unit/test_serving.py tests/unit/test_weight_updates.py
+    tests/unit/test_weight_gradient.py
 """.split()
 """Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
 

@@ -88,9 +88,11 @@ class Tape(TorchDispatchMode):
                 self.before.append((tensor, tensor.clone()))
         made = operation(*given, **named)
         known = {one.untyped_storage()._cdata for one in tensors_of([*given, *named.values()])}
-        self.own |= {one.untyped_storage()._cdata for one in tensors_of([made])} - known
-        names = dict(zip(named, self.noted([*named.values()]), strict=True))
-        self.calls.append(Call(operation, self.noted([*given]), names, tensors_of(self.noted([made]))))
+        fresh = {one.untyped_storage()._cdata for one in tensors_of([made])} - known
+        self.own |= fresh
+        noted, names = self.noted([*given]), dict(zip(named, self.noted([*named.values()]), strict=True))
+        reads = any(type(one) is Read for one in tensors_of([*noted, *names.values()]))
+        self.calls.append(Call(operation, noted, names, reads, tensors_of(self.noted([made])) if fresh else []))
         return made
 
     def undo(self) -> None:
@@ -99,19 +101,25 @@ class Tape(TorchDispatchMode):
         self.before.clear()
 
     def replay(self) -> None:
-        for operation, given, named, made in self.calls:
-            again = operation(*map(present, given), **{name: present(one) for name, one in named.items()})
-            for old, new in zip(made, tensors_of([again]), strict=True):
+        for operation, given, named, reads, made in self.calls:
+            if reads:
+                given, named = [*map(present, given)], {name: present(one) for name, one in named.items()}
+            again = operation(*given, **named)
+            for old, new in zip(made, tensors_of([again]) if made else (), strict=True):
                 if type(old) is not Read and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 class Call(NamedTuple):
-    """An operation with its arguments and the tensors that it returned; tensors of others' memory are `Read`."""
+    """An operation with its arguments, and the tensors that it returned unless all are views of those.
+
+    Tensors of others' memory are `Read`.
+    """
 
     operation: Any
     given: list[Any]
     named: dict[str, Any]
+    reads: bool
     made: list[Any]
 
 

@@ -6,11 +6,15 @@ engine that does otherwise still gives correct texts, because it verifies; it ac
 
     feeding = ENGINES["vllm"].feeding("glm4_moe", depths=2)
     differences(TRAINED, feeding)          the rules that differ, with the words for both sides
+
+Every engine that runs drafters (EAGLE, EAGLE-3, DFlash, DSpark) feeds them as our own decoder does; of these the table
+has the source and the evidence alone.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
+READ = "read in its source"
 EVERY_DEPTH = "every draft by its own depth"
 FIRST_DEPTH = "every draft by depth 1"
 
@@ -77,15 +81,32 @@ class FamilyRules:
         source: the file of the class in the engine's repository.
         embedding_first: whether the class expects the embedding's half of eh_proj before the hidden state's.
         limit: how many MTP layers a folder may have; None for any.
+        layers: symbols of --hybrid-layer-pattern that an MTP layer may consist of; None where it is no stack.
+        evidence: as in `Engine`; None for that of the engine.
         trunk, chained, zeroed: as in `Feeding`.
     """
 
     source: str
     embedding_first: bool = True
     limit: int | None = None
+    layers: str | None = None
+    evidence: str | None = None
     trunk: str = "after"
     chained: str = "after"
     zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterRules:
+    """An engine's class of one kind of drafters.
+
+    Attributes:
+        source: the file of the class in the engine's repository.
+        evidence: whether the engine's own counts were compared with those of our decoder.
+    """
+
+    source: str
+    evidence: str = READ
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,7 @@ class Engine:
         source: the file that makes the drafts, in its repository.
         families: rules by `model_type`.
         evidence: whether the counts of the engine itself were compared with these rules.
+        drafters: what it runs of drafters, by kind (`drafters.DRAFTERS`).
         module, keys, first_row: as in `Feeding`.
         counts: which numbers of drafts it takes: "any", "depths" (as many as depths), "multiple" (at most as many as
             depths, or a multiple of them), "known" (where there are several depths, the rules are known for at most as
@@ -111,6 +133,7 @@ class Engine:
     source: str
     families: Mapping[str, FamilyRules]
     evidence: str
+    drafters: Mapping[str, DrafterRules] = field(default_factory=dict)
     module: str = "first"
     keys: str = "chain"
     first_row: bool = False
@@ -140,6 +163,32 @@ class Engine:
         )
         return self.several(feeding) if depths > 1 else feeding
 
+    def check_layers(self, family: str, layers: str) -> None:
+        """Raises ValueError for an MTP layer that the engine does not build, by symbols of --hybrid-layer-pattern."""
+        allowed = self.families[family].layers
+        if allowed is not None and not set(layers) <= set(allowed):
+            raise ValueError(
+                f"the MTP layers are stacks {layers}, and {self.title} builds those of '{family}' from {allowed} alone "
+                "(* attention, E experts); serve the checkpoint with megatron-mtp serve."
+            )
+
+    def drafter(self, kind: str) -> DrafterRules:
+        """What the engine runs of a kind of drafters.
+
+        Raises:
+            ValueError: the table has nothing of the engine for this kind.
+        """
+        if kind not in self.drafters:
+            known = ", ".join(self.drafters) or "no kind of drafters"
+            raise ValueError(
+                f"foretell has no rules of {self.title} for the drafter '{kind}'; it has them for {known}."
+            )
+        return self.drafters[kind]
+
+    def evidence_of(self, family: str) -> str:
+        """Whether the engine's counts were compared with these rules of a family."""
+        return self.families[family].evidence or self.evidence
+
     def source_of(self, rule: str, family: str) -> str:
         """The file, in the engine's repository, in which a rule of `Feeding` can be read."""
         in_class = rule in {row.name for row in fields(FamilyRules)}
@@ -167,11 +216,24 @@ class Engine:
 _VLLM_MODELS = "vllm/model_executor/models"
 _SGLANG_MODELS = "python/sglang/srt/models"
 _TENSORRT_MODELS = "tensorrt_llm/_torch/models"
+_VLLM_RUN = "run: tests/extensions/predict/test_vllm.py"
+_LLAMA_RUN = "run: tests/functional/test_drafters_in_llama_cpp.py"
 
 _VLLM_FAMILIES = {
     "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
+    "glm4_moe_lite": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_lite_mtp.py", evidence=READ, chained="before", zeroed=True),
     "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
+    "hy_v3": FamilyRules(f"{_VLLM_MODELS}/hy_v3_mtp.py", evidence=READ, zeroed=True),
+    "qwen3_next": FamilyRules(f"{_VLLM_MODELS}/qwen3_next_mtp.py, qwen3_5_mtp.py", evidence=READ),
+    "qwen3_5": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
+    "intern_s2_preview": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
+    "nemotron_h": FamilyRules(f"{_VLLM_MODELS}/nemotron_h_mtp.py", evidence=READ, limit=1, layers="*E"),
     "mimo": FamilyRules(f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True),
+}
+_VLLM_DRAFTERS = {
+    "eagle3": DrafterRules(f"{_VLLM_MODELS}/llama_eagle3.py"),
+    "eagle": DrafterRules(f"{_VLLM_MODELS}/llama_eagle.py"),
+    "dflash": DrafterRules(f"{_VLLM_MODELS}/qwen3_dflash.py"),
 }
 
 ENGINES: dict[str, Engine] = {
@@ -180,7 +242,8 @@ ENGINES: dict[str, Engine] = {
         repository="vllm-project/vllm",
         source="vllm/v1/spec_decode/llm_base_proposer.py",
         families=_VLLM_FAMILIES,
-        evidence="run: tests/extensions/predict/test_vllm.py",
+        evidence=_VLLM_RUN,
+        drafters={**_VLLM_DRAFTERS, "eagle3": replace(_VLLM_DRAFTERS["eagle3"], evidence=_VLLM_RUN)},
         counts="multiple",
     ),
     "vllm-v2": Engine(
@@ -188,7 +251,8 @@ ENGINES: dict[str, Engine] = {
         repository="vllm-project/vllm",
         source="vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py",
         families=_VLLM_FAMILIES,
-        evidence="read in its source",
+        evidence=READ,
+        drafters={**_VLLM_DRAFTERS, "dspark": DrafterRules(f"{_VLLM_MODELS}/qwen3_dspark.py")},
         counts="known",
         several=lambda feeding: replace(feeding, module="own", keys="own"),
     ),
@@ -199,9 +263,19 @@ ENGINES: dict[str, Engine] = {
         families={
             "glm4_moe": FamilyRules(f"{_SGLANG_MODELS}/glm4_moe_nextn.py", limit=1),
             "deepseek_v3": FamilyRules(f"{_SGLANG_MODELS}/deepseek_nextn.py", limit=1),
+            "glm4_moe_lite": FamilyRules(f"{_SGLANG_MODELS}/glm4_moe_lite_nextn.py", limit=1),
+            "bailing_moe": FamilyRules(f"{_SGLANG_MODELS}/bailing_moe_nextn.py", limit=1),
+            "hy_v3": FamilyRules(f"{_SGLANG_MODELS}/hunyuan_v3_nextn.py", limit=1),
+            "qwen3_next": FamilyRules(f"{_SGLANG_MODELS}/qwen3_next_mtp.py, qwen3_5_mtp.py", limit=1),
+            "qwen3_5": FamilyRules(f"{_SGLANG_MODELS}/qwen3_5_mtp.py", limit=1),
+            "nemotron_h": FamilyRules(f"{_SGLANG_MODELS}/nemotron_h_mtp.py", limit=1, layers="*E"),
             "mimo": FamilyRules(f"{_SGLANG_MODELS}/mimo_mtp.py", embedding_first=False, limit=1, zeroed=True),
         },
-        evidence="read in its source",
+        evidence=READ,
+        drafters={
+            "eagle3": DrafterRules(f"{_SGLANG_MODELS}/llama_eagle3.py"),
+            "eagle": DrafterRules(f"{_SGLANG_MODELS}/llama_eagle.py"),
+        },
     ),
     "transformers": Engine(
         title="transformers 5.23",
@@ -222,6 +296,7 @@ ENGINES: dict[str, Engine] = {
         source="common/speculative.cpp",
         families={"glm4_moe": FamilyRules("src/models/glm4-moe.cpp", limit=1)},
         evidence="run: tests/extensions/predict/test_llama_cpp.py",
+        drafters={kind: DrafterRules("common/speculative.cpp", _LLAMA_RUN) for kind in ("eagle3", "dflash", "dspark")},
         first_row=True,
     ),
     "tensorrt-llm": Engine(
@@ -232,7 +307,7 @@ ENGINES: dict[str, Engine] = {
             "glm4_moe": FamilyRules(f"{_TENSORRT_MODELS}/modeling_glm.py"),
             "deepseek_v3": FamilyRules(f"{_TENSORRT_MODELS}/modeling_deepseekv3.py"),
         },
-        evidence="read in its source",
+        evidence=READ,
         several=lambda feeding: replace(feeding, module="own", keys="window"),
     ),
 }

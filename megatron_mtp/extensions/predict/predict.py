@@ -1,4 +1,7 @@
-"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the texts by the engine's rules."""
+"""A prediction: the checkpoint continues prompts, and its MTP layers draft over the texts by the engine's rules.
+
+A drafter drafts in our own decoder instead, whose rules are the engine's (`DrafterRules`).
+"""
 
 import gc
 from argparse import Namespace
@@ -8,17 +11,24 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.families.hybrid import HYBRID
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Foretold, foretell
 from megatron_mtp.extensions.predict.engines import Engine
 from megatron_mtp.extensions.predict.report import Case
-from megatron_mtp.extensions.predict.rows import HYBRID_SENTENCE, check_model
-from megatron_mtp.extensions.predict.source import continued, cut_prompts, load, opened, read_ids
+from megatron_mtp.extensions.predict.rows import check_model, depth_layers
+from megatron_mtp.extensions.predict.source import (
+    Source,
+    accepted_of_drafter,
+    continued,
+    cut_prompts,
+    load,
+    opened,
+    read_ids,
+)
 
 
 def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
-    """Generate with a cache, then run the MTP layers by the engine's rules over the texts.
+    """Acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
 
     Args:
         checkpoint: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
@@ -26,30 +36,56 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Fo
         args: the flags of `megatron-mtp foretell`.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or the engine cannot draft with its MTP layers so.
+        ValueError: the checkpoint cannot be read, or the engine cannot draft with it so.
     """
     with opened(checkpoint, args.family, args.tokenizer, args.trust_remote_code) as source:
-        if any(source.family in family.model_types for family in HYBRID):
-            raise ValueError(HYBRID_SENTENCE)
-        engine.feeding(source.family, 1)  # refuses a family before anything is loaded
-        loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
-        model = loaded.runner.model
-        check_model(model)
-        depths, count = len(model.mtp.layers), args.num_speculative_tokens or model.mtp.depths
-        engine.check_count(count, depths)
-        ids, ends = read_ids(args.text, tokenizer, args.trust_remote_code)
-        prompts = cut_prompts(ids, args.prompts, args.prompt_tokens)
-        with _bar("generating", len(prompts)) as bar:
-            samples = continued(loaded, prompts, args.new_tokens, count, ends, bar.update)
-        if all(sample.end <= sample.prompt + 1 for sample in samples):
-            raise ValueError("the model ends every text with its first token and drafts nothing; give other --text.")
-        del loaded, model
-        gc.collect()  # the model that generates, before the one that drafts is loaded
-        feeding = engine.feeding(source.family, depths)
-        with _bar("drafting", len(samples)) as bar:
-            foretold = foretell(load_model(source.checkpoint), samples, count, feeding, bar.update)
+        return _predict_drafter(source, engine, args) if source.drafter else _predict_depths(source, engine, args)
+
+
+def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
+    """Generate with a cache, then run the MTP layers by the engine's rules over the texts."""
+    engine.feeding(source.family, 1)  # refuses a family before anything is loaded
+    loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
+    model = loaded.runner.model
+    check_model(model)
+    engine.check_layers(source.family, depth_layers(model))
+    depths, count = len(model.mtp.layers), args.num_speculative_tokens or model.mtp.depths
+    engine.check_count(count, depths)
+    prompts, ends = _prompts(args, tokenizer)
+    with _bar("generating", len(prompts)) as bar:
+        samples = continued(loaded, prompts, args.new_tokens, count, ends, bar.update)
+    if all(sample.end <= sample.prompt + 1 for sample in samples):
+        raise ValueError(DRAFTS_NOTHING)
+    del loaded, model
+    gc.collect()  # the model that generates, before the one that drafts is loaded
+    feeding = engine.feeding(source.family, depths)
+    with _bar("drafting", len(samples)) as bar:
+        foretold = foretell(load_model(source.checkpoint), samples, count, feeding, bar.update)
     new = sum(sample.end - sample.prompt for sample in samples)
-    return Case(engine, source.family, depths, count, len(samples), new), foretold
+    return Case(engine, source.family, depths, None, count, len(samples), new), foretold
+
+
+def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
+    """Draft in our own decoder."""
+    assert source.drafter is not None
+    engine.drafter(source.drafter)
+    loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
+    count = args.num_speculative_tokens or loaded.runner.depths
+    prompts, ends = _prompts(args, tokenizer)
+    with _bar("drafting", len(prompts)) as bar:
+        stats, new = accepted_of_drafter(loaded, prompts, args.new_tokens, count, ends, bar.update)
+    if not stats.target_forwards:
+        raise ValueError(DRAFTS_NOTHING)
+    return Case(engine, source.family, 0, source.drafter, count, len(prompts), new), Foretold(stats, stats, [])
+
+
+DRAFTS_NOTHING = "the model ends every text with its first token and drafts nothing; give other --text."
+
+
+def _prompts(args: Namespace, tokenizer: Path) -> tuple[list[list[int]], frozenset[int]]:
+    """Pieces of the text, and the tokens that end a text."""
+    ids, ends = read_ids(args.text, tokenizer, args.trust_remote_code)
+    return cut_prompts(ids, args.prompts, args.prompt_tokens), ends
 
 
 @contextmanager

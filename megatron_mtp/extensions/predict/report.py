@@ -9,8 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.extensions.predict.acceptance import Cause, Foretold
-from megatron_mtp.extensions.predict.engines import Engine, FamilyRules
+from megatron_mtp.extensions.predict.engines import Engine
 
 WIDTH = 100
 
@@ -20,7 +21,9 @@ class Case:
     """One predicted case.
 
     Attributes:
-        depths: physical MTP layers of the export.
+        family: of the export.
+        depths: its physical MTP layers; 0 with a drafter.
+        drafter: the kind of the drafter; None where MTP layers draft.
         count: K, drafts a round.
         prompts, new: texts and the tokens that were counted in all of them.
     """
@@ -28,14 +31,20 @@ class Case:
     engine: Engine
     family: str
     depths: int
+    drafter: str | None
     count: int
     prompts: int
     new: int
 
     @property
-    def rules(self) -> FamilyRules:
-        """The engine's rules of the family."""
-        return self.engine.families[self.family]
+    def limit(self) -> int | None:
+        """How many depths the engine loads."""
+        return None if self.drafter else self.engine.families[self.family].limit
+
+    @property
+    def evidence(self) -> str:
+        """Whether the engine's counts were compared with what is foretold."""
+        return self.engine.drafter(self.drafter).evidence if self.drafter else self.engine.evidence_of(self.family)
 
 
 def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
@@ -43,16 +52,17 @@ def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
     rates = [round(rate, 4) for rate in foretold.engine.accepted_per_position]
     return {
         "speculative_config": {
-            "method": "mtp",
+            "method": case.drafter or "mtp",
             "num_speculative_tokens": case.count,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": rates,
         },
         "engine": case.engine.title,
-        "evidence": case.engine.evidence,
+        "evidence": case.evidence,
         "family": case.family,
         "depths": case.depths,
-        "depths_limit": case.rules.limit,
+        "depths_limit": case.limit,
+        "drafter": case.drafter,
         "accepts": case.engine.accepts,
         "prompts": case.prompts,
         "new_tokens": case.new,
@@ -78,16 +88,17 @@ def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
 
 def as_text(case: Case, foretold: Foretold) -> str:
     """The prediction for a terminal."""
-    head = [f"{case.engine.title} ({case.engine.evidence})"]
-    head.append(f"{case.family} with {_number(case.depths, 'depth')}, {_number(case.count, 'draft')} a round")
+    head = [f"{case.engine.title} ({case.evidence})"]
+    heads = DRAFTERS[case.drafter].called if case.drafter else _number(case.depths, "depth")
+    head.append(f"{case.family} with {heads}, {_number(case.count, 'draft')} a round")
     head.append(
         f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.target_forwards} rounds"
     )
     parts = ["\n".join(head), _rates(case, foretold)]
-    if case.rules.limit is not None and case.depths > case.rules.limit:
+    if case.limit is not None and case.depths > case.limit:
         parts.append(
-            f"It loads {_number(case.rules.limit, 'depth')} at most: export a copy with that many "
-            f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.rules.limit})."
+            f"It loads {_number(case.limit, 'depth')} at most: export a copy with that many "
+            f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.limit})."
         )
     parts.append(_causes(case, foretold))
     return "\n\n".join(parts)
@@ -98,7 +109,8 @@ def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
     head = ["checkpoint", "engine", "family", "depths", "K", "as trained, %", "length", "foretold, %", "length"]
     table = [head]
     for row in rows:
-        cells = [str(row[key]) for key in ("checkpoint", "engine", "family", "depths")]
+        cells = [str(row[key]) for key in ("checkpoint", "engine", "family")]
+        cells.append(row["drafter"] or str(row["depths"]))
         cells.append(str(row["speculative_config"]["num_speculative_tokens"]))
         for side in ("_as_trained", ""):
             cells.append(" ".join(f"{100 * rate:.1f}" for rate in row[f"acceptance{side}"]))
@@ -125,7 +137,7 @@ def _cells(found: AcceptanceStats, count: int) -> list[str]:
 
 def _causes(case: Case, foretold: Foretold) -> str:
     if not foretold.causes:
-        return "It feeds the depths as training does."
+        return f"It feeds the {'drafter' if case.drafter else 'depths'} as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
     for cause in foretold.causes:
         gained = cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward

@@ -9,7 +9,8 @@ draft suffices: what a draft attends to is written as blocks of rows, one behind
                                 block 2: of every start i, the row of draft 2's state, two positions later
     the start i sees            of block 0 the rows 0 .. i, of the others its own
 
-A depth is a layer with one attention, so its keys depend on its input rows alone; rows need not be run in order.
+A row of a depth depends on the rows that its mask shows it, so rows need not be run in order. Recurrent layers read
+them in order, so a depth may have none; the trunk, which is run over the text itself, may.
 Letters in names: S positions of the text, R starts, B batch (1), H hidden, V vocabulary, N rows of all blocks.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
 from megatron_mtp.extensions.predict.engines import FIRST_PASS_KEYS, SHARED_KEYS, TRAINED, Feeding
@@ -53,22 +54,23 @@ class Block:
     position: int
 
 
-HYBRID_SENTENCE = (
-    "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet, whatever the engine; "
-    "measure them in the engine, or as trained with megatron-mtp generate --compare."
-)
-
-
 def check_model(model: LanguageModule) -> None:
     """Raises ValueError for a model whose drafts are not made here."""
     if not model.mtp_process:
         raise ValueError("the checkpoint has no depths to draft with; give one that was trained with --mtp-num-layers.")
     if not model.mtp.sequential:
         raise ValueError("the depths are parallel heads, which no engine of the table runs; give sequential depths.")
-    if isinstance(model, HybridModel):
-        raise ValueError(HYBRID_SENTENCE)
-    if model.config.window_size is not None:
-        raise ValueError("the model's attention has a window, which foretell does not run yet; give one without.")
+    layers = depth_layers(model)
+    if {Symbols.MAMBA, Symbols.GDN} & set(layers):
+        raise ValueError(
+            f"the MTP layers are stacks {layers} (--hybrid-layer-pattern), and no engine of the table has recurrent "
+            "layers in them; measure them as trained with megatron-mtp generate --compare."
+        )
+
+
+def depth_layers(model: LanguageModule) -> str:
+    """Symbols of a depth's layers (--hybrid-layer-pattern); empty where a depth is one transformer layer."""
+    return "".join(getattr(model.mtp.layers[0].tf_layer, "layer_type_list", ()))
 
 
 def trained_feeding(model: LanguageModule) -> Feeding:
@@ -81,9 +83,9 @@ def trained_feeding(model: LanguageModule) -> Feeding:
 @torch.no_grad()
 def read_text(model: LanguageModule, tokens: list[int]) -> Text:
     """Run the trunk over a text."""
-    attention = _attention(model, None, list(range(len(tokens))))
-    with _input_of(model.decoder.final_layernorm) as before:
-        after_SBH = model.decoder(
+    attention, decoder = _attention(model, None, list(range(len(tokens)))), model.decoder
+    with _input_of(decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm) as before:
+        after_SBH = decoder(
             hidden_states=_embed(model, tokens),
             attention_mask=attention.attention_mask,
             rotary_pos_emb=attention.rotary_pos_emb,

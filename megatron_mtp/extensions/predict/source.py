@@ -1,17 +1,18 @@
 """The given checkpoint as what foretelling needs: a family, a model, and texts as an engine would make them.
 
 In:  a Megatron checkpoint, or a Hugging Face folder, which is converted into a folder of temporary files.
-Out: `Source`; prompts cut from files; their greedy continuations.
+Out: `Source`; prompts cut from files; their greedy continuations; what a drafter's drafts were accepted of.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.checkpoint.convert.export_hf import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
@@ -19,6 +20,8 @@ from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.config import stands_beside
 from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import end_tokens, entries, read_tokenizer
 from megatron_mtp.decoding.engine import generate
@@ -31,10 +34,11 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and the `model_type` of its export."""
+    """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where it drafts with depths."""
 
     checkpoint: Path
     family: str
+    drafter: str | None = None
 
 
 @contextmanager
@@ -52,8 +56,10 @@ def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_
     """
     path = local_folder(path)
     if is_checkpoint(path):
-        form = form_of(path, family=family, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-        yield Source(path, _family(HFConfig.from_keys(form.keys)))
+        reader = DistReader(path)
+        form, args = form_of(reader, None, family, tokenizer, trust_remote_code), reader.common()["args"]
+        drafter = None if stands_beside(args) else getattr(args, "drafter", None)
+        yield Source(path, _family(HFConfig.from_keys(form.keys)), drafter)
     elif (path / CONFIG).is_file():
         if family is not None:
             raise ValueError(f"--family is '{family}', but {path} is a Hugging Face folder; leave --family out.")
@@ -130,19 +136,44 @@ def continued(
     Raises:
         ValueError: the model does not have so many positions.
     """
-    length = len(prompts[0]) + new + count + 1
+    _check_positions(loaded, len(prompts[0]) + new + count + 1)
+    samples = []
+    for batch in _batches(prompts):
+        made = generate(loaded.runner, batch, new + count + 1).token_ids
+        samples += [_sample(prompt, text, new, ends) for prompt, text in zip(batch, made, strict=True)]
+        progress(len(batch))
+    return samples
+
+
+def accepted_of_drafter(
+    loaded: Loaded,
+    prompts: list[list[int]],
+    new: int,
+    count: int,
+    ends: frozenset[int],
+    progress: Callable[[int], object],
+) -> tuple[AcceptanceStats, int]:
+    """Acceptance of the drafter's drafts in our own decoder, and the number of new tokens; arguments as above."""
+    _check_positions(loaded, len(prompts[0]) + new + count + 1)
+    stats, made = AcceptanceStats(), 0
+    config = {"method": loaded.runner.kind, "num_speculative_tokens": count}
+    for batch in _batches(prompts):
+        done = generate(loaded.runner, batch, new, speculative=config, stop_ids=ends)
+        stats, made = stats + done.stats, made + sum(map(len, done.token_ids))
+        progress(len(batch))
+    return replace(stats, target_forwards=sum(stats.offered_at[:1])), made  # those that had a draft
+
+
+def _batches(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    return (prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH))
+
+
+def _check_positions(loaded: Loaded, length: int) -> None:
     if length > loaded.runner.positions:
         raise ValueError(
             f"--prompt-tokens and --new-tokens ask for {length} positions with the drafts, and the model has "
             f"{loaded.runner.positions}; give fewer."
         )
-    samples = []
-    for first in range(0, len(prompts), BATCH):
-        batch = prompts[first : first + BATCH]
-        made = generate(loaded.runner, batch, new + count + 1).token_ids
-        samples += [_sample(prompt, text, new, ends) for prompt, text in zip(batch, made, strict=True)]
-        progress(len(batch))
-    return samples
 
 
 def _sample(prompt: list[int], text: list[int], new: int, ends: frozenset[int]) -> Sample:

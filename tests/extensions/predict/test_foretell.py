@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 import torch
 from hf_models import make
-from megatron.core.models.gpt.gpt_model import GPTModel
+from hybrid_single import our_hybrid
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron_single import LATENT, MOE, our_model
+from test_data_checks import write_dataset
+from tiers import tiered
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.decoding.engine import generate
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import (
     ENGINES,
@@ -26,7 +34,8 @@ from megatron_mtp.extensions.predict.engines import (
     Feeding,
     differences,
 )
-from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
+from megatron_mtp.extensions.predict.rows import Text, check_model, drafts, read_text, trained_feeding
+from megatron_mtp.extensions.predict.source import cut_prompts, read_ids
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs
 
@@ -37,26 +46,31 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 # --- a plain reference: one round, one sequence, no blocks and no masks but the causal one ---------------------------
 
 
-def depth_of(model: GPTModel, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool) -> tuple[Tensor, Tensor]:
+def depth_of(
+    model: LanguageModule, number: int, states_SBH: Tensor, ids: list[int], zeroed: bool
+) -> tuple[Tensor, Tensor]:
     """States [S, 1, H] of a depth over the rows of a sequence, before and after its final norm."""
     layer, slots = model.mtp.layers[number], len(ids)
     embedded_SBH = model.embedding(torch.tensor([ids]), torch.arange(slots)[None]).clone()
     if zeroed:
         embedded_SBH[0] = 0
-    latent = model.config.multi_latent_attention
-    angles = None if latent else model.rotary_pos_emb(slots)
     norm, layer.final_layernorm = layer.final_layernorm, torch.nn.Identity()
-    before_SBH = layer(states_SBH, embedded_SBH, AttentionInputs(rotary_pos_emb=angles))
+    before_SBH = layer(states_SBH, embedded_SBH, angles_of(model, slots))
     layer.final_layernorm = norm
     return before_SBH, norm(before_SBH)
 
 
-def likeliest(model: GPTModel, state_SBH: Tensor) -> int:
+def angles_of(model: LanguageModule, slots: int) -> AttentionInputs:
+    """Of a text's own positions; latent attention makes its own, and Nemotron's attention has none."""
+    return AttentionInputs(rotary_pos_emb=model.rotary_pos_emb(slots) if attached_of(model).turns_heads else None)
+
+
+def likeliest(model: LanguageModule, state_SBH: Tensor) -> int:
     return int(attached_of(model).head().project(state_SBH[-1:])[0, 0].argmax())
 
 
 def reused_round(
-    model: GPTModel, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
+    model: LanguageModule, text: Text, start: int, trunk: str, chained: str, zeroed: bool, first_row: bool = False
 ) -> list[int]:
     """Depth 1 over the known tokens with the trunk's states, then on its own state, as EAGLE's drafts are made."""
     states_SBH, ids = text.states(trunk)[: start + 1], text.tokens[1 : start + 2]
@@ -72,7 +86,7 @@ def reused_round(
 
 
 def own_round(
-    model: GPTModel, text: Text, start: int, trunk: str = "after", chained: str = "after", zeroed: bool = False
+    model: LanguageModule, text: Text, start: int, trunk: str = "after", chained: str = "after", zeroed: bool = False
 ) -> list[int]:
     """Depth after depth, each over all rows of the depth before."""
     states_SBH, made = text.states(trunk)[: start + 1], []
@@ -84,7 +98,7 @@ def own_round(
     return made
 
 
-def window_round(model: GPTModel, text: Text, start: int) -> list[int]:
+def window_round(model: LanguageModule, text: Text, start: int) -> list[int]:
     """Depth after depth; states and tokens move up by one, and the last output is appended (TensorRT-LLM's example)."""
     states_SBH, ids, made = text.after_SBH[: start + 1], text.tokens[1 : start + 2], []
     for number in range(COUNT):
@@ -95,39 +109,82 @@ def window_round(model: GPTModel, text: Text, start: int) -> list[int]:
     return made
 
 
-Round = Callable[[GPTModel, Text, int], list[int]]
-ROUNDS: dict[tuple[str, str, int], Round] = {
-    ("vllm", "glm4_moe", 2): lambda *given: reused_round(*given, "after", "before", zeroed=True),
-    ("vllm", "deepseek_v3", 2): lambda *given: reused_round(*given, "after", "after", zeroed=True),
-    ("vllm", "mimo", 1): lambda *given: reused_round(*given, "before", "after", zeroed=True),
-    ("vllm-v2", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "before", zeroed=True),
-    ("vllm-v2", "glm4_moe", 3): lambda *given: own_round(*given, "after", "before", zeroed=True),
-    ("vllm-v2", "deepseek_v3", 3): lambda *given: own_round(*given, "after", "after", zeroed=True),
-    ("vllm-v2", "mimo", 3): lambda *given: own_round(*given, "before", "after", zeroed=True),
-    ("sglang", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
-    ("sglang", "deepseek_v3", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
-    ("sglang", "mimo", 1): lambda *given: reused_round(*given, "after", "after", zeroed=True),
+Round = Callable[[LanguageModule, Text, int], list[int]]
+
+
+def reused(trunk: str, chained: str, zeroed: bool, first_row: bool = False) -> Round:
+    return lambda model, text, start: reused_round(model, text, start, trunk, chained, zeroed, first_row)
+
+
+def own(trunk: str, chained: str, zeroed: bool) -> Round:
+    return lambda model, text, start: own_round(model, text, start, trunk, chained, zeroed)
+
+
+IN_VLLM: dict[str, tuple[str, str, bool]] = {
+    "glm4_moe": ("after", "before", True),
+    "glm4_moe_lite": ("after", "before", True),
+    "deepseek_v3": ("after", "after", True),
+    "hy_v3": ("after", "after", True),
+    "qwen3_next": ("after", "after", False),
+    "qwen3_5": ("after", "after", False),
+    "intern_s2_preview": ("after", "after", False),
+    "nemotron_h": ("after", "after", False),
+    "mimo": ("before", "after", True),
+}
+"""Family to the state of draft 1, that of later drafts, and whether position 0 has zeros."""
+IN_SGLANG = "glm4_moe deepseek_v3 glm4_moe_lite bailing_moe hy_v3 qwen3_next qwen3_5 nemotron_h".split()
+"""Families whose states are after the norm and whose position 0 is kept."""
+FIRST_TIER: dict[tuple[str, str, int], Round] = {
+    ("vllm", "glm4_moe", 2): reused(*IN_VLLM["glm4_moe"]),
+    ("vllm", "deepseek_v3", 2): reused(*IN_VLLM["deepseek_v3"]),
+    ("vllm", "mimo", 1): reused(*IN_VLLM["mimo"]),
+    ("vllm", "qwen3_5", 1): reused(*IN_VLLM["qwen3_5"]),
+    ("vllm", "nemotron_h", 1): reused(*IN_VLLM["nemotron_h"]),
+    ("vllm-v2", "glm4_moe", 3): own(*IN_VLLM["glm4_moe"]),
+    ("vllm-v2", "deepseek_v3", 3): own(*IN_VLLM["deepseek_v3"]),
+    ("vllm-v2", "mimo", 3): own(*IN_VLLM["mimo"]),
+    ("sglang", "mimo", 1): reused("after", "after", zeroed=True),
+    ("sglang", "bailing_moe", 1): reused("after", "after", zeroed=False),
     ("transformers", "glm4_moe", 3): own_round,
     ("transformers", "deepseek_v3", 3): own_round,
-    ("llama.cpp", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False, first_row=True),
-    ("tensorrt-llm", "glm4_moe", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
+    ("llama.cpp", "glm4_moe", 1): reused("after", "after", zeroed=False, first_row=True),
     ("tensorrt-llm", "glm4_moe", 3): window_round,
-    ("tensorrt-llm", "deepseek_v3", 1): lambda *given: reused_round(*given, "after", "after", zeroed=False),
     ("tensorrt-llm", "deepseek_v3", 3): window_round,
 }
 """Engine, family and depths to the plain round."""
-KINDS: dict[str, dict[str, Any]] = {"glm4_moe": MOE, "deepseek_v3": LATENT, "mimo": {}}
+ROUNDS: dict[tuple[str, str, int], Round] = {
+    **{(engine, family, 1): reused(*rules) for engine in ("vllm", "vllm-v2") for family, rules in IN_VLLM.items()},
+    **{("sglang", family, 1): reused("after", "after", zeroed=False) for family in IN_SGLANG},
+    ("tensorrt-llm", "glm4_moe", 1): reused("after", "after", zeroed=False),
+    ("tensorrt-llm", "deepseek_v3", 1): reused("after", "after", zeroed=False),
+    **FIRST_TIER,
+}
+"""The same with all others, of which most are fed alike."""
+KINDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm4_moe", "hy_v3", "bailing_moe"), MOE),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), LATENT),
+    "mimo": {},
+}
+HYBRIDS: dict[str, Callable[[], LanguageModule]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "intern_s2_preview"), lambda: our_hybrid("G-*-/*-", **GATED)),
+    "nemotron_h": lambda: our_hybrid("M*E/*E", position="none", **MOE),
+}
+GATED = {"attention_output_gate": True}
 
 
-@pytest.mark.parametrize("case", ROUNDS, ids=lambda case: "-".join(map(str, case)))
+def model_of(family: str) -> LanguageModule:
+    return (HYBRIDS[family]() if family in HYBRIDS else our_model(3, **KINDS[family])).eval()
+
+
+@pytest.mark.parametrize(("engine", "family", "depths"), tiered(ROUNDS, FIRST_TIER))
 @torch.no_grad()
-def test_the_rules_of_an_engine_make_the_drafts_of_its_rounds(case: tuple[str, str, int]) -> None:
-    engine, family, depths = case
-    model = our_model(3, **KINDS[family]).eval()
+def test_the_rules_of_an_engine_make_the_drafts_of_its_rounds(engine: str, family: str, depths: int) -> None:
+    model = model_of(family)
     text = read_text(model, TOKENS)
     made = drafts(model, text, COUNT, ENGINES[engine].feeding(family, depths))
     for start in range(COUNT - 1, len(TOKENS) - COUNT - 1):
-        assert [draft[start] for draft in made] == ROUNDS[case](model, text, start), start
+        plain = ROUNDS[engine, family, depths](model, text, start)
+        assert [draft[start] for draft in made] == plain, start
 
 
 def test_every_engine_and_family_of_the_table_has_a_plain_round() -> None:
@@ -138,6 +195,12 @@ def test_every_engine_and_family_of_the_table_has_a_plain_round() -> None:
 @torch.no_grad()
 def test_trainings_rules_make_the_drafts_of_the_trained_block(changes: dict[str, Any]) -> None:
     compare_with_block(our_model(COUNT, **changes).eval(), TRAINED)
+
+
+@pytest.mark.parametrize("pattern", ["M*-/*-/*-/*-", "G*/*E/*E/*E"])
+@torch.no_grad()
+def test_trainings_rules_make_the_drafts_of_a_hybrids_block(pattern: str) -> None:
+    compare_with_block(our_hybrid(pattern, **MOE if "E" in pattern else {}).eval(), TRAINED)
 
 
 @torch.no_grad()
@@ -154,18 +217,29 @@ def test_keys_of_pass_1_make_the_drafts_of_a_block_that_was_trained_so(changes: 
     compare_with_block(model, FIRST_PASS_KEYS)
 
 
-def compare_with_block(model: GPTModel, feeding: Feeding) -> None:
+def compare_with_block(model: LanguageModule, feeding: Feeding) -> None:
     text, starts = read_text(model, TOKENS), len(TOKENS) - COUNT - 1
     made = drafts(model, text, COUNT, feeding)
     tokens_DBS = torch.tensor([[TOKENS[depth : depth + starts]] for depth in range(1, COUNT + 1)])
-    latent = model.config.multi_latent_attention
-    attention = AttentionInputs(rotary_pos_emb=None if latent else model.rotary_pos_emb(starts))
+    attention = angles_of(model, starts)
     positions_BS = torch.arange(starts)[None]
     trunk = attached_of(model).trunk_output(text.after_SBH[:starts], positions_BS, attention)
     given = tokens_DBS, positions_BS, model.embedding, attention
     states = model.mtp(trunk.hidden_SBH, *given, angles=model.mtp.later_angles(trunk))
     for draft, state_SBH in zip(made, states, strict=True):
         assert draft == attached_of(model).head().project(state_SBH)[:, 0].argmax(-1).tolist()
+
+
+@torch.no_grad()
+def test_states_before_a_norm_that_weighs_all_channels_alike_draft_as_those_after_it() -> None:
+    """GLM-4 MoE in vLLM: the next depth normalizes again, so that only the weights of the norm between tell."""
+    model = our_model(3).eval()
+    text = read_text(model, TOKENS)
+    before, after = Feeding(chained="before"), TRAINED
+    assert drafts(model, text, COUNT, before) != drafts(model, text, COUNT, after)
+    for layer in model.mtp.layers:
+        layer.final_layernorm.weight.fill_(0.7)
+    assert drafts(model, text, COUNT, before) == drafts(model, text, COUNT, after)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -216,7 +290,7 @@ def test_rounds_by_hand() -> None:
 
 
 @torch.no_grad()
-def text_of_drafts(model: GPTModel, feeding: Feeding, length: int) -> list[int]:
+def text_of_drafts(model: LanguageModule, feeding: Feeding, length: int) -> list[int]:
     """A text in which the first draft by these rules is always right."""
     tokens = [3, 5]
     while len(tokens) < length:
@@ -361,11 +435,77 @@ def test_a_family_that_an_engine_lacks_is_refused_before_anything_is_loaded() ->
         ENGINES["llama.cpp"].feeding("mimo", 1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_a_hybrid_is_what_foretell_lacks_and_not_the_engine(
-    family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@torch.no_grad()
+def test_a_depth_with_recurrent_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the MTP layers are stacks M- .* measure them as trained"):
+        check_model(our_hybrid("M*-/M-").eval())
+
+
+def test_layers_that_an_engine_does_not_build_in_depths_are_refused() -> None:
+    ENGINES["vllm"].check_layers("nemotron_h", "*E")
+    with pytest.raises(ValueError, match=r"the MTP layers are stacks \*-, and vLLM .* from \*E alone"):
+        ENGINES["vllm"].check_layers("nemotron_h", "*-")
+    ENGINES["vllm"].check_layers("qwen3_5", "*-")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.matrix)])
+def test_a_hybrid_is_foretold(family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path / "hf", family, 1, changes={"vocab_size": 258, "max_position_embeddings": 128})
     texts = ("--text", folder / "text.txt", "--tokenizer", folder / "tokenizer")
-    status, _, said = told(capsys, make(tmp_path / "hf", family, 1), *texts, "--engine", "vllm")
+    figures = json_of(told(capsys, made, *texts, *SMALL, "--engine", "vllm", "--json"))
+    assert figures["acceptance"] == figures["acceptance_as_trained"]
+    assert figures["causes"] == []
+    assert figures["depths"] == 1
+
+
+# --- drafters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of eight layers with an EAGLE-3 drafter that was fitted to it."""
+    place = tmp_path_factory.mktemp("drafter")
+    changes = {"vocab_size": 258, "max_position_embeddings": 128, "num_hidden_layers": 8}
+    hf_to_mcore(make(place / "hf", "llama", 0, changes=changes), place / "trunk", Options(quiet=True))
+    corpus = write_dataset(place / "corpus", [list(range(3, 3 + length)) for length in range(40, 60)])
+    assert convert(["fit-drafter", f"{place}/trunk", f"{place}/fitted", "--data-path", str(corpus)]) == 0
+    return place / "fitted"
+
+
+def test_a_drafter_is_foretold_or_refused_by_its_kind(
+    folder: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (drafter, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
+    status, shown, _ = told(capsys, *given, "--engine", "llama.cpp")
+    assert status == 0
+    assert "(run: tests/functional/test_drafters_in_llama_cpp.py)" in shown
+    assert "llama with an EAGLE-3 drafter, 7 drafts a round" in shown
+    assert "It feeds the drafter as training does." in shown
+    status, _, said = told(capsys, *given, "--engine", "transformers")
     assert status == 2
-    assert "the model is a hybrid (--hybrid-layer-pattern), whose depths foretell does not run yet" in said
+    assert "no rules of transformers 5.23 for the drafter 'eagle3'; it has them for no kind of drafters" in said
+
+
+@pytest.mark.matrix
+def test_a_drafter_is_foretold_by_our_own_decoder(
+    folder: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (drafter, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
+    figures = json_of(told(capsys, *given, "--engine", "vllm", "--num-speculative-tokens", "2", "--json"))
+    assert figures["speculative_config"]["method"] == figures["drafter"] == "eagle3"
+    ids, _ = read_ids([str(folder / "text.txt")], folder / "tokenizer", False)
+    config = {"method": "eagle3", "num_speculative_tokens": 2}
+    runner = load_runner(drafter, 258, torch.float32)
+    stats = generate(runner, cut_prompts(ids, 2, 6), 12, speculative=config).stats
+    assert figures["acceptance"] == [round(rate, 4) for rate in stats.accepted_per_position]
+    assert figures["rounds"] == stats.offered_at[0]
+    row = json_of(told(capsys, *given, "--engine", "vllm", "--table", "--json"))["rows"][0]
+    assert (
+        told(capsys, *given, "--engine", "vllm", "--table")[1].splitlines()[1].split()[1:5]
+        == "vllm llama eagle3 7".split()
+    )
+    assert row["depths"] == 0
+
+
+def test_every_kind_of_drafters_in_the_table_is_one_of_ours() -> None:
+    assert {kind for engine in ENGINES.values() for kind in engine.drafters} <= {*DRAFTERS}

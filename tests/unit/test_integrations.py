@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -22,11 +23,14 @@ import pytest
 import torch
 from documents import ROOT
 from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_single import make_batch
+from megatron_single import LENGTH, make_batch
 from stock_models import draw, learned, stock
+from torch import Tensor
 
 from megatron_mtp.attach import attach
+from megatron_mtp.config import MTPConfig
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -145,21 +149,21 @@ class Globals(dict[str, Any]):
         return getattr(builtins, name) if hasattr(builtins, name) else MagicMock()
 
 
-def compiled(path: Path, stack: Patched, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The function alone; modules that it imports and that are not here are stand-ins."""
+def compiled(path: Path, function: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The function alone, with these globals; modules that it imports and that are not here are stand-ins."""
     found = next(
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name == stack.function
+        if isinstance(node, ast.FunctionDef) and node.name == function
     )
     for node in ast.walk(found):
         away = isinstance(node, ast.ImportFrom) and re.match(r"(?!megatron\.core|megatron_mtp)", node.module or "")
         if away:
             monkeypatch.setitem(sys.modules, node.module, MagicMock())
     module = ast.Module([ast.parse("from __future__ import annotations").body[0], found], [])
-    names = Globals(stack.names)
+    names = Globals(given)
     exec(compile(module, path, "exec"), names)
-    made = names[stack.function]
+    made = names[function]
     assert isinstance(made, FunctionType)
     return made
 
@@ -227,9 +231,81 @@ def test_the_patched_function_attaches_layers_and_the_policy_does_not_change_by_
     else:
         unpacked(stack.wheel, tmp_path)
     apply(FOLDER / f"{name}.patch", tmp_path)
-    function = compiled(tmp_path / stack.file, stack, monkeypatch)
+    function = compiled(tmp_path / stack.file, stack.function, stack.names, monkeypatch)
     [model] = stack.call(function, Provider())
     check_three_policy_steps(model)
+
+
+LOOP = {
+    "torch": torch,
+    "mpu": mpu,
+    "partial": partial,
+    "get_forward_backward_func": get_forward_backward_func,
+    "get_model_config": lambda model: model.config,
+    "make_batch_generator": lambda batches, vpp_size: iter(batches),
+    "_copy_tensor_dict_to_device": lambda batch, _: dict(batch),
+    "_microbatch_sample_support": lambda *_, **__: None,
+    "remove_left_padding": lambda *given, **_: given[:3],
+    "recover_left_padding": lambda output, *_, **__: output,
+    "from_parallel_logits_to_logprobs": lambda logits_BSV, tokens_BS, **_: (
+        logits_BSV[:, :-1].log_softmax(-1).gather(-1, tokens_BS[:, 1:, None])[..., 0]
+    ),
+    "masked_mean": lambda values, _: values.mean(),
+    "vocab_parallel_entropy": lambda logits_BSV, **_: torch.zeros(logits_BSV.shape[:2]),
+    "compute_minibatch_rollout_logprob_diff_metrics": lambda *_: {},
+}
+"""What SkyRL's loop calls, for rows without padding."""
+
+
+@pytest.mark.matrix
+def test_skyrls_loop_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mini-batches through Megatron's schedule; without the patch it would run the layers a second time."""
+    wheel, file = STACKS["skyrl"].wheel, STACKS["skyrl"].file.replace("megatron_worker", "megatron_model_wrapper")
+    assert wheel is not None
+    unpacked(wheel, tmp_path)
+    apply(FOLDER / "skyrl.patch", tmp_path)
+    batch, rate = make_batch(2), torch.tensor([[1.0], [-0.5], [0.25]])
+    names = {**LOOP, "to_te_attention_mask": lambda _: batch["attention_mask"]}
+    loop = compiled(tmp_path / file, "forward_backward_mini_batch", names, monkeypatch)
+    settings = MagicMock()
+    off = dict.fromkeys(("enable_sample_support_replay", "use_entropy_loss", "use_kl_loss"), False)
+    settings.algorithm = SimpleNamespace(**off, kl_loss_coef=0.0, policy_loss_type="regular")
+    plain, model = stock("dense"), stock("dense")
+    attach(model, 1, MTPConfig(mtp_train_only=True, mtp_loss="kd"), weight=0.1)
+    for each in (plain, model):
+        draw(each)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
+    micro = {
+        **dict.fromkeys(("old_action_log_probs", "base_action_log_probs", "rollout_action_logprobs")),
+        **dict.fromkeys(("response_mask", "rollout_expert_indices")),
+        "sequences": batch["tokens"],
+        "attention_mask": torch.ones_like(batch["tokens"]),
+        "position_ids": batch["position_ids"],
+        "num_actions": 4,
+        "advantages": rate,
+        "loss_mask": None,
+        "num_microbatches": 2,
+    }
+
+    def policy_loss(logprobs_BS: Tensor, _: Any, advantages_B1: Tensor, **__: Any) -> tuple[Tensor, dict[str, Any]]:
+        return -(advantages_B1 * logprobs_BS).mean(), {}
+
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            worker = MagicMock(
+                actor_module=[each], cfg=settings, is_vlm=False, remove_microbatch_padding=False, _fused_lm_head=False
+            )
+            worker.policy_loss_fn = policy_loss
+            loop(worker, [micro, micro], LENGTH, len(rate))
+            optimizer.step()
+        found = dict(model.named_parameters())
+        for name, weight in plain.named_parameters():
+            assert torch.equal(weight, found[name]), name
+            assert torch.equal(weight.grad, found[name].grad), name
+        assert all(weight.grad.any() for name, weight in found.items() if name.startswith("mtp."))
 
 
 def test_slimes_provider_attaches_to_the_model_that_slime_builds(monkeypatch: pytest.MonkeyPatch) -> None:

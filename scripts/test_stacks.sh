@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
 # Install frameworks on top of Megatron, each into a folder of its own, and test attached MTP layers in their models:
 # tests/functional/test_stacks.py.
-#   scripts/test_stacks.sh [NAME ...]      megatron_bridge, ms_swift; all without a name
+#   scripts/test_stacks.sh [NAME ...]            megatron_bridge, ms_swift; all without a name
+#   scripts/test_stacks.sh --install [NAME ...]  without the tests, which scripts/test.sh --all then runs
 # The versions are those of integrations/NAME.txt, without dependencies beyond them: what else a framework imports is in
 # .venv. The folders are .venv-stacks/NAME (0.3 GB each). Where a framework cannot be installed, its cases are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
+only_installs=false
+if [ "${1-}" = --install ]; then
+    only_installs=true
+    shift
+fi
 names=("$@")
 [ $# -gt 0 ] || names=(megatron_bridge ms_swift)
 for name in "${names[@]}"; do
@@ -18,12 +24,14 @@ for name in "${names[@]}"; do
     folder=.venv-stacks/$name
     if ! cmp -s "integrations/$name.txt" "$folder/installed.txt"; then
         rm -rf "$folder"
-        if .venv/bin/python -m pip install --quiet --no-deps --target "$folder" --requirement "integrations/$name.txt"; then
+        if timeout 10m .venv/bin/python -m pip install --quiet --no-deps --target "$folder" \
+            --requirement "integrations/$name.txt"; then
             cp "integrations/$name.txt" "$folder/installed.txt"
         else
             echo "test_stacks.sh: $name cannot be installed here; its cases are skipped"
         fi
     fi
 done
+if $only_installs; then exit; fi
 cases=$(printf ' or %s' "${names[@]}")
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 --all tests/functional/test_stacks.py -k "${cases# or }"

@@ -125,7 +125,10 @@ def git(folder: Path, *words: str) -> str:
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A repository of one commit, whose tests only say how they were called."""
-    for name, text in {".ci/run": CI.read_text(), "scripts/test.sh": 'echo "test.sh $*"\n', "README.md": ""}.items():
+    texts = {".ci/run": CI.read_text(), "README.md": ""}
+    for name in ("test.sh", "test_stacks.sh"):
+        texts[f"scripts/{name}"] = f'echo "{name} $*"\n'
+    for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     git(tmp_path, "init", "--initial-branch", "main")
@@ -151,27 +154,28 @@ def ci(folder: Path, *arguments: str) -> list[str]:
 
 
 PLATFORM = "megatron_mtp/cpu.py"
+WHOLE = ["test_stacks.sh --install megatron_bridge", "test.sh --all"]
 
 
 def test_ci_runs_all_without_a_commit_to_compare_with(clone: Path) -> None:
-    assert ci(clone) == ["ci: --all: the clone has no commit to compare with", "test.sh --all"]
-    assert ci(clone, "no-such-commit")[1] == "test.sh --all"
+    assert ci(clone) == ["ci: --all: the clone has no commit to compare with", *WHOLE]
+    assert ci(clone, "no-such-commit")[1:] == WHOLE
 
 
 def test_ci_compares_with_the_commit_before_or_where_the_branch_left_main(clone: Path) -> None:
     commit(clone, PLATFORM)
-    said, called = ci(clone)
+    said, *called = ci(clone)
     assert said.startswith(f"ci: --all: {PLATFORM} changed since ")
-    assert called == "test.sh --all"
+    assert called == WHOLE
     commit(clone, "README.md")
-    said, called = ci(clone)
+    said, *called = ci(clone)
     assert said.startswith("ci: the first tier: nothing that the matrix is about changed since ")
-    assert called == "test.sh"
-    assert ci(clone, "HEAD~2")[1] == "test.sh --all"
+    assert called == ["test.sh"]
+    assert ci(clone, "HEAD~2")[1:] == WHOLE
     git(clone, "checkout", "-b", "branch")
     commit(clone, PLATFORM)
     commit(clone, "README.md")
-    assert ci(clone)[1] == "test.sh --all"
+    assert ci(clone)[1:] == WHOLE
 
 
 def test_what_ci_looks_for_exists() -> None:

@@ -1,10 +1,10 @@
-"""A framework's model of a Hugging Face folder with attached layers: policy steps, fine-tuning, and an export.
+"""A framework's model of a Hugging Face folder with attached layers: steps of training, and an export.
 
-    PYTHONPATH=ENVIRONMENT:REPOSITORY python tests/functional/stack_worker.py FRAMEWORK FOLDER OUT new|own
+    PYTHONPATH=ENVIRONMENT:REPOSITORY python tests/functional/stack_worker.py JOB FRAMEWORK FOLDER CORPUS OUT new|own
 
-FRAMEWORK is a key of BUILDERS; `new` attaches a layer to the model without its own, `own` trains those of the folder.
-Prints a line of JSON: what of three policy steps differs from those of the model without layers, the losses of the
-layers, and who has exported. OUT is a folder that drafts.
+JOB is a key of JOBS, and FRAMEWORK one of BUILDERS; `new` attaches a layer to the model without its own, `own` trains
+those of the folder. The rows of CORPUS are those that `megatron-mtp train` reads with the same seed. Prints a line of
+JSON, and writes folders into OUT.
 """
 
 import json
@@ -13,22 +13,24 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import te_names
 import torch
+from stack_rows import LENGTH, RATE, ROWS, SEED, SPLIT, STEPS, VOCABULARY, WEIGHT
 from torch import Tensor
 
 warnings.filterwarnings("ignore")
 
-LENGTH, ROWS, POLICY_STEPS, STEPS, RATE = 32, 4, 3, 24, 3e-3
-VOCABULARY, WEIGHT, OURS = 96, 0.3, "megatron-mtp"
+Hook = Callable[[Any], Any]
+POLICY_STEPS, RANK, LORA_RATE = 3, 8, 2e-2
 POSITIONS = torch.arange(LENGTH).expand(ROWS, -1)
 OFF = {
     **dict.fromkeys(("bf16", "fp16", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
     **dict.fromkeys(("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"), False),
     **dict.fromkeys(("moe_router_fusion", "cross_entropy_loss_fusion", "moe_shared_expert_overlap"), False),
+    "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "none",  # this package's model has no such loss unless it is asked for
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
@@ -39,17 +41,10 @@ OFF = {
 # --- models of frameworks --------------------------------------------------------------------------------------------
 
 
-class Framework:
-    """What all have in common: the layers' loss rides along."""
-
-    def forward(self, model: Any, batch: dict[str, Tensor], **labels: Tensor) -> Tensor:
-        return model(batch["tokens"], POSITIONS, None, **labels)
-
-
-class Bridge(Framework):
+class Bridge:
     """Megatron-Bridge: a provider with hooks."""
 
-    name = "megatron-bridge"
+    name, builds_layers = "megatron-bridge", False
 
     def __init__(self, folder: Path) -> None:
         import megatron.bridge
@@ -57,33 +52,45 @@ class Bridge(Framework):
         self.version = megatron.bridge.__version__
         self._bridge = megatron.bridge.AutoBridge.from_hf_pretrained(str(folder))
 
-    def build(self, depths: int | None, hook: Callable[[Any], Any] | None) -> Any:
+    def build(self, depths: int | None, *hooks: Hook) -> Any:
         from megatron.core.distributed import DistributedDataParallelConfig
 
         provider = self._bridge.to_megatron_provider()
         for field, value in {**OFF, "mtp_num_layers": depths, "seq_length": LENGTH}.items():
             setattr(provider, field, value)
-        if hook is not None:
+        for hook in hooks:
             provider.register_pre_wrap_hook(hook)
         provider.finalize()
         [model] = provider.provide_distributed_model(ddp_config=DistributedDataParallelConfig(), bf16=False, fp16=False)
         return model
 
+    def lora(self, head: str, attaching: Hook | None) -> list[Hook]:
+        """`finetune` registers the hook of PEFT behind those that the user has registered."""
+        from megatron.bridge.peft.lora import LoRA
+        from megatron.bridge.peft.utils import create_peft_hook
+
+        from integrations.megatron_bridge import LoRAWithHead
+
+        if attaching is not None and head == "new":
+            return [create_peft_hook(LoRAWithHead(dim=RANK, alpha=2 * RANK))]
+        adapting = create_peft_hook(LoRA(dim=RANK, alpha=2 * RANK))
+        return [adapting] if attaching is None else [attaching, adapting]
+
     def export(self, model: Any) -> list[tuple[str, Tensor]]:
         return list(self._bridge.export_hf_weights([model], show_progress=False))
 
 
-class McoreBridge(Framework):
+class McoreBridge:
     """mcore-bridge, the models of ms-swift: the layers are its own, and are adopted."""
 
-    name = "mcore-bridge"
+    name, builds_layers = "mcore-bridge", True
 
     def __init__(self, folder: Path) -> None:
         import mcore_bridge
 
         self.version, self._folder = mcore_bridge.__version__, folder
 
-    def build(self, depths: int | None, hook: Callable[[Any], Any] | None) -> Any:
+    def build(self, depths: int | None, *hooks: Hook) -> Any:
         from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from transformers import AutoConfig
@@ -93,66 +100,65 @@ class McoreBridge(Framework):
         config = ModelConfig(**{**fields, **OFF, "mtp_num_layers": depths})
         chunks = get_mcore_model(config)
         config.bridge.load_weights(chunks, str(self._folder))
-        if hook is not None:
+        for hook in hooks:
             chunks = hook(chunks)
         return DistributedDataParallel(config, DistributedDataParallelConfig(), chunks[0])
 
+    def lora(self, _: str, attaching: Hook | None) -> list[Hook]:
+        """The patch of ms-swift attaches behind PEFT, whose targets are all linear layers."""
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "eh_proj"]
+
+        def adapting(chunks: Any) -> Any:
+            for chunk in chunks:
+                get_peft_model(chunk, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets))
+            return chunks
+
+        return [adapting] if attaching is None else [adapting, attaching]
+
     def export(self, model: Any) -> list[tuple[str, Tensor]]:
+        from mcore_bridge.tuners import LoraParallelLinear
+
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, LoraParallelLinear):
+                    module.merge()
         return list(model.module.config.bridge.export_weights([model.module]))
 
 
-class Ours:
-    """This package's own model, with the loss of its trainer."""
-
-    name = version = OURS
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def build(self, _: int | None, __: Any) -> Any:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-        from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-        from megatron_mtp.checkpoint.convert.stream import Options
-        from megatron_mtp.checkpoint.mcore.model import load_model
-
-        with TemporaryDirectory() as checkpoint:
-            hf_to_mcore(self._folder, Path(checkpoint, "mcore"), Options(quiet=True, workers=1))
-            model = load_model(Path(checkpoint, "mcore")).train()
-        return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-
-    def forward(self, model: Any, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
-        from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
-
-        logits, hidden = model(batch["tokens"], POSITIONS, None, output_processor=logits_and_states)
-        self.last = mtp_loss(hidden, model, batch["tokens"], labels, torch.ones_like(labels))
-        logits = logits[..., :VOCABULARY]  # the rows behind pad the vocabulary
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + WEIGHT * self.last.loss
-
-    def export(self, model: Any) -> list[tuple[str, Tensor]]:
-        from megatron_mtp.checkpoint.convert.live import export_hf_weights
-
-        return list(export_hf_weights(model, like=self._folder))
-
-
-BUILDERS: dict[str, Any] = {"megatron_bridge": Bridge, "ms_swift": McoreBridge, "megatron_mtp": Ours}
+BUILDERS: dict[str, Any] = {"megatron_bridge": Bridge, "ms_swift": McoreBridge}
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def batch_of(step: int) -> dict[str, Tensor]:
-    """Rows of a chain that a small model learns: the next token is a function of the last."""
-    start = torch.randint(VOCABULARY, (ROWS, 1), generator=torch.Generator().manual_seed(step))
-    row = [start]
-    for _ in range(LENGTH):
-        row.append((row[-1] * 5 + 7) % VOCABULARY)
-    text = torch.cat(row, dim=1)
-    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+def batches_of(corpus: Path) -> list[dict[str, Tensor]]:
+    """The rows of `megatron-mtp train`, by Megatron's data set."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=LENGTH,
+        blend=([str(corpus)], None),
+        split=SPLIT,
+        tokenizer=SimpleNamespace(vocab_size=VOCABULARY, eod=VOCABULARY, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    rows, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [STEPS * ROWS, ROWS, 0], lambda: True, config).build()
+    samples = [rows[number] for number in range(STEPS * ROWS)]
+    return [
+        {name: torch.stack([sample[name] for sample in samples[first : first + ROWS]]) for name in ("tokens", "labels")}
+        for first in range(0, len(samples), ROWS)
+    ]
 
 
-def gradients(made: Any, model: Any, batch: dict[str, Tensor], policy: bool) -> dict[str, Tensor]:
+def gradients(model: Any, batch: dict[str, Tensor], policy: bool) -> dict[str, Tensor]:
     """Of one step through Megatron's schedule: of a policy, whose forward gets no labels, or of fine-tuning."""
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
@@ -167,8 +173,9 @@ def gradients(made: Any, model: Any, batch: dict[str, Tensor], policy: bool) -> 
 
     def forward_step(_: Any, model: Any) -> Any:
         labels = {} if policy else {"labels": batch["labels"]}
-        return made.forward(model, batch, **labels), loss_of
+        return model(batch["tokens"], POSITIONS, None, **labels), loss_of
 
+    model.config.finalize_model_grads_func = finalize_model_grads
     model.zero_grad_buffer()
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -179,110 +186,127 @@ def gradients(made: Any, model: Any, batch: dict[str, Tensor], policy: bool) -> 
         micro_batch_size=ROWS,
         forward_only=False,
     )
-    model.finish_grad_sync()
     return {name: each.main_grad.clone() for name, each in model.module.named_parameters() if each.requires_grad}
 
 
-def optimizer_of(model: Any) -> Any:
+def optimizer_of(model: Any, rate: float = RATE) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
-    config = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=1.0)
-    return get_mtp_optimizer(config, [model], lr=RATE, clip_grad=1.0)
+    config = OptimizerConfig(optimizer="adam", lr=rate, weight_decay=0.0, adam_beta2=0.999, clip_grad=1.0)
+    return get_mtp_optimizer(config, [model], lr=rate, clip_grad=1.0)
 
 
-def main(framework: str, folder: Path, out: Path, head: str) -> None:
-    te_names.install()
-    torch.manual_seed(0)
-    made = BUILDERS[framework](folder)  # a framework is imported before the CPU's substitutions
-    from megatron_mtp import cpu
-    from megatron_mtp.patches import table
-
-    cpu.install()
-    if made.name == OURS:
-        table.install()
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(1)
-    model_parallel_cuda_manual_seed(3)
-    own = 1 if head == "own" or framework == "ms_swift" else None
-    record: dict[str, Any] = {"framework": made.name, "version": made.version}
-    if made.name != OURS:
-        record |= policy_steps(made, own)
-    model, record["losses"] = fine_tuned(made, own)
-    exports, tensors, config = exported(made, model, folder)
-    write(tensors, config, out)
-    print(json.dumps(record | exports))
-
-
-def attaching(settings: dict[str, Any], attached: list[Any]) -> Callable[[Any], Any]:
+def attaching(**settings: Any) -> Hook:
     """A hook as integrations/README.md has it."""
     from megatron_mtp.attach import attach
     from megatron_mtp.config import MTPConfig
 
-    def hook(chunks: Any) -> Any:
-        attached.append(attach(chunks, 1, MTPConfig(**settings), weight=WEIGHT))
-        return chunks
-
-    return hook
+    return lambda chunks: attach(chunks, 1, MTPConfig(**settings), weight=WEIGHT) and chunks
 
 
-def policy_steps(made: Any, own: int | None) -> dict[str, Any]:
-    """What differs between steps without layers and with some, how many of the layers' parameters have a gradient, and
-    whether an export of the model that was built without layers lacks them."""
-    apart = {"mtp_train_only": True, "mtp_loss": "kd"}
-    plain, policy = made.build(None, None), made.build(own, attaching(apart, []))
-    optimizers = optimizer_of(plain), optimizer_of(policy)
-    differ, learned = set(), set()
-    for step in range(POLICY_STEPS):
-        expected, found = (gradients(made, one, batch_of(step), policy=True) for one in (plain, policy))
+def layers_loss(model: Any) -> float:
+    """Of the last forward."""
+    from megatron_mtp.model.attachment import attached_of
+
+    loss: float = attached_of(model.module).last.depth_means.item()  # type: ignore[attr-defined]
+    return loss
+
+
+def beside(plain: Any, model: Any, batches: list[dict[str, Tensor]], policy: bool, rate: float) -> dict[str, Any]:
+    """What differs between steps of a model without layers and of one with some, the number of the layers' parameters
+    that have a gradient, and the layers' loss in the first and the last step."""
+    optimizers = optimizer_of(plain, rate), optimizer_of(model, rate)
+    differ, learned, losses = set(), set(), []
+    for batch in batches:
+        expected, found = (gradients(one, batch, policy) for one in (plain, model))
         differ |= {name for name, value in expected.items() if not torch.equal(found[name], value)}
         learned |= {name for name, value in found.items() if name.startswith("mtp.") and value.any()}
+        losses.append(layers_loss(model))
         for one in optimizers:
             one.step()
-    weights = dict(policy.module.named_parameters())
+            one.zero_grad()
+    weights = dict(model.module.named_parameters())
     differ |= {f"weight of {n}" for n, each in plain.module.named_parameters() if not torch.equal(each, weights[n])}
-    lost = not any("eh_proj" in name for name, _ in made.export(plain))
-    return {"differ": sorted(differ), "learned": len(learned), "lost without": lost}
+    return {"differ": sorted(differ), "learned": len(learned), "losses": [losses[0], losses[-1]]}
 
 
-def fine_tuned(made: Any, own: int | None) -> tuple[Any, list[float]]:
-    """A model after steps of fine-tuning, and the layers' loss in the first and the last of them."""
-    attached: list[Any] = []
-    model = made.build(own, attaching({}, attached))
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def tune(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
+    """Three steps of a policy, beside a model without layers; then all of a model is fine-tuned.
+
+    OUT/start and OUT/tuned are the model that is fine-tuned, before and after.
+    """
+    own = 1 if head == "own" or made.builds_layers else None
+    plain, policy = made.build(None), made.build(own, attaching(mtp_train_only=True, mtp_loss="kd"))
+    record = beside(plain, policy, batches[:POLICY_STEPS], policy=True, rate=RATE)
+    record["lost without"] = not any("eh_proj" in name for name, _ in made.export(plain))
+    model = made.build(own, attaching())
+    exported(made, model, folder, head, out / "start")
     optimizer, losses = optimizer_of(model), []
-    for step in range(STEPS):
-        gradients(made, model, batch_of(step), policy=False)
-        losses.append((attached or [made])[-1].last.depth_means.item())
+    for batch in batches:
+        gradients(model, batch, policy=False)
+        losses.append(layers_loss(model))
         optimizer.step()
-    return model, [losses[0], losses[-1]]
+        optimizer.zero_grad()
+    return record | {"losses": [losses[0], losses[-1]]} | exported(made, model, folder, head, out / "tuned")
 
 
-def exported(made: Any, model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """Who exports, all tensors of a folder, and its config.
+def lora(made: Any, folder: Path, batches: list[dict[str, Tensor]], out: Path, head: str) -> dict[str, Any]:
+    """LoRA of the trunk, beside layers and without, from the same adapters.
 
-    The framework exports; this package does where the framework has no names for the layers, in the form of a family
-    that has. Tensors that both export are compared.
+    OUT/kept and OUT/lost are the merged models; the folder has names for layers.
+    """
+    own = 1 if head == "own" or made.builds_layers else None
+    plain = made.build(None, *made.lora(head, None))
+    model = made.build(own, *made.lora(head, attaching(mtp_train_only=True)))
+    weights = dict(model.module.named_parameters())
+    with torch.no_grad():
+        for name, each in plain.module.named_parameters():
+            weights[name].copy_(each)
+    record = beside(plain, model, batches, policy=False, rate=LORA_RATE)
+    lost, kept = dict(made.export(plain)), dict(made.export(model))
+    config = json.loads((folder / "config.json").read_text())  # with the number of layers, as frameworks leave it
+    write(lost, config, out / "lost")
+    write(kept, config, out / "kept")
+    record["lost"] = sorted(kept.keys() - lost.keys())
+    record["changed"] = [name for name, value in lost.items() if not torch.equal(kept[name], value)]
+    return record
+
+
+JOBS = {"tune": tune, "lora": lora}
+
+
+def exported(made: Any, model: Any, folder: Path, head: str, out: Path) -> dict[str, Any]:
+    """Write a folder that drafts; says who has exported the layers.
+
+    The framework exports; where it has no names for layers, this package does, in the form of a family that has some.
+    Tensors that both export are compared.
     """
     from megatron_mtp.checkpoint.convert.export_hf import form_of
     from megatron_mtp.checkpoint.convert.import_hf import megatron_arguments
     from megatron_mtp.checkpoint.convert.live import LiveReader, export_hf_weights
     from megatron_mtp.checkpoint.convert.plan import HFModel
 
-    tensors, config = dict(made.export(model)), json.loads((folder / "config.json").read_text())
-    by = made.name
-    if "num_nextn_predict_layers" in config:
+    tensors, config = {}, json.loads((folder / "config.json").read_text())
+    if head == "own" or made.builds_layers:  # else Bridge's export fails at the layers
+        tensors = dict(made.export(model))
+    has_names = "num_nextn_predict_layers" in config and any("eh_proj" in name for name in tensors)
+    if head == "own":
         ours = dict(export_hf_weights(model, like=folder, only_mtp=True))
     else:
         args = megatron_arguments(HFModel.read(folder))
-        ours, tensors = dict(export_hf_weights(model, args)), {}
-        by, config = "export_hf_weights", dict(form_of(LiveReader([model], args)).keys)
+        ours = dict(export_hf_weights(model, args))
+        config = (
+            config | {"num_nextn_predict_layers": 1} if has_names else dict(form_of(LiveReader([model], args)).keys)
+        )
+    write(tensors if has_names else ours, config, out)
     unequal = [name for name, value in ours.items() if name in tensors and not torch.equal(value, tensors[name])]
-    return {"exported by": by, "unequal": unequal}, ours | tensors, config
+    by = made.name if has_names else "export_hf_weights"
+    return {"exported by": by, "unequal": unequal if has_names else []}
 
 
 def write(tensors: dict[str, Tensor], config: dict[str, Any], out: Path) -> None:
@@ -293,6 +317,24 @@ def write(tensors: dict[str, Tensor], config: dict[str, Any], out: Path) -> None
     save_file({name: each.detach().clone().contiguous() for name, each in tensors.items()}, out / "model.safetensors")
 
 
+def main(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> None:
+    te_names.install()
+    torch.manual_seed(0)
+    made = BUILDERS[framework](folder)  # a framework is imported before the CPU's substitutions
+    from megatron_mtp import cpu
+
+    cpu.install()
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(1)
+    model_parallel_cuda_manual_seed(3)
+    record = JOBS[job](made, folder, batches_of(corpus), out, head)
+    print(json.dumps({"framework": made.name, "version": made.version, **record}))
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6])

@@ -53,14 +53,17 @@ class LayerNormLinear(Linear):
         self.eps, self.zero_centered_gamma = eps, settings["zero_centered_gamma"]
         self.normalization = settings["normalization"]
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, getattr(norm, "bias", None)
+        self.return_layernorm_output = False
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._multiplied(
-            _normed(
-                inputs, self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps,
-                self.zero_centered_gamma,
-            )
+        normed = _normed(
+            inputs, self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps,
+            self.zero_centered_gamma,
         )  # fmt: skip
+        made = self._multiplied(normed)
+        if not self.return_layernorm_output:  # adapters set it
+            return made
+        return (*made, normed) if self.return_bias else (made, normed)
 
 
 class RMSNorm(nn.Module):

@@ -1,85 +1,149 @@
-"""Frameworks' own models of tiny folders, with attached layers: policy steps, fine-tuning, an export, and drafts."""
+"""Frameworks' own models of tiny folders, with attached layers: policy steps, fine-tuning, LoRA, exports, drafts."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hf_models import make
-from launch import ROOT
+from launch import ROOT, learned
+from stack_rows import LENGTH, RATE, ROWS, SEED, SPLIT, STEPS, VOCABULARY, WEIGHT, accepted, write_corpus
+
+pytestmark = pytest.mark.matrix
 
 ENVIRONMENTS = ROOT / ".venv-stacks"
 FRAMEWORKS = ("megatron_bridge", "ms_swift")
 HEADS = [("qwen3", "new"), ("glm4_moe", "new"), ("glm4_moe", "own"), ("deepseek_v3", "new"), ("deepseek_v3", "own")]
-"""A layer that is attached to the trunk of a folder, or the folder's own."""
+"""A layer that is attached to the model of a folder without one, or the folder's own."""
 
-PROMPTS, NEW = 8, 24
+LORA = [("megatron_bridge", "own", False), ("megatron_bridge", "new", True), ("ms_swift", "own", True)]
+"""Whether the layer drafts the new text better than the old one does: Bridge's targets leave out its projection."""
+
+LINES = {"tuned on": (5, 7), "adapted to": (7, 3)}
+"""Texts by what is done with them."""
+
+TRAIN = (
+    f"--use-checkpoint-args --finetune --no-load-optim --no-load-rng --seed {SEED} --split {SPLIT} "
+    f"--micro-batch-size {ROWS} --global-batch-size {ROWS} --seq-length {LENGTH} --train-iters {STEPS} "
+    f"--save-interval {STEPS} --eval-interval {STEPS} --eval-iters 1 --num-workers 0 "
+    f"--lr {RATE} --lr-decay-style constant --weight-decay 0 --adam-beta2 0.999 --mtp-lr {RATE} --mtp-clip-grad 1 "
+    f"--mtp-loss-scaling-factor {WEIGHT} --moe-token-dispatcher-type allgather "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY + 1}"
+).split()
 
 
-def folder_of(family: str, folder: Path) -> Path:
-    depths = 0 if family == "qwen3" else 1
-    return make(folder, family, depths, changes={"n_shared_experts": 1} if depths else None)
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prefixes of the texts of LINES."""
+    return {name: write_corpus(tmp_path_factory.mktemp("corpus") / "rows", line) for name, line in LINES.items()}
 
 
-def worked(framework: str, folder: Path, out: Path, head: str) -> dict[str, Any]:
-    """What stack_worker.py prints."""
-    paths = [*([ENVIRONMENTS / framework] if framework in FRAMEWORKS else []), ROOT]
+def needs(framework: str) -> None:
+    if not (ENVIRONMENTS / framework / "installed.txt").is_file():
+        pytest.skip(f"{framework} is not installed; run bash scripts/test_stacks.sh {framework}")
+
+
+def ran(*command: str | Path, paths: tuple[Path, ...] = (ROOT,)) -> str:
+    """What a Python program printed, with these folders of modules."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    worker = Path(__file__).with_name("stack_worker.py")
-    command = [sys.executable, worker, framework, folder, out, head]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has run."""
+    return sum(os.times()[:4])
+
+
+def worked(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
+    """What stack_worker.py prints."""
+    words = (Path(__file__).with_name("stack_worker.py"), job, framework, folder, corpus, out, head)
+    record: dict[str, Any] = json.loads(ran(*words, paths=(ENVIRONMENTS / framework, ROOT)).splitlines()[-1])
     return record
 
 
-def accepted(folder: Path, checkpoint: Path) -> int:
-    """First drafts that this package's engine accepts, of texts that the model was tuned on; texts do not change."""
+def converted(folder: Path, checkpoint: Path) -> Path:
     from megatron_mtp.runtime import prepare
 
     prepare()  # here, since Megatron would be imported for every test of this folder
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.convert.stream import Options
-    from megatron_mtp.decoding.engine import generate
-    from megatron_mtp.decoding.load import load_runner
 
     hf_to_mcore(folder, checkpoint, Options(quiet=True, workers=1))
-    runner = load_runner(checkpoint)
-    prompts = []
-    for start in range(PROMPTS):
-        row = [start * 11]
-        for _ in range(5):
-            row.append((row[-1] * 5 + 7) % 96)
-        prompts.append(row)
-    drafted = generate(runner, prompts, NEW, speculative={"method": "mtp", "num_speculative_tokens": 1})
-    assert drafted.token_ids == generate(runner, prompts, NEW).token_ids
-    return drafted.stats.accepted_at[0]
+    return checkpoint
 
 
-@pytest.mark.matrix
+def trained(folder: Path, corpus: Path, tmp_path: Path) -> tuple[Path, list[float]]:
+    """The checkpoint of `megatron-mtp train` from a folder, and the layer's loss in the first and the last step."""
+    start, saved, metrics = converted(folder, tmp_path / "start"), tmp_path / "saved", tmp_path / "metrics"
+    paths = ("--load", start, "--save", saved, "--mtp-metrics-dir", metrics, "--data-path", corpus)
+    ran(ROOT / "pretrain_gpt.py", *TRAIN, *paths)
+    losses = [step["mtp_1 loss"] for step in learned(metrics).values()]
+    assert len(losses) == STEPS
+    return saved, [losses[0], losses[-1]]
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_a_frameworks_model_trains_attached_layers_that_draft(
-    framework: str, family: str, head: str, tmp_path: Path
+def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_trainer(
+    framework: str, family: str, head: str, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    if not (ENVIRONMENTS / framework / "installed.txt").is_file():
-        pytest.skip(f"{framework} is not installed; run bash scripts/test_stacks.sh {framework}")
-    began = time.monotonic()
-    folder = folder_of(family, tmp_path / "hf")
-    record = worked(framework, folder, tmp_path / "out", head)
-    record["accepted"] = accepted(tmp_path / "out", tmp_path / "checkpoint")
-    print(json.dumps({"family": family, "head": head, **record, "seconds": round(time.monotonic() - began)}))
+    needs(framework)
+    began = cpu_seconds()
+    changes = {} if family == "qwen3" else {"n_shared_experts": 1}  # Bridge's GLM-4.5 has one
+    folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
+    record = worked("tune", framework, folder, corpora["tuned on"], tmp_path / "out", head)
+    record["accepted"] = accepted(converted(tmp_path / "out" / "tuned", tmp_path / "tuned"), LINES["tuned on"])
+    checkpoint, losses = trained(tmp_path / "out" / "start", corpora["tuned on"], tmp_path)
+    record["accepted after megatron-mtp train"] = accepted(checkpoint, LINES["tuned on"])
+    print(json.dumps({"family": family, "head": head, **record, "CPU seconds": round(cpu_seconds() - began)}))
     assert record["differ"] == []  # gradients and weights of the policy in three steps
     assert record["learned"] > 0
     assert record["lost without"]
     assert record["losses"][1] < record["losses"][0] / 2
+    assert record["losses"] == pytest.approx(losses, rel=1e-4)
     assert record["unequal"] == []  # the framework's export and this package's
-    assert record["accepted"] > 0
-    if head == "own":  # the same weights, data and optimizer in this package's model
-        ours = worked("megatron_mtp", folder, tmp_path / "ours", head)
-        assert record["losses"] == pytest.approx(ours["losses"], rel=1e-4)
-        assert record["accepted"] == accepted(tmp_path / "ours", tmp_path / "of ours")
+    assert record["accepted"] == record["accepted after megatron-mtp train"] > 0
+
+
+@pytest.fixture(scope="module")
+def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose MTP layer drafts the first texts."""
+    scene = tmp_path_factory.mktemp("tuned")
+    folder = make(scene / "hf", "glm4_moe", 1, changes={"n_shared_experts": 1})
+    checkpoint, _ = trained(folder, corpora["tuned on"], scene)
+    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+    from megatron_mtp.checkpoint.convert.stream import Options
+
+    mcore_to_hf(checkpoint, scene / "tuned", Options(quiet=True), form_of(checkpoint, like=folder))
+    return scene / "tuned"
+
+
+@pytest.mark.parametrize(("framework", "head", "follows"), LORA)
+def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
+    framework: str, head: str, follows: bool, corpora: dict[str, Path], tuned: Path, tmp_path: Path
+) -> None:
+    needs(framework)
+    began, line = cpu_seconds(), LINES["adapted to"]
+    record = worked("lora", framework, tuned, corpora["adapted to"], tmp_path / "out", head)
+    from megatron_mtp.checkpoint.convert.graft import plan_graft
+    from megatron_mtp.checkpoint.convert.stream import Options
+
+    quiet = Options(quiet=True, workers=1)
+    plan_graft(tuned, tmp_path / "out" / "lost", quiet).write(tmp_path / "grafted", quiet)
+    record["accepted"] = accepted(converted(tmp_path / "out" / "kept", tmp_path / "kept"), line)
+    record["accepted of the graft"] = accepted(tmp_path / "grafted", line)
+    print(json.dumps({"head": head, **record, "CPU seconds": round(cpu_seconds() - began)}))
+    assert record["differ"] == []  # gradients and weights of the trunk's adapters, and the frozen trunk
+    assert record["changed"] == []  # merged tensors of the trunk
+    assert record["learned"] > 0
+    assert record["lost"]
+    assert all(".layers.3." in name for name in record["lost"])  # behind the trunk's last layer
+    assert record["losses"][1] < record["losses"][0]
+    assert min(record["accepted"], record["accepted of the graft"]) > 0
+    if follows:
+        assert record["accepted"] > record["accepted of the graft"]

@@ -88,7 +88,7 @@ class FirstPassKeys(MegatronModule):
 
 
 class LatentFirstPassKeys(FirstPassKeys):
-    """The same for latent attention, which turns queries and keys by angles of its own."""
+    """`FirstPassKeys` before a class of latent attention, which turns queries and keys by angles of its own."""
 
     rotary_pos_emb: torch.nn.Module
 
@@ -102,15 +102,15 @@ class LatentFirstPassKeys(FirstPassKeys):
 
 
 class RepeatedAttention(FirstPassKeys, SelfAttention):
-    """Of grouped queries."""
+    """Attention of grouped queries in a repeated layer without a chain."""
 
 
 class RepeatedLatentAttention(LatentFirstPassKeys, LatentSelfAttention):
-    """Of latents, on Transformer Engine's projections."""
+    """Latent attention in a repeated layer without a chain, on Transformer Engine's projections."""
 
 
 class PortableRepeatedLatentAttention(LatentFirstPassKeys, PortableLatentAttention):
-    """Of latents, on Megatron's projections."""
+    """Latent attention in a repeated layer without a chain, on Megatron's projections."""
 
 
 FIRST_PASS_ALONE: dict[Any, Any] = {

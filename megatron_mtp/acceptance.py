@@ -139,7 +139,7 @@ def resampled(groups: Sequence[AcceptanceStats], draws: int = 1000, seed: int = 
 
 
 LEAST_DOCUMENTS = 8
-"""Of fewer, a bootstrap says little: their tokens are resampled in the place of documents."""
+"""Documents of a bootstrap; of fewer it says little: their tokens are resampled in the place of documents."""
 OTHERS = "others"
 """Sources of fewer documents, together."""
 

@@ -23,7 +23,7 @@ BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
 """Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
 
 TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
-"""Of DFlash2, as all published ones have them: rows that a convolution adds up, channels that share what a row adds to
+"""Sizes of every published DFlash2: rows that a convolution adds up, channels that share what a row adds to
 its kernel, and tokens that a draft is chosen from."""
 
 EAGLE3_LAYERS, EAGLE3_DECAY = 3, 0.8

@@ -25,10 +25,10 @@ SPOKEN_AFTER = 20.0
 """Seconds that other ranks leave the first rank to say what is wrong; torchrun ends all ranks with the first."""
 
 LONGEST = 600
-"""Letters of a library's message that are shown."""
+"""Characters of a library's message that are shown."""
 
 LIKENESS = 0.65
-"""Of a name that is offered in the place of an unknown word, by `difflib`."""
+"""Least likeness by `difflib` of a name that is offered in the place of an unknown word."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
 """Messages of torch where memory is exhausted."""

@@ -23,7 +23,7 @@ from megatron_mtp.files import written_beside
 from megatron_mtp.training.run_files import METRICS, read_rows
 
 SHARE = 0.15
-"""Of the training's steps, for probe and guard together."""
+"""Part of the training's steps that probe and guard take together."""
 LEAST_STEPS, MOST_EVALUATIONS = 50, 10
 RATE, RATES = "5e-4", ("5e-4", "1.5e-3", "1.5e-4")
 LOSS, LOSSES = "kd", ("kd", "lk")

@@ -28,7 +28,7 @@ SOURCES = "sources.npy"
 """Ending of the file."""
 
 MOST_DOCUMENTS = 2**31
-"""Of one corpus."""
+"""Most documents of a corpus."""
 
 KEYS = ("category", "source")
 """Keys of a line that name its source; the first that is there counts."""

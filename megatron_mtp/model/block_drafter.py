@@ -124,7 +124,7 @@ class BlockAttention(PortableAttention):
 
 
 class BlockSinkAttention(BlockAttention, SinkAttention):
-    """The same with sinks."""
+    """`BlockAttention` with sinks."""
 
 
 class HeadNorm(PortableNorm):

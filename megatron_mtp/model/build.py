@@ -150,7 +150,7 @@ class AttachingBuilder(ABC):
 
 
 class MTPGPTModelBuilder(AttachingBuilder, megatron_gpt.GPTModelBuilder):
-    """Of a GPT."""
+    """Builds a GPT with draft heads."""
 
     kind = GPTModel
 

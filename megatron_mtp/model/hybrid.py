@@ -178,7 +178,7 @@ def _channel_layer(parts: TransformerLayerSubmodules, keys: dict[str, str]) -> T
 
 
 class MTPHybridModelBuilder(AttachingBuilder, megatron_hybrid.HybridModelBuilder):
-    """Of a hybrid."""
+    """Builds a hybrid with draft heads."""
 
     kind = HybridModel
 

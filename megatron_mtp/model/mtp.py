@@ -95,7 +95,7 @@ class AttentionInputs:
     packed_seq_params: PackedSeqParams | None = None
 
     def at_pass(self, index: int, angles: Angles | None) -> "AttentionInputs":
-        """The same for a pass (0 for the first), which stands so many positions later where there are `angles`."""
+        """The inputs of pass `index`, from 0, which stands so many positions later where there are `angles`."""
         return self if angles is None or not index else replace(self, rotary_pos_emb=angles(index))
 
 

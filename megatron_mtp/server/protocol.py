@@ -358,7 +358,7 @@ class MessagePart(BodyPart):
 
 
 class CalledFunction(BodyPart):
-    """Of an earlier turn; arguments are an object, as JSON or not, and null for none."""
+    """A call of an earlier turn; arguments are an object, as JSON or not, and null for none."""
 
     name: str
     arguments: str | dict[str, Any] | None = None

@@ -70,7 +70,7 @@ def ended_run(args: Namespace) -> Best | None:
 
 
 def length_of(args: Namespace) -> int:
-    """Of the run, in steps or samples."""
+    """Length of the run, in steps or samples."""
     return int(args.train_iters if args.train_samples is None else args.train_samples)
 
 

@@ -93,7 +93,7 @@ class ForwardStep:
 
     @cached_property
     def _learners(self) -> list[_Learner]:
-        """Of every draft head."""
+        """One for every draft head."""
         args = get_args()
         return [_Learner.of(head) for head in heads_of(self.settings, trained_depths(args), drafted_steps(args))]
 

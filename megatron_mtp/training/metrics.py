@@ -45,7 +45,7 @@ Rates = dict[str, AcceptanceStats]
 """Acceptance of what drafts, and of a drafter beside MTP layers: `MTP` and `DRAFTER`, where measured."""
 
 MTP_GRAD_NORM = "mtp grad norm"
-"""Of the MTP layers, where they are clipped by themselves."""
+"""Norm of the MTP layers' gradients, where they are clipped by themselves."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ RIDGE = 1e-3
 """Times each entry of the diagonal of a sum."""
 
 SCORE = 13.0
-"""Of a position with itself; its weight in the softmax is then far above that of a whole text."""
+"""Score of a position with itself; its weight in the softmax is then far above that of a whole text."""
 
 
 def plan_fitting(

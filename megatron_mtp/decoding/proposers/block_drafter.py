@@ -157,7 +157,7 @@ class DFlash2(LeftToRight):
 
     @override
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
-        """Of the candidates; all others have no probability."""
+        """Logits of the candidates, with the bias; all other tokens have no probability."""
         unary_BC, token_BC = logits_BV.topk(min(CANDIDATES, logits_BV.size(-1)))
         chosen_BCM = self.runner.model.mtp.layer.markov_w2[token_BC]
         scores_BC = unary_BC + (chosen_BCM @ before_BM.unsqueeze(-1)).squeeze(-1)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.recurrent_layers import CachedRecurrence, Recurrence
 
 MOST_ROWS = 64
-"""Of all texts together; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
+"""Most rows of all texts; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
 
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The types of weights that are compiled, as the functions' names end."""

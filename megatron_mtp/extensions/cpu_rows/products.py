@@ -23,7 +23,7 @@ TIMED_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 """Numbers of rows that are timed; those between go the way of the next one. With more, torch's own is as good."""
 
 TIMED_ENTRIES = 2**24
-"""Of a larger weight, a part of so many entries is timed."""
+"""Entries of a weight that is timed whole; of a larger one, a part of so many is timed."""
 
 TIMED_SECONDS = 0.02
 """After so long a way is not called again."""

@@ -23,11 +23,11 @@ MOST = 7
 RECORD = "mtp_acceptance.json"
 """Beside a checkpoint or an export, the acceptance of its MTP layers."""
 LAYER_SECONDS = 20e-6
-"""Of a layer's launches and collectives with CUDA graphs: an assumption; `--forward-ms` gives a measured forward."""
+"""Launches and collectives of a layer with CUDA graphs: an assumption; `--forward-ms` gives a measured forward."""
 
 
 DECAY = 0.95
-"""Of the rate at which a draft is accepted after those before it: 0.834, 0.783, 0.757 of GLM-5.2 (`PUBLISHED`)."""
+"""Rate of a draft, given those before it, over that of the draft before it: of GLM-5.2 0.834, 0.783, 0.757."""
 
 
 @dataclass(frozen=True)

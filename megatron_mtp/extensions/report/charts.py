@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from megatron_mtp.extensions.report.runs import RunFolder, figures
 
 Ends = tuple[float, float] | None
-"""Of an axis; plotly chooses them where it is None."""
+"""First and last value of an axis; plotly chooses them where it is None."""
 MEMORY = "peak memory bytes"
 GIB = 2**30
 COLORS = ("#3b7ddd", "#c8611d", "#1f8f68", "#a94f95", "#8a7a1c", "#cf4651", "#6f6bd0", "#5d7f90")

@@ -140,7 +140,7 @@ class DFlash2Block(BlockDrafter):
         super().__init__(drafter, config, *others)
         if self.drafted is not None:
             raise ValueError(
-                f"--drafter dflash2 chooses among all tokens, and a draft vocabulary has {self.drafted}; drop "
+                f"--drafter dflash2 chooses among all tokens, and a draft vocabulary has {self.drafted}; leave out "
                 "--mtp-draft-vocab-size and --mtp-draft-vocab-file."
             )
         for module in self.modules():

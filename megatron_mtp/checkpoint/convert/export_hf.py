@@ -213,7 +213,7 @@ class Export:
             raise ValueError(
                 f"the MTP layer of {reader.folder} was trained without a chain (--mtp-repeated-layer-first-pass-kv), "
                 "and engines draft with one unless the layer has an indexer; draft with megatron-mtp generate, train "
-                "it with --mtp-repeated-layer-shares-kv, or export the trunk alone (drop-mtp)."
+                "it with --mtp-repeated-layer-shares-kv, or export a copy with the trunk alone (drop-mtp)."
             )
         check_mcore([rule for rule in rules if rule.hf[0].name not in lent], reader)
         return cls(reader, family, layout.depths, keys, rules, config, lent)

@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle_tree": {"method": "eagle_tree", "tree": [3, 2, 1]},
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
+    "dflash2": {"method": "dflash2"},
 }
 every_method = pytest.mark.parametrize("name", tiered(METHODS, ("plain", "mtp_tree", "dspark", "draft_model")))
 

@@ -221,9 +221,9 @@ _LLAMA_RUN = "run: tests/functional/test_drafters_in_llama_cpp.py"
 
 _VLLM_FAMILIES = {
     "glm4_moe": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_mtp.py", chained="before", zeroed=True),
-    "glm4_moe_lite": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_lite_mtp.py", evidence=READ, chained="before", zeroed=True),
+    "glm4_moe_lite": FamilyRules(f"{_VLLM_MODELS}/glm4_moe_lite_mtp.py", chained="before", zeroed=True),
     "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
-    "hy_v3": FamilyRules(f"{_VLLM_MODELS}/hy_v3_mtp.py", evidence=READ, zeroed=True),
+    "hy_v3": FamilyRules(f"{_VLLM_MODELS}/hy_v3_mtp.py", zeroed=True),
     "qwen3_next": FamilyRules(f"{_VLLM_MODELS}/qwen3_next_mtp.py, qwen3_5_mtp.py", evidence=READ),
     "qwen3_5": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
     "intern_s2_preview": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
@@ -243,7 +243,7 @@ ENGINES: dict[str, Engine] = {
         source="vllm/v1/spec_decode/llm_base_proposer.py",
         families=_VLLM_FAMILIES,
         evidence=_VLLM_RUN,
-        drafters={**_VLLM_DRAFTERS, "eagle3": replace(_VLLM_DRAFTERS["eagle3"], evidence=_VLLM_RUN)},
+        drafters={name: replace(rules, evidence=_VLLM_RUN) for name, rules in _VLLM_DRAFTERS.items()},
         counts="multiple",
     ),
     "vllm-v2": Engine(

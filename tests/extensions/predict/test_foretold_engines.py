@@ -1,4 +1,7 @@
-"""What is foretold of transformers is what it accepts: exported models, one, two and three drafts a round."""
+"""What is foretold of transformers is what it accepts: exported models, one, two and three drafts a round.
+
+What is foretold of vLLM's runner V2 is what our own decoder accepts, where both feed two depths alike.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +13,9 @@ from test_vllm import EXPERTS, LATENT
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.extensions.predict.acceptance import Sample, rounds
+from megatron_mtp.decoding.engine import generate
+from megatron_mtp.decoding.load import load_runner
+from megatron_mtp.extensions.predict.acceptance import Sample, accepted, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import drafts, greedy, read_text
 from megatron_mtp.runtime import prepare
@@ -53,3 +58,21 @@ def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> Non
         assert kept[:-1] == ours[:-1]  # transformers cuts the last round to the tokens that are left
         assert len(kept) == len(ours)
         assert 0.05 < sum(ours) / (count * len(ours)) < 0.95  # all or none accepted would say nothing of the drafts
+
+
+@pytest.mark.matrix
+def test_runner_v2_of_vllm_is_foretold_to_accept_what_our_decoder_accepts(tmp_path: Path) -> None:
+    """Of two depths; DeepSeek-V3's class hands on states after the norm, as training does."""
+    (family, kind), checkpoint = MODELS["latent"], tmp_path / "checkpoint"
+    flags = [*RUN, "--mtp-num-layers", "2", *kind.split(), "--save", str(checkpoint)]
+    launch.run(launch.pretrain(*flags), tmp_path / "train.log")
+    model, runner = load_model(checkpoint), load_runner(checkpoint)
+    whole = greedy(model, PROMPT, NEW + 3)
+    sample, text = Sample(whole, len(PROMPT), len(PROMPT) + NEW), read_text(model, whole)
+    feeding = ENGINES["vllm-v2"].feeding(family, 2)
+    for count in (1, 2):
+        theirs = accepted(model, text, sample, count, feeding).accepted_at
+        config = {"method": "mtp", "num_speculative_tokens": count}
+        ours = generate(runner, [PROMPT], NEW, speculative=config).stats.accepted_at
+        print(f"{count} drafts: vLLM's runner V2 is foretold to keep {theirs}, our decoder keeps {ours}")
+        assert theirs == pytest.approx(ours, abs=1)  # our last round drafts no more than is left of the text

@@ -19,6 +19,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+from hf_models import make
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from safetensors.torch import save_file
 
@@ -76,7 +77,32 @@ RUN = (
     "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --save-interval 30 --init-method-std 0.1 "
     "--untie-embeddings-and-output-weights"
 )
-KINDS = {"eagle3": "--drafter eagle3 --drafter-steps 3"}
+FROM_FOLDER = (
+    "--use-checkpoint-args --finetune --micro-batch-size 2 --global-batch-size 4 --seq-length 64 "
+    "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --moe-token-dispatcher-type allgather"
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+ROUTED = {"moe_intermediate_size": 32}
+IMPORTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "glm4_moe_lite": (12, {**ROUTED, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}),
+    "hy_v3": (40, {**ROUTED, "first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True}),
+}
+"""Kind of `hf_models`, which is the family's name, to training steps, after which some drafts are accepted and not all,
+and changes of its configuration; those of hy_v3 are keys that vLLM reads and transformers does not write."""
+KINDS = {
+    "eagle3": "--drafter eagle3 --drafter-steps 3",
+    "eagle": "--drafter eagle --drafter-steps 3",
+    "dflash": "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-mask-token 0 --drafter-blocks 8",
+}
 
 
 def generated(folder: Path, log: Path, drafts: Iterable[int], *more: str, method: str = MTP) -> list[dict[str, Any]]:
@@ -96,6 +122,20 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
     served = generated(exported, tmp_path / "vllm.log", DRAFTS)
     assert [each["drafts"] for each in served] == list(DRAFTS)
     agree(load_model(checkpoint), served, case.family, name)
+
+
+@pytest.mark.parametrize("family", IMPORTED)
+def test_vllm_accepts_what_is_foretold_of_a_trained_folder(family: str, tmp_path: Path) -> None:
+    """A random folder of the family's form is imported, trained, exported and served."""
+    source, mcore, saved, exported = (tmp_path / name for name in ("source", "mcore", "saved", "exported"))
+    steps, changes = IMPORTED[family]
+    make(source, family, 1, changes={**SIZES, **changes})
+    hf_to_mcore(source, mcore, Options(quiet=True))
+    length = ["--train-iters", str(steps), "--save-interval", str(steps)]
+    flags = [*FROM_FOLDER.split(), *length, "--load", str(mcore), "--save", str(saved)]
+    launch.run(launch.python("pretrain_gpt.py", *flags), tmp_path / "train.log")
+    mcore_to_hf(saved, exported, Options(quiet=True), form_of(saved, like=mcore))
+    agree(load_model(saved), generated(exported, tmp_path / "vllm.log", DRAFTS), family, family)
 
 
 def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name: str) -> None:

@@ -18,10 +18,9 @@ from megatron_mtp.decoding.sampling import Sampling
 
 WARM_UP = 8
 """Tokens that are generated before the clock starts, so that no side pays for what is made only once."""
-TURNS = 3
-"""Turns of drafting and plain decoding, where they are compared."""
-COMPARED_SECONDS = 20.0
-"""After so long no further turn is taken."""
+TURNS, LEAST_SECONDS, MOST_SECONDS = 3, 1.0, 20.0
+"""Drafting and plain decoding are compared for so many turns, and for so long, at least: a process that has just begun
+is a third slower for a second. After the most seconds no further turn is taken."""
 NO_METER = "zeus (the extra `energy`) is not installed, or finds no counter that it may read"
 
 
@@ -105,11 +104,13 @@ class Workload:
         on another. Sampled texts differ, though their distribution does not: for them it is None.
         """
         drafting, plain, same = list[Cost](), list[Cost](), True
-        turns = TURNS if torch.distributed.get_world_size() == 1 else 1
-        while len(plain) < turns and sum(one.seconds for one in (*drafting, *plain)) < COMPARED_SECONDS:
+        turns, least = (TURNS, LEAST_SECONDS) if torch.distributed.get_world_size() == 1 else (1, 0.0)
+        spent = 0.0
+        while (len(plain) < turns or spent < least) and spent < MOST_SECONDS:
             plain_texts, plain_cost = self.timed(None)
             plain.append(plain_cost)
             drafting.append(self.timed(config)[1])
+            spent += plain_cost.seconds + drafting[-1].seconds
             same = same and plain_texts == texts
         return _median(drafting), _median(plain), same if self.sampling.greedy else None
 

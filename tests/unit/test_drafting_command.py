@@ -122,20 +122,31 @@ def test_figures_of_a_run() -> None:
     assert summary(Cost(stats, 2.0, 8.0), torch.float32)["energy_joules_per_token"] == 2.0
 
 
-def test_both_sides_take_three_turns_and_the_first_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "turns", "median"),
+    [
+        ([4.0, 2.0, 3.0, 9.0, 5.0, 1.0], 3, (2.0, 4.0)),
+        ([0.25, 0.5] * 4, 3, (0.5, 0.25)),  # 2.25 s
+        ([0.125, 0.125] * 8, 4, (0.125, 0.125)),  # 1 s
+        ([50.0, 60.0] * 3, 2, (60.0, 50.0)),  # 220 s
+    ],
+)
+def test_both_sides_take_turns_for_some_seconds_and_the_first_run_does_not_count(
+    seconds: list[float], turns: int, median: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = Workload(None, [[1]], 4, Sampling(), frozenset(), None, None, 1, 0)  # type: ignore[arg-type]
-    seconds = iter([4.0, 2.0, 3.0, 9.0, 5.0, 1.0])
+    each = iter(seconds)
     sides: list[object] = []
 
     def timed(_: Workload, config: object, emit: object = None) -> tuple[list[list[int]], Cost]:
         sides.append(config)
-        return [[7]], Cost(AcceptanceStats(), next(seconds))
+        return [[7]], Cost(AcceptanceStats(), next(each))
 
     monkeypatch.setattr(Workload, "timed", timed)
-    monkeypatch.setattr(cost, "COMPARED_SECONDS", 99.0)
+    monkeypatch.setattr(cost, "MOST_SECONDS", 120.0)
     drafting, plain, same = work.compared("config", [[7]])  # type: ignore[arg-type]
-    assert sides == [None, "config"] * 3
-    assert (drafting.seconds, plain.seconds, same) == (2.0, 4.0, True)
+    assert sides == [None, "config"] * turns
+    assert (drafting.seconds, plain.seconds, same) == (*median, True)
 
 
 def test_perplexity_is_by_the_trunk_at_temperature_one() -> None:

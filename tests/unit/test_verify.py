@@ -146,7 +146,7 @@ PLANTED = [
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize(("name", "fault"), tiered(PLANTED, PLANTED[::9]))
+@pytest.mark.parametrize(("name", "fault"), tiered(PLANTED, [case for case in PLANTED if case[0] in FIRST][::3]))
 def test_a_planted_fault_is_seen(
     name: str, fault: str, judged: AllJudged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -474,28 +474,27 @@ class Vocabulary:
 
     def argmax(self, logits_NV: Tensor) -> Tensor:
         """The token of the largest logit over all slices, [N]; the lowest token among equals."""
-        best_N, token_N = logits_NV.max(dim=-1)
-        if self.ranks == 1:
-            return token_N
-        token_N = token_N + self._rank * logits_NV.size(-1)
-        best = [torch.empty_like(best_N) for _ in range(self.ranks)]
-        tokens = [torch.empty_like(token_N) for _ in range(self.ranks)]
-        torch.distributed.all_gather(best, best_N, group=self.group)
-        torch.distributed.all_gather(tokens, token_N, group=self.group)
-        winner_N = torch.stack(best).argmax(dim=0, keepdim=True)
-        return torch.stack(tokens).gather(0, winner_N).squeeze(0)
+        best_N1, token_N1 = logits_NV.max(dim=-1, keepdim=True)
+        best_NR, token_NR = self._of_all_slices(best_N1, token_N1, logits_NV.size(-1))
+        return token_NR.gather(-1, best_NR.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
     def largest(self, logits_NV: Tensor, count: int) -> Tensor:
         """The tokens with the largest logits over all slices, [N, count], the largest first; padding is masked."""
         own_NC, token_NC = self.mask_padding_(logits_NV).topk(min(count, logits_NV.size(-1)))
         if self.ranks == 1:
             return token_NC
-        token_NC = token_NC + self._rank * logits_NV.size(-1)
-        best = [torch.empty_like(own_NC) for _ in range(self.ranks)]
-        tokens = [torch.empty_like(token_NC) for _ in range(self.ranks)]
-        torch.distributed.all_gather(best, own_NC, group=self.group)
-        torch.distributed.all_gather(tokens, token_NC, group=self.group)
-        return torch.cat(tokens, -1).gather(-1, torch.cat(best, -1).topk(count).indices)
+        best_NX, token_NX = self._of_all_slices(own_NC, token_NC, logits_NV.size(-1))
+        return token_NX.gather(-1, best_NX.topk(count).indices)
+
+    def _of_all_slices(self, values_NC: Tensor, places_NC: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+        """Every rank's values and their tokens, rank by rank, from their places in slices of so many entries."""
+        if self.ranks == 1:
+            return values_NC, places_NC
+        tokens_NC = places_NC + self._rank * entries
+        both = tuple([torch.empty_like(one) for _ in range(self.ranks)] for one in (values_NC, tokens_NC))
+        for every, own in zip(both, (values_NC, tokens_NC), strict=True):
+            torch.distributed.all_gather(every, own, group=self.group)
+        return torch.cat(both[0], -1), torch.cat(both[1], -1)
 
     def drafted(self, values_NW: Tensor) -> Tensor:
         """The columns of the drafted tokens, [N, V], if every token has a column; else the values as they are."""

@@ -12,6 +12,7 @@ names: B batch, K drafts, R rows of a block, S the same as Megatron has them, H 
 tokens, C candidates, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, override
 
@@ -76,7 +77,7 @@ class DFlash(OneCache):
             self.runner.keep_context(sequences.states_at(first_B, count), rows, sequences.memory.depths[0])
 
 
-class LeftToRight(DFlash):
+class LeftToRight(DFlash, ABC):
     """Drafts one by one: a draft gives the next one's logits a bias."""
 
     def in_turn(self, sequences: "Sequences", round: Round, count: int) -> tuple[Draft, Tensor]:
@@ -91,9 +92,9 @@ class LeftToRight(DFlash):
             token_B = picked[-1][0]
         return chain_of(picked), torch.stack(read)
 
+    @abstractmethod
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:
         """The logits that a draft is picked by."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

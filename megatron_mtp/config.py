@@ -149,8 +149,8 @@ class MTPConfig:
     )
     mtp_unroll: int | None = _flag(
         None,
-        "Passes of a repeated layer (--mtp-use-repeated-layer) in training: K depths are trained, while the checkpoint "
-        "and its conversions have the depths of --mtp-num-layers. Default: as many as --mtp-num-layers.",
+        "Passes of a repeated layer (--mtp-use-repeated-layer) in training: K passes are trained, while the checkpoint "
+        "and its conversions have the layers of --mtp-num-layers. Default: as many as --mtp-num-layers.",
         allowed=("1 or more passes", FROM_1[1]),
         metavar="K",
     )
@@ -172,7 +172,7 @@ class MTPConfig:
     mtp_mask_prompts: bool = _flag(
         False,
         "Count only the tokens that the model chose of texts by megatron-mtp sample, in all losses and in acceptance, "
-        "of trunk and depths: no prompts, and no end of a text that was cut. Default: everything counts.",
+        "of trunk and MTP layers: no prompts, and no end of a text that was cut. Default: everything counts.",
     )
     mtp_lr: float | None = _flag(
         None,

@@ -89,7 +89,7 @@ def trunk_states(model: torch.nn.Module, tokens_BS: Tensor, document_BS: Tensor 
         positions_S.expand(len(joined_BS), -1),
         None,  # attention is causal without a mask
         packed_seq_params=packed,
-        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch of depths, so MTP layers are not run
+        output_processor=lambda stage: stage.hidden_SBH,  # there is no batch for them, so MTP layers are not run
     )
     return states if packed is None else states.view(len(tokens_BS), -1, states.size(-1)).transpose(0, 1)
 

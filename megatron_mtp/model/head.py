@@ -258,7 +258,7 @@ def mask_padding_(logits: Tensor, tokens: int) -> Tensor:
     return logits
 
 
-# --- the draft vocabulary: the N tokens that the depths may draft ----------------------------------------------------
+# --- the draft vocabulary: the N tokens that MTP layers may draft ----------------------------------------------------
 #
 # A draft costs the head's rows of these tokens alone.
 #

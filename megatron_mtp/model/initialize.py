@@ -86,7 +86,7 @@ def _from_trunk(name: str, value: Any, loaded: dict[str, Any], block: MultiToken
         numbers = [int(one.split(".")[2]) for one in loaded if one.startswith("decoder.layers.")]
         if not numbers:
             raise ValueError(
-                "--mtp-init last-layer was given, but the pipeline stage of the MTP depths holds no trunk layer to "
+                "--mtp-init last-layer was given, but the pipeline stage of the MTP layers holds no trunk layer to "
                 "copy; give --mtp-init random, or a layout with a trunk layer on that stage."
             )
         source = f"decoder.layers.{max(numbers)}.{rest}"

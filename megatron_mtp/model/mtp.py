@@ -243,14 +243,14 @@ class MultiTokenPredictionLayer(MegatronModule):
     def _check_single_position(self) -> None:
         if not hasattr(self, "eh_proj"):
             raise ValueError(
-                "Megatron's inference engine drafts with sequential depths, and these are parallel heads; use "
+                "Megatron's inference engine drafts with sequential MTP layers, and these are parallel heads; use "
                 "megatron-mtp generate."
             )
         from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols  # not there before 0.18
 
         if {Symbols.MAMBA, Symbols.GDN} & set(getattr(self.tf_layer, "layer_type_list", ())):
             raise ValueError(
-                "Megatron's inference engine keeps no states of the depths, and these have Mamba or Gated DeltaNet "
+                "Megatron's inference engine keeps no states of the MTP layers, and these have Mamba or Gated DeltaNet "
                 "layers; use megatron-mtp generate."
             )
         if self.config.sequence_parallel:
@@ -336,7 +336,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all.
 
     Attributes:
-        draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the depths in checkpoints;
+        draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the layers in checkpoints;
             None where they draft all tokens.
         shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
         has_chain: whether they attend to those of their own chain too.
@@ -457,8 +457,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         if self.shares_kv and not self._sharing:
             shares, whose = ("shares", "Transformer Engine's") if self.has_chain else ("first-pass", "this kind of")
             raise ValueError(
-                f"the depths were trained with --mtp-repeated-layer-{shares}-kv, which {whose} attention cannot do; "
-                "build the model with --transformer-impl local."
+                f"the MTP layers were trained with --mtp-repeated-layer-{shares}-kv, which {whose} attention cannot "
+                "do; build the model with --transformer-impl local."
             )
         masks = own_masks(padding_mask_DBS, self.depths, self.config, self.tp_group)
         is_apart = is_apart or is_detached(self.config)

@@ -67,8 +67,8 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         ),
         (
             config.overlap_moe_expert_parallel_comm,
-            "overlap_moe_expert_parallel_comm runs schedule plans, in which the depths' states are not seen; turn the "
-            "overlap off, or train by megatron-mtp train.",
+            "overlap_moe_expert_parallel_comm runs schedule plans, in which the MTP layers' states are not seen; turn "
+            "the overlap off, or train by megatron-mtp train.",
         ),
         (
             config.cuda_graph_impl == "full_iteration",

@@ -72,7 +72,7 @@ def routers_of(args: Namespace) -> int:
     else:
         frequency, layers = args.moe_layer_freq, range(args.num_layers)
         has_experts = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in layers]
-        trunk, of_depth = sum(has_experts), int(has_experts[-1])  # depths have the trunk's last layer
+        trunk, of_depth = sum(has_experts), int(has_experts[-1])  # MTP layers have the trunk's last layer
     depths_apart = 1 if args.mtp_use_repeated_layer else args.mtp_num_layers or 0
     is_frozen = getattr(args, "mtp_train_only", False)
     return max(1, (0 if is_frozen else trunk) + of_depth * depths_apart)

@@ -295,14 +295,14 @@ def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
     given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
     for name in given:
         if name not in (*WITHOUT_DEPTHS, *stored):
-            yield f"{flag_of(name)} was given without --mtp-num-layers; say how many depths to train, or drop it."
+            yield f"{flag_of(name)} was given without --mtp-num-layers; say how many MTP layers to train, or drop it."
 
 
 def _with_depths(args: Namespace) -> Sentences:
     """Ours, all of them."""
     depths, passes, factor = args.mtp_num_layers, args.mtp_unroll, args.mtp_loss_scaling_factor
     if depths < 1:
-        yield f"--mtp-num-layers is {depths}; give 1 or more, or 0 to train without depths."
+        yield f"--mtp-num-layers is {depths}; give 1 or more, or 0 to train without MTP layers."
     if not 0 <= (factor or 0) < math.inf:
         yield f"--mtp-loss-scaling-factor is {factor}; give 0 or more (0.1 is Megatron's default)."
     if args.mtp_train_only and factor == 0 and not args.mtp_loss_final_factor:
@@ -331,7 +331,7 @@ def _with_depths(args: Namespace) -> Sentences:
     if args.mtp_hidden_state_mixing and trained_depths(args) < 2:
         yield (
             "--mtp-hidden-state-mixing was given with --mtp-num-layers 1, whose depth has the trunk's state alone to "
-            "read; give 2 or more depths, or drop the flag."
+            "read; give 2 or more MTP layers, or drop the flag."
         )
     if args.mtp_init == "last-layer" and not _ends_with_a_depth(args.hybrid_layer_pattern or ""):
         yield (
@@ -341,7 +341,7 @@ def _with_depths(args: Namespace) -> Sentences:
     if args.mtp_architecture == "parallel" and args.mtp_use_repeated_layer:
         yield (
             "--mtp-use-repeated-layer was given with --mtp-architecture parallel, where one repeated layer would make "
-            "all depths the same; drop one of the two."
+            "all MTP layers the same; drop one of the two."
         )
     if "quantile_balancing" in (args.moe_router_load_balancing_type or ()):
         yield (
@@ -502,14 +502,14 @@ def without_depths(args: Namespace) -> dict[str, Any]:
     """
     if args.mtp_train_only:
         raise ValueError(
-            "--mtp-train-only was given with --mtp-num-layers 0, which leaves nothing to train; give 1 or more depths, "
-            "or train the trunk, without --mtp-train-only."
+            "--mtp-train-only was given with --mtp-num-layers 0, which leaves nothing to train; give 1 or more MTP "
+            "layers, or train the trunk, without --mtp-train-only."
         )
     own = [one for one in fields(MTPConfig) if one.name not in WITHOUT_DEPTHS and "drafter" not in one.name]
     defaults = {one.name: one.default for one in own} | {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}
     given = [flag_of(name) for name, default in defaults.items() if getattr(args, name) != default]
     if given and args.rank == 0:
-        say(f"> --mtp-num-layers is 0: training without depths, and without {' '.join(given)}")
+        say(f"> --mtp-num-layers is 0: training without MTP layers, and without {' '.join(given)}")
     return defaults
 
 
@@ -527,7 +527,9 @@ def counted_depths(args: Namespace) -> int | None:
     depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
     if args.mtp_num_layers == 0 and depths:
         trunk = args.hybrid_layer_pattern.partition(Symbols.MTP_SEPARATOR)[0]
-        raise ValueError(f"--mtp-num-layers is 0, but {PATTERN} has depths behind its trunk; give {PATTERN} '{trunk}'.")
+        raise ValueError(
+            f"--mtp-num-layers is 0, but {PATTERN} has MTP layers behind its trunk; give {PATTERN} '{trunk}'."
+        )
     if args.mtp_num_layers not in (None, depths):
         raise ValueError(
             f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} depths "

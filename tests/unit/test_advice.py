@@ -30,7 +30,7 @@ COPIES = re.compile(r"\b(copy|copies|another checkpoint)\b", re.I)
 MEANT = {
     "remove the wrong one": "one of two scales of a weight, of which a loader takes either",
     "remove the scale if the weight was replaced": "of a whole weight, which some loaders would multiply",
-    "say how many depths to train, or drop it": "a flag",
+    "say how many MTP layers to train, or drop it": "a flag",
     "take them out of the call": "arguments of a function",
     "attach, drop | add MTP layers to a checkpoint; remove them": "the glossary's words for two verbs",
 }
@@ -83,7 +83,7 @@ def test_no_text_advises_to_delete_mtp_weights_or_to_count_none() -> None:
     "text",
     [
         "config.json says 'num_nextn_predict_layers' 1; put 0 there to convert what the folder holds.",
-        "export the depths as well, or set the number of depths in the config to what the files hold",
+        "export the MTP layers as well, or set the number of depths in the config to what the files hold",
         "correct the config, or remove the tensors: loaders ignore them",
         "'mtp.fc.weight' is no tensor of this model; nothing is dropped silently, so remove it, or correct the config.",
         "GLM-4 MoE holds at most 1 depth(s), not 3; drop the others.",

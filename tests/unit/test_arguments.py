@@ -257,7 +257,7 @@ def checkpoint(megatron: None, tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
-        (DEPTHS, "missing ones, or give --mtp-use-repeated-layer for one layer in all depths."),
+        (DEPTHS, "missing ones, or give --mtp-use-repeated-layer for one layer at all depths."),
         (f"{DEPTHS} --mtp-init random --mtp-architecture parallel", "give --mtp-architecture sequential"),
     ],
 )

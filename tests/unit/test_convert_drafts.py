@@ -131,7 +131,7 @@ def test_a_list_beside_a_trunk_alone_is_left(converted: Path, tmp_path: Path) ->
         ("mcore", "--mtp-draft-vocab-size 4 --data-path nowhere", "nowhere.idx"),
         ("mcore", "--mtp-draft-vocab-file nowhere", "is no list of token ids"),
         ("mcore", "--mtp-draft-vocab-file ids --data-path corpus", "leave --mtp-draft-vocab-size and --data-path out."),
-        ("trunk", "--mtp-draft-vocab-file ids", "has no MTP depths, which alone draft; attach-mtp adds some."),
+        ("trunk", "--mtp-draft-vocab-file ids", "has no MTP layers, which alone draft; attach-mtp adds some."),
     ],
 )
 def test_what_cannot_be_drafted_is_one_sentence(

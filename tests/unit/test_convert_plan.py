@@ -167,5 +167,5 @@ def test_a_plan_refuses_a_target_that_is_taken(tmp_path: Path, capsys: pytest.Ca
         assert main([*map(str, command), "--dry-run"]) == 2
         assert "is not empty; name a new folder" in capsys.readouterr().err
     assert main(["attach-mtp", str(mcore), str(tmp_path / "new"), "--mtp-num-layers", "1", "--dry-run"]) == 2
-    assert "has MTP depths already" in capsys.readouterr().err
+    assert "has MTP layers already" in capsys.readouterr().err
     assert files(tmp_path) == there

@@ -164,7 +164,7 @@ def test_what_the_engine_cannot_draft_is_refused() -> None:
     model = our_model(1).eval()
     layer = model.mtp.layers[0]
     layer.tf_layer.layer_type_list = ["M", "-"]
-    with pytest.raises(ValueError, match="no states of the depths"):
+    with pytest.raises(ValueError, match="no states of the MTP layers"):
         layer.forward_single_position(states_NBH, tokens_BN, positions_BN, model.embedding)
     layer.tf_layer.layer_type_list = []
     layer.config.sequence_parallel = True

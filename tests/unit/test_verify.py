@@ -278,5 +278,5 @@ def test_depths_that_no_reference_describes_are_not_compared(
     monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.compare", lambda *_, **__: [])
     monkeypatch.setattr("megatron_mtp.checkpoint.verify.verify.reference_logits", lambda *_: trunk)
     last = verify(folder, tmp_path / "mcore")[-1]
-    assert (last.name, last.made) == ("logits of the depths not compared", False)
-    assert last.witness == "nothing describes to transformers how GLM-4 MoE stores its depths (reference_forms.py)"
+    assert (last.name, last.made) == ("logits of the MTP layers not compared", False)
+    assert last.witness == "nothing tells transformers how GLM-4 MoE stores its MTP layers (reference_forms.py)"

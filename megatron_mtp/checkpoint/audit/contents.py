@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 
 GRAFT = "graft those of the model that it was made from (megatron-mtp convert graft)"
-LOST, FETCH = f"export the depths as well, or {GRAFT}", f"fetch the depths, or {GRAFT}"
+LOST, FETCH = f"export the MTP layers as well, or {GRAFT}", f"fetch the MTP layers, or {GRAFT}"
 AGAIN = "export or fetch the tensors again"
 FRAME = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 """Parts of Megatron's MTP layers around the inner layer; parallel heads have the last alone, ERNIE's the others."""
@@ -132,7 +132,7 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
         says = f"No key of the config counts the {counted(held, 'depth')} of the files ('{known.keys[0]}')"
     elif said is None and known is not None and held < known.published:
         published = f"Models of this family are published with {counted(known.published, 'depth')}, and no key of the "
-        advice = f"{FETCH}; a folder that is meant to have fewer depths says so by '{known.keys[0]}'"
+        advice = f"{FETCH}; a folder that is meant to have fewer MTP layers says so by '{known.keys[0]}'"
         guess = "depth missing" if held else "MTP dropped"
         yield Finding(
             guess, f"{published}config counts others; the files hold {held}.", advice, WARNING, known.keys[:1]

@@ -68,7 +68,7 @@ def _read_config(side: HFSide) -> None:
     side.keys = keys
     odd = [name for name in (*DEPTH_KEYS, "num_hidden_layers") if side.config.has(name) and side.counts(name) is None]
     if odd:
-        says = f"{listed(odd)} of the config: no number of layers or depths ({side.config.keys[odd[0]]!r:.40})."
+        says = f"{listed(odd)} of the config: no number of layers or MTP layers ({side.config.keys[odd[0]]!r:.40})."
         side.add("damaged config", says, "correct the config", names=odd)
     if isinstance(side, DrafterSide):
         return
@@ -109,7 +109,7 @@ def _read_tensors(side: HFSide) -> None:
             continue
         depths = sum(side.parts.of(name).kind == DEPTH for name in lost)
         says = f"transformers does not open '{file}', which no index lists: it holds {counted(len(lost), 'tensor')}"
-        says += f"{f', {depths} of them of depths' if depths else ''}: {listed(lost)}."
+        says += f"{f', {depths} of them of MTP layers' if depths else ''}: {listed(lost)}."
         read = "convert the folder, which reads it (hf-to-mcore) and writes one index (mcore-to-hf)"
         side.add("unindexed file", says, f"name its tensors in {INDEX}, or {read}", names=lost)
     check_parts(side)

@@ -142,7 +142,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
     check_trainable(reader.common()["args"], str(source))
     check_no_drafter(_carried(reader), source, "drop-mtp --keep 0 writes a copy without it")
     if any(key.startswith("mtp.") for key in reader.keys):
-        raise ValueError(f"{source} has MTP depths already; drop-mtp writes a copy without them.")
+        raise ValueError(f"{source} has MTP layers already; drop-mtp writes a copy without them.")
     template = Template.of(reader)
     arguments: dict[str, Any] = {**OF_DEPTHS, "mtp_num_layers": depths}
     if template.pattern is not None:
@@ -164,7 +164,7 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
         return changed(reader, source, [], {}, {"depths": 0}, 0, inner.names, unkeyed=(*INNER_KEYS, *STAGES))
     if not depths:
         check_no_drafter(_carried(reader), source, "--keep 0 writes a copy without it")
-        raise ValueError(f"{source} has no MTP depths; there is nothing to drop.")
+        raise ValueError(f"{source} has no MTP layers; there is nothing to drop.")
     if not 0 <= keep < depths:
         raise ValueError(f"--keep is {keep}, but {source} has {depths} MTP depth(s); keep 0 to {depths - 1} of them.")
     kept = [
@@ -241,7 +241,7 @@ class Template:
         """Raises ValueError if the trunk of the checkpoint has no layers."""
         numbers = [int(key.split(".")[2]) for key in reader.keys if key.startswith("decoder.layers.")]
         if not numbers:
-            raise ValueError(f"{reader.folder} has no transformer layer that depths could be made from.")
+            raise ValueError(f"{reader.folder} has no transformer layer that MTP layers could be made from.")
         count = max(numbers) + 1
         if (pattern := pattern_of(reader)) is None:
             return cls(count, {count - 1: f"{SHARDED_TF_LAYER}."}, "decoder.final_layernorm.", None)
@@ -323,7 +323,7 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
     reader = DistReader(source)
     vocabulary, depths = reader.common()["args"].padded_vocab_size, StoredDepths.of(reader.keys).layers
     if not depths:
-        raise ValueError(f"{source} has no MTP depths, which alone draft; attach-mtp adds some.")
+        raise ValueError(f"{source} has no MTP layers, which alone draft; attach-mtp adds some.")
     tokens, said = drafted_tokens(size, data_path, file, vocabulary)
     drafted_N = torch.tensor(tokens)
     made = [copied(reader, key) for key in reader.keys if key.startswith("mtp.") and key != DRAFT_VOCABULARY]

@@ -186,8 +186,8 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
         raise ValueError(f"the arguments in {source} have a pattern without layers; {DAMAGED}.")
     if (other := next((depth for depth in depths if depth != trunk[-2:]), None)) is not None:
         raise ValueError(
-            f"{source} has the layers {pattern}, whose depths are {other}, but a GPT's depths are layers like the "
-            f"last one of its trunk, {trunk[-2:]} here; {STAYS} a hybrid."
+            f"{source} has the layers {pattern}, whose MTP layers are {other}, but a GPT's MTP layers are like the "
+            f"last layer of its trunk, {trunk[-2:]} here; {STAYS} a hybrid."
         )
     if (Symbols.MLA in trunk) != bool(args.multi_latent_attention):
         says = f"its arguments say multi_latent_attention {args.multi_latent_attention}"

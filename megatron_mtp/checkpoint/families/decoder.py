@@ -269,7 +269,7 @@ LAYER_NORM = ["--normalization", "LayerNorm"]
 def family_of_decoder(
     title: str, published: str, model_types: tuple[str, ...], decoder: Decoder, **others: Any
 ) -> Family:
-    """A family whose rules, depths and flags are those of its decoder.
+    """A family whose rules, MTP layers and flags are those of its decoder.
 
     Args:
         title, published, model_types: as of `Family`.

@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 def _dense_form(models: str, architecture: str, fits: Callable[[Namespace], bool]) -> TrainedForm:
     """The form of a dense model without MTP layers, if `fits` holds for Megatron's arguments as well."""
     return TrainedForm(
-        models=f"dense without depths{models}",
+        models=f"dense without MTP layers{models}",
         engines=("transformers", "vLLM", "SGLang"),
         architecture=architecture,
         keys=dense_keys,
@@ -143,7 +143,7 @@ DENSE: tuple[Family, ...] = (
         ("mimo",),
         _MIMO,
         trained=TrainedForm(
-            models="dense with depths, `--family mimo`",
+            models="dense with MTP layers, `--family mimo`",
             engines=("vLLM", "SGLang"),
             architecture="MiMoForCausalLM",
             keys=_mimo_keys,

@@ -1,4 +1,4 @@
-"""Families with MTP layers whose trunk Megatron cannot run: their layers are carried, those of the depths included.
+"""Families with MTP layers whose trunk Megatron cannot run: all of their layers are carried.
 
 Embedding, final norm, head and the parts around the MTP layers' own layers have rules, by which MTP layers are counted
 and copies of embedding and head are known. All else is stored unchanged: nobody can train it here.
@@ -69,7 +69,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "ERNIE-4.5 MoE",
         "ERNIE-4.5 with experts",
         ("ernie4_5_moe",),
-        "a router of softmax scores with a correction bias, and depths without a norm before the head",
+        "a router of softmax scores with a correction bias, and MTP layers without a norm before the head",
         Depths(
             r"^model\.mtp_linear_proj\.(\d+)\.weight$",
             "model.mtp_block.{k}.",
@@ -115,7 +115,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "Step-3.5",
         "Step-3.5, Step-3.7",
         ("step3p5", "step3p7"),
-        "sliding windows with gates by head, and depths fed from before the final norm",
+        "sliding windows with gates by head, and MTP layers fed from before the final norm",
         Depths(
             r"^model\.layers\.(\d+)\.eh_proj\.weight$",
             names=("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),

@@ -81,7 +81,7 @@ _UNKNOWN = "transformers ignores 'mtp.*' of this family, and no public code says
 DESCRIBED: tuple[Described, ...] = (
     _numbered(
         "GLM-5.3-Flash", "glm5_next glm5_next_text",
-        "a trunk of Kimi's delta attention, and depths of latent attention with a pooled indexer",
+        "a trunk of Kimi's delta attention, and MTP layers of latent attention with a pooled indexer",
     ),
     Described(
         "Hy4", ("hy_v4", "hy_v4_text", "hy_v4_vl"), "hyper-connections, sparse attention and attention sinks",

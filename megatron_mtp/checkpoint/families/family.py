@@ -1,4 +1,4 @@
-"""Facts of a family: names, rules, depths, defaults, and what Megatron and engines do with it.
+"""Facts of a family: names, rules, MTP layers, defaults, and what Megatron and engines do with it.
 
 In:  a `config.json` and the names of a folder's tensors.
 Out: a `Layout` (what the tensors decide) and the rules between both sides.
@@ -59,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Depths:
-    """Storage of MTP depths in a family's folders.
+    """Storage of MTP layers in a family's folders.
 
     Attributes:
         pattern: matches one tensor name per depth; its group is the depth's index.
@@ -105,7 +105,7 @@ class Depths:
         return side, side
 
     def configured(self, config: HFConfig) -> int | None:
-        """The number of depths in the config; None if no key holds one."""
+        """The number of MTP layers in the config; None if no key holds one."""
         return config.integer(*self.keys, least=0) if any(config.has(key) for key in self.keys) else None
 
     def depth_of(self, config: HFConfig, name: str) -> int | None:

@@ -207,7 +207,7 @@ MOE: tuple[Family, ...] = (
         _GLM,
         features={**COPIES, **PACKED},
         trained=TrainedForm(
-            models="experts, or depths",
+            models="experts, or MTP layers",
             engines=("transformers", "vLLM", "SGLang"),
             architecture="Glm4MoeForCausalLM",
             keys=_glm_keys,

@@ -314,8 +314,8 @@ class Copies:
                         "one; set it to false if the model has a head of its own, or fetch the folder again."
                     )
                 raise ValueError(
-                    f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and depths; "
-                    "give a checkpoint in which they are equal, since Megatron keeps one tensor for both."
+                    f"'{name}' is not the copy of '{self.names[0]}' that this family shares between trunk and MTP "
+                    "layers; give a checkpoint in which they are equal, since Megatron keeps one tensor for both."
                 )
         return [first]
 

@@ -121,7 +121,7 @@ def _split_mlp(args: Namespace) -> dict[str, Any]:
     if args.ffn_hidden_size % 4:
         raise ValueError(
             f"--ffn-hidden-size {args.ffn_hidden_size} cannot be shared out among two routed and a shared expert, "
-            "as this family's depths need; choose --family mimo."
+            "as this family's MTP layers need; choose --family mimo."
         )
     both = {"n_routed_experts": 2, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     # The trunk's last layer is in that form too: vLLM refuses a GLM-4 MoE whose trunk has no experts at all.

@@ -195,7 +195,7 @@ def frame(
 
     Args:
         config: the model's config.
-        layout: depths and forms of the folder.
+        layout: MTP layers and forms of the folder.
         prefix: HF's prefix of embedding and norm.
         embedding, norm, head: HF's names.
         final: Megatron's name of the final norm.

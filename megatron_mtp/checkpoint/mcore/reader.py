@@ -360,7 +360,7 @@ def absent_layers(
     if stored.layers and stored.sequential != sequential:
         trained = "sequential" if stored.sequential else "parallel"
         raise ValueError(
-            f"--mtp-architecture does not fit the checkpoint {folder} (--load), whose depths are {trained}; give "
+            f"--mtp-architecture does not fit the checkpoint {folder} (--load), whose MTP layers are {trained}; give "
             f"--mtp-architecture {trained}."
         )
     absent = tuple(range(stored.layers, layers))
@@ -368,7 +368,7 @@ def absent_layers(
         has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
         repeats = ""
         if stored.layers == 1 and sequential:
-            repeats = ", or give --mtp-use-repeated-layer for one layer in all depths"
+            repeats = ", or give --mtp-use-repeated-layer for one layer at all depths"
         raise ValueError(
             f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
             f"--mtp-init random or --mtp-init last-layer how to initialize the missing ones{repeats}."

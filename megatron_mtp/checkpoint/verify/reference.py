@@ -160,7 +160,7 @@ def _mtp_model(form: DepthForm, model: Any, depths: list[FolderTensors], what: s
         try:
             made = MtpModel.from_pretrained(model).eval()
         except RuntimeError as error:
-            raise ValueError(f"{what} has depths that are not what transformers' class holds: {error}") from None
+            raise ValueError(f"{what} has MTP layers that are not what transformers' class holds: {error}") from None
     if row > 1:
         made.config.layer_types = ["full_attention"] * count  # one word an MTP layer chooses its mask
     return made

@@ -149,8 +149,8 @@ def same_logits(
     theirs, ours = reference_logits(hf, prompt, not model.left_out), megatron_logits(mcore, prompt)
     checks = compare(theirs, ours, rounding=partial(rounding, mcore, prompt, ours))
     if model.layout.depths and "depth 1" not in theirs:
-        reason = f"nothing describes to transformers how {model.family.title} stores its depths (reference_forms.py)"
-        checks.append(Check.not_made("logits of the depths", reason))
+        reason = f"nothing tells transformers how {model.family.title} stores its MTP layers (reference_forms.py)"
+        checks.append(Check.not_made("logits of the MTP layers", reason))
     if text is not None:  # without the random tokens after it
         length, vocabulary = near_BS.size(1), theirs["trunk"].size(1)
         their, our = (_perplexity(one["trunk"][:length, :vocabulary], near_BS[0]) for one in (theirs, ours))

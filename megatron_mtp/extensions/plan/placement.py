@@ -113,8 +113,8 @@ def _of_layout(layout: str, layers: int, depths: int, ranks: int) -> Placement:
     wanted = f"E{'t' * layers}{'m' * depths}L"
     if letters != wanted:
         raise ValueError(
-            f"--pipeline-model-parallel-layout has {letters.count('t')} layers and {letters.count('m')} depths, and "
-            f"the line {layers} and {depths}; E has to be first and L last. Correct one of them."
+            f"--pipeline-model-parallel-layout has {letters.count('t')} layers and {letters.count('m')} MTP layers, "
+            f"and the line {layers} and {depths}; E has to be first and L last. Correct one of them."
         )
     if len(stages) % ranks:
         raise ValueError(

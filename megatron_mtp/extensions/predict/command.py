@@ -34,8 +34,8 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         description="Compute what an engine will accept, by position, of the drafts of a checkpoint's export, beside "
-        "what the depths reach when they are run as they were trained, and name the rules of the engine that cost the "
-        "difference. Pieces of the text are prompts; the model continues them greedily.",
+        "what the MTP layers reach when they are run as they were trained, and name the rules of the engine that cost "
+        "the difference. Pieces of the text are prompts; the model continues them greedily.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
@@ -43,7 +43,7 @@ def parser(program: str) -> Parser:
     engine = "the engine that is to serve it; with --table it may be given several times"
     add("--engine", required=True, action="append", choices=ENGINES, help=engine)
     add("--text", nargs="+", required=True, metavar="FILE", help="files or folders whose text gives the prompts")
-    add("--num-speculative-tokens", type=int, metavar="K", help="drafts a round; default: the number of depths")
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts a round; default: the number of MTP layers")
     add("--family", metavar="NAME", help="model_type of the export (default: the one that mcore-to-hf chooses)")
     add("--prompts", type=int, default=16, metavar="N", help="prompts, evenly spread over the text; default: 16")
     add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")

@@ -198,17 +198,17 @@ class Engine:
         """Raises ValueError for a number of drafts that the engine does not take."""
         if self.counts == "depths" and count != depths:
             raise ValueError(
-                f"--num-speculative-tokens is {count}, but {self.title} drafts with all depths of the folder, here "
+                f"--num-speculative-tokens is {count}, but {self.title} drafts with all MTP layers of the folder, here "
                 f"{depths}; leave it out, or give a copy with {count} (convert drop-mtp --keep {count})."
             )
         if self.counts == "known" and count > depths > 1:
             raise ValueError(
-                f"--num-speculative-tokens is {count}, and what {self.title} does beyond the depths of a folder, here "
-                f"{depths}, is not in the table; give at most {depths}."
+                f"--num-speculative-tokens is {count}, and what {self.title} does beyond the MTP layers of a folder, "
+                f"here {depths}, is not in the table; give at most {depths}."
             )
         if self.counts == "multiple" and count > depths and count % depths:
             raise ValueError(
-                f"--num-speculative-tokens is {count}, but {self.title} takes at most the number of depths, here "
+                f"--num-speculative-tokens is {count}, but {self.title} takes at most the number of MTP layers, here "
                 f"{depths}, or a multiple of it; give such a number."
             )
 

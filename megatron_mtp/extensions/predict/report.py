@@ -38,7 +38,7 @@ class Case:
 
     @property
     def limit(self) -> int | None:
-        """How many depths the engine loads."""
+        """How many MTP layers the engine loads."""
         return None if self.drafter else self.engine.families[self.family].limit
 
     @property

@@ -57,9 +57,9 @@ class Block:
 def check_model(model: LanguageModule) -> None:
     """Raises ValueError for a model whose drafts are not made here."""
     if not model.mtp_process:
-        raise ValueError("the checkpoint has no depths to draft with; give one that was trained with --mtp-num-layers.")
+        raise ValueError("the checkpoint has no MTP layers to draft with; give one that was trained with some.")
     if not model.mtp.sequential:
-        raise ValueError("the depths are parallel heads, which no engine of the table runs; give sequential depths.")
+        raise ValueError("the MTP layers are parallel heads, which no engine of the table runs; give sequential ones.")
     layers = depth_layers(model)
     if {Symbols.MAMBA, Symbols.GDN} & set(layers):
         raise ValueError(

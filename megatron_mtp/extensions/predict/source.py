@@ -34,7 +34,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where it drafts with depths."""
+    """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where MTP layers draft."""
 
     checkpoint: Path
     family: str

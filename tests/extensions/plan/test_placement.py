@@ -73,7 +73,7 @@ def test_a_line_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="61 layers do not divide over 4 pipeline ranks"):
         of_line(read("--num-layers 61 --pipeline-model-parallel-size 4".split()), 61)
     line = read("--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|L".split())
-    with pytest.raises(ValueError, match="has 1 layers and 0 depths"):
+    with pytest.raises(ValueError, match="has 1 layers and 0 MTP layers"):
         of_line(line, 2)
 
 

@@ -411,7 +411,7 @@ def json_of(answer: tuple[int, str, str]) -> dict[str, Any]:
         (("glm", "--engine", "vllm", "--num-speculative-tokens", "0"), "give 1 to 15"),
         (("glm", "--engine", "vllm", "--num-speculative-tokens", "3"), "a multiple of it"),
         (("glm", "--engine", "vllm-v2", "--num-speculative-tokens", "3"), "give at most 2"),
-        (("glm", "--engine", "transformers", "--num-speculative-tokens", "1"), "with all depths of the folder"),
+        (("glm", "--engine", "transformers", "--num-speculative-tokens", "1"), "with all MTP layers of the folder"),
         (("glm", "--engine", "vllm", "--prompts", "0"), "--prompts is 0"),
         (("glm", "--engine", "vllm", "--prompts", "10000"), "give more text"),
         (("glm", "--engine", "vllm", "--new-tokens", "500"), "positions"),

@@ -38,7 +38,7 @@ def tables() -> str:
         for key, alike in _alike(FOREIGN_KEYS).items()
     ]
     heads = (
-        "| method | drafts from | needs depths | recurrent layers | keys (default; range) |\n|---|---|---|---|---|",
+        "| method | drafts from | needs MTP layers | recurrent layers | keys (default; range) |\n|---|---|---|---|---|",
         "| verifier | rule | distribution | keys (default; range) |\n|---|---|---|---|",
         f"vLLM's names of methods are taken: {names} are `mtp`; {others}. So are its keys:\n\n"
         "| key of vLLM | values, and `null` | here |\n|---|---|---|",

@@ -21,7 +21,7 @@ def families_table(families: Iterable[Family]) -> str:
         )
         for family in families
     ]
-    return _markdown(("family", "models", "`model_type`", "depths", "trained by Megatron here"), rows)
+    return _markdown(("family", "models", "`model_type`", "MTP layers", "trained by Megatron here"), rows)
 
 
 def trained_table(families: Iterable[Family]) -> str:
@@ -35,8 +35,8 @@ def trained_table(families: Iterable[Family]) -> str:
 
 
 STANDINGS = {
-    "trainable": "Megatron runs trunk and depths",
-    "attachable": "Megatron runs the trunk; the class has no depths, `attach-mtp` makes them",
+    "trainable": "Megatron runs trunk and MTP layers",
+    "attachable": "Megatron runs the trunk; the class has no MTP layers, `attach-mtp` makes them",
     "carried": "Megatron cannot run the trunk's layers: they are stored unchanged",
     "refused": "no conversion; `audit` compares a folder with the class",
 }

@@ -1,6 +1,6 @@
 """GRPO with rollouts drafted by MTP layers, in three arms: a frozen head, a stale head, and a head that follows.
 
-    python examples/rl.py                                    three seeds of 60 steps: some minutes on two cores
+    python examples/rl.py                                    three seeds of 60 steps; a run that was cut off goes on
     python examples/rl.py --quick                            does it run? (the figures mean little)
     python examples/rl.py --plot runs/rl/results.json        the plot again
 
@@ -13,9 +13,10 @@ package's engine, trains the policy with Megatron's optimizer, and gives the eng
     stale    learn the policy's distribution (kd), without a gradient into it; the engine gets them every tenth step
     trained  learn it too, and the engine gets them at every step
 
-Written to --out: results.json with the figures of every step, and rl.png. The figures are the mean reward, the accepted
-length (tokens per forward of the target), tokens a second, and the largest difference between the log-probabilities of
-the engine and of the trainer's forward, relative to their size where that is above 1.
+Written to --out: results.json with the figures of every step, and rl.png. Arms and seeds of as many steps that are in
+results.json are not run again. The figures are the mean reward, the accepted length (tokens per forward of the target),
+tokens per second of CPU time, which other programs disturb less than the clock's, and the largest difference between
+the log-probabilities of the engine and of the trainer's forward, relative to their size where that is above 1.
 
 Letters in names: B rollouts, S positions, V vocabulary, P prompts, G rollouts of a prompt.
 """
@@ -56,6 +57,7 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
+from megatron_mtp.files import written_beside
 from megatron_mtp.model.arguments import completed
 from megatron_mtp.model.specs import with_portable_modules
 from megatron_mtp.runtime import prepare
@@ -208,9 +210,9 @@ def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
     figures = []
     for step in tqdm(range(steps), desc=f"{arm}, seed {seed}", file=sys.stderr):
         prompts = [prompt_of([draw.randrange(10) for _ in range(DIGITS)]) for _ in range(PROMPTS)]
-        before, began = engine.stats, time.perf_counter()
+        before, began = engine.stats, time.process_time()
         rollouts = sample(engine, prompts, seed * steps + step)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         made = sum(len(one.tokens) - len(one.prompt) for one in rollouts)
         forwards = engine.stats.target_forwards - before.target_forwards
         apart = trainer.step(rollouts, trains_mtp=every > 0)
@@ -221,18 +223,24 @@ def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
             {
                 "reward": statistics.mean(one.reward for one in rollouts),
                 "accepted length": made / forwards,
-                "tokens a second": made / seconds,
+                "tokens per CPU second": made / seconds,
                 "log-probabilities apart": apart,
             }
         )
     return figures
 
 
+def kept(file: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """The seeds of every arm that an earlier run has finished with as many steps."""
+    earlier = json.loads(file.read_text()) if file.is_file() else {}
+    return {arm: {seed: made for seed, made in earlier.get(arm, {}).items() if len(made) == steps} for arm in SYNCED}
+
+
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Reward, accepted length and tokens a second by step; a line is the mean over seeds, a band all of them."""
+    """Reward, accepted length and tokens per CPU second by step; a line is the mean over seeds, a band all of them."""
     import matplotlib.pyplot as plt
 
-    names = ["reward", "accepted length", "tokens a second"]
+    names = ["reward", "accepted length", "tokens per CPU second"]
     figure, axes = plt.subplots(1, len(names), figsize=(13, 4))
     for axis, name in zip(axes, names, strict=True):
         for arm, seeds in results.items():
@@ -251,7 +259,7 @@ def summary(results: dict[str, Any]) -> list[str]:
     lines = []
     for arm, seeds in results.items():
         told = []
-        for name in ("reward", "accepted length", "tokens a second"):
+        for name in ("reward", "accepted length", "tokens per CPU second"):
             ends = []
             for part in (0, 1):
                 values = [
@@ -282,13 +290,15 @@ def main() -> None:
         results = json.loads(given.plot.read_text())
     else:
         if given.quick:
-            given.steps, given.seeds = 2, [0]
-        start = make_start(given.out / "start", iterations=60 if given.quick else 400)
-        results = {arm: dict[str, Any]() for arm in SYNCED}
+            given.steps, given.seeds, given.out = 2, [0], given.out / "quick"
+        start, file = make_start(given.out / "start", iterations=60 if given.quick else 400), given.out / "results.json"
+        results = kept(file, given.steps)
         for seed in given.seeds:  # arm by arm, so that what else the machine does meets all of them
             for arm, seeds in results.items():
-                seeds[str(seed)] = run(arm, start, given.steps, seed)
-        (given.out / "results.json").write_text(json.dumps(results))
+                if str(seed) not in seeds:
+                    seeds[str(seed)] = run(arm, start, given.steps, seed)
+                    with written_beside(file) as beside:
+                        beside.write_text(json.dumps(results))
     plot(results, given.out / "rl.png")
     print("\n".join(summary(results)))
 

@@ -138,8 +138,8 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_three_arms_of_reinforcement_learning(tmp_path: Path) -> None:
     """Two steps: what the engine says of its tokens' probabilities is what the trainer computes; all arms draft."""
-    out = tmp_path / "rl"
-    launch.run(launch.python("examples/rl.py", "--quick", "--out", str(out)), tmp_path / "log")
+    launch.run(launch.python("examples/rl.py", "--quick", "--out", str(tmp_path)), tmp_path / "log")
+    out = tmp_path / "quick"
     steps = [step for seeds in json.loads((out / "results.json").read_text()).values() for step in seeds["0"]]
     assert len(steps) == 6
     assert all(step["log-probabilities apart"] < 3e-5 for step in steps)

@@ -4,6 +4,8 @@ In a text the next token is a function of the last: so many times it, plus so mu
 """
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 LENGTH, ROWS, STEPS, RATE, SEED, SPLIT = 32, 4, 24, 3e-3, 1234, "90,10,0"
 VOCABULARY = 95
@@ -52,3 +54,30 @@ def accepted(checkpoint: Path, line: Line) -> int:
     drafted = generate(runner, prompts, NEW, speculative={"method": "mtp", "num_speculative_tokens": 1})
     assert drafted.token_ids == generate(runner, prompts, NEW).token_ids
     return drafted.stats.accepted_at[0]
+
+
+def accepted_by_transformers(folder: Path, line: Line) -> int:
+    """Drafts of the same texts that transformers accepts with the folder's MTP layer; texts do not change."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layer = model.config.num_hidden_layers  # transformers looks for the layer by its number in published models
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*"]
+    matches: list[int] = []
+
+    class Counted(MTPCandidateGenerator):
+        def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+            matches.append(int(num_matches))
+
+    def generated(prompt: list[int], use_mtp: bool | None) -> list[int]:
+        settings = {"do_sample": False, "max_new_tokens": NEW, "use_mtp": use_mtp, "pad_token_id": 0}
+        ids = torch.tensor([prompt])
+        made_BS = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **settings)
+        return list(made_BS[0].tolist())
+
+    with patch("transformers.generation.utils.MTPCandidateGenerator", Counted):
+        for prompt in rows_of(line, PROMPTS, 6):
+            assert generated(prompt, True) == generated(prompt, None)
+    return sum(matches)

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 from hf_models import make
 from launch import ROOT, learned
-from stack_rows import LENGTH, RATE, ROWS, SEED, SPLIT, STEPS, VOCABULARY, WEIGHT, accepted, write_corpus
+from stack_rows import (
+    LENGTH,
+    RATE,
+    ROWS,
+    SEED,
+    SPLIT,
+    STEPS,
+    VOCABULARY,
+    WEIGHT,
+    accepted,
+    accepted_by_transformers,
+    write_corpus,
+)
 
 pytestmark = pytest.mark.matrix
 
@@ -98,6 +110,7 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
     folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
     record = worked("tune", framework, folder, corpora["tuned on"], tmp_path / "out", head)
     record["accepted"] = accepted(converted(tmp_path / "out" / "tuned", tmp_path / "tuned"), LINES["tuned on"])
+    record["accepted by transformers"] = accepted_by_transformers(tmp_path / "out" / "tuned", LINES["tuned on"])
     checkpoint, losses = trained(tmp_path / "out" / "start", corpora["tuned on"], tmp_path)
     record["accepted after megatron-mtp train"] = accepted(checkpoint, LINES["tuned on"])
     print(json.dumps({"family": family, "head": head, **record, "CPU seconds": round(cpu_seconds() - began)}))
@@ -108,6 +121,7 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
     assert record["losses"] == pytest.approx(losses, rel=1e-4)
     assert record["unequal"] == []  # the framework's export and this package's
     assert record["accepted"] == record["accepted after megatron-mtp train"] > 0
+    assert record["accepted by transformers"] == record["accepted"]
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,27 @@ Or it keeps Megatron's model, to which the patch of integrations/ attaches a lay
 """
 
 import difflib
+import re
 import subprocess
 from pathlib import Path
 
 import launch
 import pytest
+from stack_rows import (
+    LENGTH,
+    RATE,
+    ROWS,
+    SEED,
+    SPLIT,
+    STEPS,
+    VOCABULARY,
+    accepted,
+    accepted_by_transformers,
+    write_corpus,
+)
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 
@@ -65,17 +79,50 @@ PREPARED = "from megatron_mtp.runtime import prepare\n\nprepare()\n"
 """What this machine needs in the place of a GPU."""
 
 
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
+).split()
+ROWS_OF_CORPUS = (
+    f"--seed {SEED} --split {SPLIT} --seq-length {LENGTH} --micro-batch-size {ROWS // 2} --global-batch-size {ROWS} "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY + 1} --num-workers 0 --lr-decay-style constant "
+    "--make-vocab-size-divisible-by 1 --weight-decay 0 --adam-beta2 0.999 --log-interval 1 --eval-iters 1"
+).split()
+LINE = (5, 7)
+"""Of the texts."""
+
+
 @pytest.mark.matrix
-def test_the_patch_attaches_a_layer_to_megatrons_model(tmp_path: Path) -> None:
-    script, saved = tmp_path / "pretrain_gpt.py", tmp_path / "saved"
+def test_the_patch_attaches_a_layer_that_drafts_as_that_of_our_trainer(tmp_path: Path) -> None:
+    """Megatron's model in data parallelism of two, and `megatron-mtp train` from its first weights."""
+    script, patch = tmp_path / "pretrain_gpt.py", launch.ROOT / "integrations" / "megatron_lm.patch"
     script.write_text(SCRIPT, encoding="utf-8")
-    patch = launch.ROOT / "integrations" / "megatron_lm.patch"
     subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
     script.write_text(PREPARED + script.read_text(encoding="utf-8"), encoding="utf-8")
-    flags = [*launch.PLAIN_RUN, *RUN, *ON_CPU, "--save", str(saved), "--save-interval", "3"]
-    printed = launch.run(launch.torchrun(2, script, *flags), tmp_path / "log")
-    assert "iteration        3/       3" in printed
-    keys = DistReader(saved).keys
-    assert any(key.startswith("mtp.layers.0.transformer_layer.self_attention") for key in keys)
-    mcore_to_hf(saved, tmp_path / "hf", Options(quiet=True), form_of(saved))
-    assert (tmp_path / "hf" / "config.json").is_file()
+    corpus = write_corpus(tmp_path / "rows", LINE)
+
+    def trained(name: str, file: str | Path, steps: int, rate: float, *flags: str) -> tuple[Path, list[float]]:
+        """The checkpoint, and the trunk's loss of every step."""
+        ends = f"--train-iters {steps} --save-interval {steps} --eval-interval {steps} --lr {rate}".split()
+        paths = ["--data-path", str(corpus), "--save", str(tmp_path / name)]
+        command = launch.torchrun(2, file, *ROWS_OF_CORPUS, *ends, *paths, *flags)
+        printed = launch.run(command, tmp_path / f"{name}.log")
+        return tmp_path / name, [float(each) for each in re.findall(r"lm loss: (\S+) ", printed)]
+
+    start, _ = trained("start", script, 1, 0.0, *MODEL, *ON_CPU)
+    theirs, losses = trained("theirs", script, STEPS, RATE, *MODEL, *ON_CPU)
+    metrics = tmp_path / "metrics"
+    given = f"--load {start} --finetune --use-checkpoint-args --no-load-optim --no-load-rng --mtp-num-layers 1".split()
+    weighted = ["--mtp-loss-scaling-factor", "0.1", "--mtp-metrics-dir", str(metrics)]
+    ours, _ = trained("ours", "pretrain_gpt.py", STEPS, RATE, *given, *weighted)
+    assert any(key.startswith("mtp.layers.0.transformer_layer.self_attention") for key in DistReader(theirs).keys)
+    expected = [step["lm loss"] for step in launch.learned(metrics).values()]
+    assert len(losses) == len(expected) == STEPS
+    assert [losses[0], losses[-1]] == pytest.approx([expected[0], expected[-1]], rel=1e-4)
+    assert losses[-1] < losses[0] / 2
+    quiet = Options(quiet=True, workers=1)
+    mcore_to_hf(theirs, tmp_path / "hf", quiet, form_of(theirs))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "back", quiet)
+    drafts = [accepted(checkpoint, LINE) for checkpoint in (tmp_path / "back", ours)]
+    print(drafts, accepted_by_transformers(tmp_path / "hf", LINE))
+    assert drafts[0] == drafts[1] == accepted_by_transformers(tmp_path / "hf", LINE) > 0

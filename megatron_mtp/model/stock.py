@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.head import Head, attach_embedding
@@ -61,7 +62,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
     late = chunk.pg_collection.pp.size() > 1 and chunk.position_embedding_type == "learned_absolute"
     return [
         (
-            not adopts and any(hasattr(parameter, "main_grad") for parameter in chunk.parameters()),
+            not adopts and any(hasattr(each, "main_grad") or isinstance(each, DTensor) for each in chunk.parameters()),
             "the model is wrapped for data parallelism, whose buffers have no place for new layers; attach before it "
             "is wrapped: give attach to register_pre_wrap_hook.",
         ),
@@ -73,6 +74,10 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         (
             config.cuda_graph_impl == "full_iteration",
             "cuda_graph_impl is full_iteration, and hooks are not in the replay of such a graph; take another.",
+        ),
+        (
+            getattr(config, "enable_hyper_connections", False),  # not there before 0.20
+            "enable_hyper_connections gives the trunk several residual streams, and MTP layers read one; turn it off.",
         ),
         (
             config.mtp_standalone,

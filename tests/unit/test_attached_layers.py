@@ -17,6 +17,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from megatron_single import make_batch, megatron_name, our_model, relative_difference
 from stock_models import KINDS, draw, learned, packed_batch, stock
 from tiers import tiered
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
@@ -374,6 +376,10 @@ def test_arguments_that_do_not_fit_are_refused(case: str) -> None:
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "schedule plans": ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm runs schedule"),
     "graph": ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is full_iteration, and hooks are not in"),
+    "streams": (
+        {"enable_hyper_connections": True},
+        "enable_hyper_connections gives the trunk several residual streams",
+    ),
     "own stage": ({"mtp_standalone": True}, "the pipeline layout gives the MTP layers a stage of their own; put m"),
     "layout": ({"pipeline_model_parallel_layout": object()}, "the pipeline layout has no place for new MTP layers"),
     "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8_recipe is delayed, whose scales would be updated"),
@@ -405,6 +411,13 @@ def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_ow
     wrapped[1](batch["tokens"], batch["position_ids"], batch["attention_mask"])
     attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
     assert all(each.main_grad.any() for each in wrapped[1].module.mtp.parameters())
+
+
+def test_a_model_that_fsdp_has_sharded_is_refused_new_layers() -> None:
+    model = stock("dense")
+    fully_shard(model, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu"))
+    with pytest.raises(ValueError, match="the model is wrapped for data parallelism, whose buffers have no place for"):
+        attach(model, 2)
 
 
 def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:

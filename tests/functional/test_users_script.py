@@ -80,8 +80,9 @@ PREPARED = "from megatron_mtp.runtime import prepare\n\nprepare()\n"
 
 
 MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --position-embedding-type rope "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0"
 ).split()
 ROWS_OF_CORPUS = (
     f"--seed {SEED} --split {SPLIT} --seq-length {LENGTH} --micro-batch-size {ROWS // 2} --global-batch-size {ROWS} "

@@ -3,14 +3,16 @@
     python benchmarks/head_life.py                    three trunks x four corpora x two donors, failure and probe
     python benchmarks/head_life.py --steps 400        longer trainings of the layers
     python benchmarks/head_life.py --quick            does it run? (the figures mean nothing)
+    python benchmarks/head_life.py --trunk NAME=DIR   a Hugging Face model in place of the three; without the probe
 
 With --folder DIR texts, trunks and finished trials are kept there, and the same command goes on where it was cut.
 
-trunks    Trained here, with one MTP layer, on Python: a dense one, a deeper one with tied embeddings (of SmolLM2's
-          family of shapes, in small: its weights are not needed), and one with experts.
+trunks    Trained here, with one MTP layer, on Python: a dense one, a deeper one with tied embeddings, and one with
+          experts. A Hugging Face model keeps its tokenizer, and `attach` gives it an MTP layer first, in bfloat16 and
+          twice the steps of a trial.
 corpora   Python as in the trunk's training; the same letters in another order, as a language with other words; chats
           with answers of prose; and code of other authors.
-donors    good: the layers that were trained with the trunk. stale: as they were at half of that training.
+donors    good: the layers that were trained with the trunk, or on it. stale: as they were at half of that training.
 failure   A published card fell from 58.6 to 49.8 % accepted by tuning the layers. Here: ce at too high a rate.
 probe     One training that is long enough for `attach` to choose learning rate and loss itself, and what that costs.
 
@@ -25,13 +27,13 @@ import random
 import statistics
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
@@ -57,6 +59,8 @@ TRUNKS = {
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     ),
 }
+SIZES = "--sequence 64 --batch 8 --float32 --split 75,25,0".split()
+"""Of every training by `attach`."""
 CORPORA, DONORS = ("same", "language", "chat", "code"), ("good", "stale")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -68,6 +72,25 @@ PROBED = 4880
 DEVIATIONS = 2
 SHARE = 0.15
 """Of the steps of a training, what its probe and guard may cost."""
+
+
+class Trunk(NamedTuple):
+    """One of `TRUNKS`, or a Hugging Face model."""
+
+    name: str
+    model: Path | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Trunk":
+        """A trunk as the command line names it; ArgumentTypeError where there is none."""
+        name, _, folder = text.partition("=")
+        if folder and name not in TRUNKS and (Path(folder) / "config.json").exists():
+            return cls(name, Path(folder).absolute())
+        if text in TRUNKS:
+            return cls(text, None)
+        raise ArgumentTypeError(
+            f"{text} was given; give {', '.join(TRUNKS)}, or another name, = and the folder of a Hugging Face model."
+        )
 
 
 @dataclass(frozen=True)
@@ -103,16 +126,21 @@ def measure(wanted: Namespace) -> Found:
 
     quick = wanted.place == "quick"
     steps = wanted.steps or (4 if quick else 150)
-    trunks = [wanted.trunk] if wanted.trunk else list(TRUNKS)
+    model = wanted.trunk and wanted.trunk.model
+    trunks = [wanted.trunk.name] if wanted.trunk else list(TRUNKS)
     chosen = [Trial(*each, steps) for each in product(trunks, CORPORA, DONORS)][: 1 if quick else None]
     with TemporaryDirectory(prefix="head-life-") as temporary:
         place = Path(temporary) if wanted.folder is None else wanted.folder.absolute() / wanted.place
-        texts = make_texts(place / "texts", 24 if quick else 160)
+        place = place / wanted.trunk.name if model else place  # its texts have other tokens
+        texts = make_texts(place / "texts", 24 if quick else 640 if model else 160, model)
         for trunk in dict.fromkeys(trial.trunk for trial in chosen):
-            train_trunk(place, trunk, 4 if quick else 300, texts["same"])
+            if model:
+                attach_layer(place / trunk, model, 2 * steps, texts["same"])
+            else:
+                train_trunk(place, trunk, 4 if quick else 300, texts["same"])
         trials = [finished(place, trial, texts) for trial in chosen]
         failed = finished(place, Trial(trunks[0], "same", "good", steps, FAILURE), texts)
-        probed = None if quick else finished(place, Trial(trunks[0], "code", "stale", PROBED), texts)
+        probed = None if quick or model else finished(place, Trial(trunks[0], "code", "stale", PROBED), texts)
     exported = [trial for trial in trials if trial["exported"]]
     below = [trial for trial in exported if trial["gain"] < -trial["error"]]
     header = ("trunk", "corpus", "donor", "graft", "attached", "error of the gain", "exported", "seconds")
@@ -142,7 +170,7 @@ def measure(wanted: Namespace) -> Found:
         results,
         goals,
         [Table("expected accepted length on text that nothing has seen", header, rows), by_corpus(trials)],
-        {} if probed else {"the probe": "its training is too long for --quick"},
+        {} if probed else {"the probe": "its training is too long for --quick and a given model"},
     )
 
 
@@ -156,21 +184,24 @@ def by_corpus(trials: list[dict[str, Any]]) -> Table:
     return Table("from the graft to the attached layers", ("trunk", "donor", *CORPORA), cells)
 
 
-def make_texts(folder: Path, documents: int) -> dict[str, Texts]:
-    """Texts of every kind, some of whose documents are for the judgment alone; and the tokenizer of all."""
+def make_texts(folder: Path, documents: int, model: Path | None) -> dict[str, Texts]:
+    """Texts of every kind, some of whose documents are for the judgment alone; and the tokenizer of all.
+
+    The tokenizer is the model's, or else trained on some of the texts.
+    """
     if not folder.exists():
         with written_beside(folder) as beside:
-            write_texts(beside, documents)
+            write_texts(beside, documents, model)
     return {
         kind: Texts(folder / f"{kind}.jsonl", folder / kind / "corpus", folder / kind / "judged") for kind in CORPORA
     }
 
 
-def write_texts(folder: Path, documents: int) -> None:
+def write_texts(folder: Path, documents: int, model: Path | None) -> None:
     """Write them into a new folder."""
     import torch
 
-    from megatron_mtp.data.tokenizer import train_bpe
+    from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 
     folder.mkdir(parents=True)
     ours = [file.read_text() for file in sorted((ROOT / "megatron_mtp").rglob("*.py"))]
@@ -184,9 +215,12 @@ def write_texts(folder: Path, documents: int) -> None:
         "chat": [json.dumps({"messages": chat_of(part)}) for part in prose],
         "code": [part for text in theirs for part in pieces(text)],
     }
-    train_bpe([*kinds["same"][:200], *prose[:200]], 512, folder / "tokenizer")
-    settings = folder / "tokenizer" / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    if model is None:
+        train_bpe([*kinds["same"][:200], *prose[:200]], 512, folder / "tokenizer")
+        settings = folder / "tokenizer" / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    else:
+        read_tokenizer(model).save_pretrained(str(folder / "tokenizer"))
     for kind, parts in kinds.items():
         random.Random(2).shuffle(parts)
         parts = parts[:documents]
@@ -228,6 +262,20 @@ def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
     mark.touch()
 
 
+def attach_layer(folder: Path, model: Path, steps: int, text: Texts) -> None:
+    """A new MTP layer on a Hugging Face model at half of its training and at its end, and a link to the model."""
+    mark = folder / "finished"
+    if mark.exists():
+        return
+    given = [model, text.attached, folder, *SIZES, *precision(folder.name)]
+    given += ["--steps", steps, "--save-every", steps // 2]
+    for step in ("corpus", "trunk", "start", "train"):  # each goes on where it was cut
+        run("attach", *given, "--only", step)
+    (folder / "hf").unlink(missing_ok=True)
+    (folder / "hf").symlink_to(model)
+    mark.touch()
+
+
 def finished(place: Path, trial: Trial, texts: dict[str, Texts]) -> dict[str, Any]:
     """The record of a trial, which is run unless it has been."""
     file = place / "trials" / f"{trial.name}.json"
@@ -249,7 +297,7 @@ def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str,
     iterations = sorted((place / trial.trunk / "checkpoint").glob("iter_*"))
     donor = iterations[-1 if trial.donor == "good" else 0]
     given = [place / trial.trunk / "hf", text.attached, folder, "--donor", donor]
-    given += ["--steps", trial.steps, "--sequence", 64, "--batch", 8, "--float32", "--split", "75,25,0"]
+    given += ["--steps", trial.steps, *SIZES, *precision(trial.trunk)]
     probes = trial.steps >= PROBED
     given += [*trial.flags, *([] if probes else ["--evaluated-batches", max(trial.steps // 40, 1)])]
     for step in ("corpus", "start", "before"):
@@ -259,7 +307,8 @@ def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str,
     run("attach", *given, "--only", "train")
     is_exported = run("attach", *given, "--only", "export", may_fail=True) == 0
     seconds = time.monotonic() - began
-    before, after = (judged(place, folder / name, text) for name in ("start", "checkpoint"))
+    flags = precision(trial.trunk)
+    before, after = (judged(place, folder / name, text, flags) for name in ("start", "checkpoint"))
     error = DEVIATIONS * (before["error"] ** 2 + after["error"] ** 2) ** 0.5
     record = {
         **asdict(trial),
@@ -277,10 +326,15 @@ def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str,
     return record
 
 
-def judged(place: Path, checkpoint: Path, text: Texts) -> dict[str, Any]:
+def precision(trunk: str) -> list[str]:
+    """Flags of a training or an evaluation; float32 for the trunks that are trained here."""
+    return [] if trunk in TRUNKS else ["--bf16"]
+
+
+def judged(place: Path, checkpoint: Path, text: Texts, more: list[str]) -> dict[str, Any]:
     """The record of an evaluation on text that was held back."""
     flags = ["--load", checkpoint, "--data-path", text.judged, "--tokenizer-model", place / "texts" / "tokenizer"]
-    run("evaluate", *flags, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8)
+    run("evaluate", *flags, *more, "--seq-length", 64, "--micro-batch-size", 8, "--eval-iters", 8)
     found: dict[str, Any] = json.loads((checkpoint / "mtp_acceptance.json").read_text())
     return found
 
@@ -319,7 +373,8 @@ def _status(work: Callable[[], int]) -> int:
 
 if __name__ == "__main__":
     steps = {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"}
-    trunk = {"choices": [*TRUNKS], "help": "this one alone"}
+    alone = f"this one alone: {', '.join(TRUNKS)}, or NAME=DIR, a folder of a Hugging Face model"
+    trunk = {"type": Trunk.parse, "metavar": "NAME", "help": alone}
     kept = "texts, trunks and finished trials are kept there, and a cut run goes on; default: a temporary folder"
     folder = {"type": Path, "metavar": "DIR", "help": kept}
     main(measure, __doc__, flags={"--steps": steps, "--trunk": trunk, "--folder": folder})

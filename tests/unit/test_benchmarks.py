@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +152,25 @@ def test_a_finished_trial_is_kept_and_a_cut_one_begins_anew(tmp_path: Path, monk
     assert [head_life.finished(tmp_path, trial, texts) for _ in range(2)] == [{"gain": 0.5}] * 2
     assert left_by_the_cut == [False, False]
     assert not (tmp_path / "runs" / trial.name).exists()
+
+
+def test_a_trunk_is_one_of_the_table_or_the_folder_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert head_life.Trunk.parse("deep") == ("deep", None)
+    assert head_life.Trunk.parse(f"small={tmp_path}") == ("small", tmp_path)
+    for wrong in ("small", "small=", f"small={tmp_path}/none", f"deep={tmp_path}"):
+        with pytest.raises(ArgumentTypeError, match="give dense, deep, experts, or another name, = and the folder"):
+            head_life.Trunk.parse(wrong)
+
+
+def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attach` trains in bfloat16 and saves at half; the trials find the model beside the checkpoint."""
+    ran: list[tuple[object, ...]] = []
+    monkeypatch.setattr(head_life, "run", lambda *words: ran.append(words))
+    texts = head_life.Texts(tmp_path / "same.jsonl", tmp_path, tmp_path)
+    (tmp_path / "small").mkdir()
+    for _ in range(2):  # the second finds all finished
+        head_life.attach_layer(tmp_path / "small", tmp_path, 8, texts)
+    assert [words[-1] for words in ran] == ["corpus", "trunk", "start", "train"]
+    assert "--bf16 --steps 8 --save-every 4" in " ".join(map(str, ran[0]))
+    assert (tmp_path / "small" / "hf").resolve() == tmp_path

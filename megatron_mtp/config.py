@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megatron_mtp.drafter_sizes import OWN_SIZES, parsed_scaling
+from megatron_mtp.drafter_sizes import SIZE_SETTINGS, LatentSizes, parsed_scaling
 from megatron_mtp.drafters import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
 
 ARCHITECTURES = ("sequential", "parallel")
@@ -18,7 +18,7 @@ INITS = ("random", "last-layer")
 DRAFTER_SETTINGS = (
     *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
     *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
-    *(*OWN_SIZES, "drafter_rope_scaling", "drafter_idle_rows"),
+    *(*SIZE_SETTINGS, "drafter_idle_rows"),
     *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
     "drafter_norm_before_residual",
 )
@@ -319,6 +319,15 @@ class MTPConfig:
         '{"rope_type": "default"} has none. Default: the trunk\'s.',
         metavar="JSON",
     )
+    drafter_multi_latent_attention: Sequence[int] | None = _flag(
+        None,
+        f"Let the layer of {_readers('drafter_multi_latent_attention')} have latent attention, as drafters of Kimi and "
+        "DeepSeek do, with its sizes as five numbers: --q-lora-rank, 0 for none, --kv-lora-rank, --qk-head-dim, "
+        "--qk-pos-emb-head-dim and --v-head-dim. Without numbers: the trunk's. Default: grouped queries.",
+        type=int,
+        nargs="*",
+        metavar="N",
+    )
     drafter_window_size: int | None = _flag(
         None,
         "Positions that the drafter's layers attend to, their own among them. Default: all.",
@@ -399,8 +408,10 @@ class MTPConfig:
             if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
                 raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
+        if self.drafter_multi_latent_attention:
+            LatentSizes.given(self.drafter_multi_latent_attention)
         if self.drafter_rope_scaling is not None:
-            parsed_scaling(self.drafter_rope_scaling)
+            parsed_scaling(self.drafter_rope_scaling, self.drafter_multi_latent_attention is not None)
         lengths = list(self.mtp_context_lengths or ())
         if lengths != sorted({*lengths}) or min(lengths, default=1) < 1:
             raise ValueError(

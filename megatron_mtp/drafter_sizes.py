@@ -1,21 +1,23 @@
 """Sizes and rotary positions of a drafter's layers: those of the settings, else the trunk's.
 
 They are attention with grouped queries, whatever the trunk has: latent attention, recurrent layers, windows, positions
-in a part of each head. So a drafter has its own heads and its own angles.
+in a part of each head. So a drafter has its own heads and its own angles. With --drafter-multi-latent-attention they
+are latent attention.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from megatron_mtp.rope_scaling import scaling_of
+from megatron_mtp.rope_scaling import MSCALES, scaling_of
 
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
 """Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
 
 
-def parsed_scaling(text: str) -> dict[str, Any] | None:
-    """The scaling that --drafter-rope-scaling spells out in JSON.
+def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
+    """The scaling that --drafter-rope-scaling spells out in JSON, in latent attention or another.
 
     Raises:
         ValueError: it is no JSON object, or as of `scaling_of`.
@@ -28,20 +30,68 @@ def parsed_scaling(text: str) -> dict[str, Any] | None:
     if not isinstance(keys, dict):
         raise ValueError(f"--drafter-rope-scaling is {text:.60}, which is no JSON object; give for example {example}.")
     try:
-        return scaling_of(keys)
+        return scaling_of(keys, is_latent)
     except ValueError as error:
         raise ValueError(f"--drafter-rope-scaling has {error}; give for example {example}.") from None
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of latent attention (arXiv:2405.04434), by the names of Megatron's arguments and settings.
+
+    Attributes:
+        q_lora_rank: of compressed queries; None without.
+        kv_lora_rank: of compressed keys and values.
+        qk_head_dim, qk_pos_emb_head_dim: channels of a query or key without positions, and with.
+        v_head_dim: channels of a value.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, named: Callable[[str], Any]) -> "LatentSizes":
+        """From a function of the names to the sizes; a rank of queries of 0 is none."""
+        query, *others = (named(one.name) for one in fields(cls))
+        return cls(query or None, *others)
+
+    @classmethod
+    def given(cls, numbers: Sequence[int]) -> "LatentSizes":
+        """Of --drafter-multi-latent-attention.
+
+        Raises:
+            ValueError: there are not five, or one is no size.
+        """
+        names = [one.name for one in fields(cls)]
+        if len(numbers) != len(names) or min(numbers[1:]) < 1 or numbers[0] < 0 or numbers[3] % 2:
+            raise ValueError(
+                f"{LATENT} is {' '.join(map(str, numbers))}; give the five numbers Q KV NOPE ROPE V, of which Q may be "
+                "0 and ROPE is even."
+            )
+        return cls.of(dict(zip(names, numbers, strict=True)).__getitem__)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a query or key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+LATENT = "--drafter-multi-latent-attention"
+
+
+@dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes and positions of attention with grouped queries.
+    """Sizes and positions of attention with grouped queries, or of latent attention.
 
     Attributes:
         heads, groups, channels: query heads, key heads, channels of a head.
         epsilon: of the norms.
         theta: base of the rotary angles.
         scaling: of these, from `scaling_of`; None without one.
+        latents: sizes of latent attention, which has as many key heads; None of grouped queries.
     """
 
     heads: int
@@ -50,6 +100,7 @@ class AttentionSizes:
     epsilon: float
     theta: float
     scaling: dict[str, Any] | None = None
+    latents: LatentSizes | None = None
 
 
 OWN_SIZES = {
@@ -59,49 +110,103 @@ OWN_SIZES = {
     "drafter_norm_epsilon": "epsilon",
     "drafter_rotary_base": "theta",
 }
-"""Settings of a drafter's sizes; `drafter_rope_scaling` is that of the scaling."""
+"""Numbers among the settings of a drafter's sizes."""
+
+GROUPED = ("drafter_num_query_groups", "drafter_kv_channels")
+"""Those that only grouped queries have."""
+
+SIZE_SETTINGS = (*OWN_SIZES, "drafter_rope_scaling", "drafter_multi_latent_attention")
+"""All settings of a drafter's sizes."""
 
 
-def own_sizes(hidden: int, trunk: AttentionSizes, is_latent: bool, settings: Any) -> AttentionSizes:
+def own_sizes(hidden: int, trunk: AttentionSizes, settings: Any) -> AttentionSizes:
     """Sizes of a drafter's layers: those of the settings, else the trunk's.
 
-    Behind latent attention, which has other heads, a drafter has as many as fill the hidden size, and a key head for
-    four of them; where no usual width does that, as many as the trunk.
+    Behind latent attention, which has other heads, a drafter with grouped queries has as many as fill the hidden size,
+    and a key head for four of them; where no usual width does that, as many as the trunk.
 
     Args:
         hidden: hidden size of both.
         trunk: the sizes of its attention.
-        is_latent: whether that is latent attention.
-        settings: has `OWN_SIZES` and `drafter_rope_scaling` as attributes, None or absent where not given.
+        settings: has `SIZE_SETTINGS` as attributes, None or absent where not given.
 
     Raises:
-        ValueError: heads cannot be shared out to groups, or turned.
+        ValueError: heads cannot be shared out to groups, or turned; the trunk has no latent sizes or none of the
+            drafter's scaling.
     """
     given = {name: getattr(settings, flag, None) for flag, name in OWN_SIZES.items()}
     made = {name: getattr(trunk, name) if value is None else value for name, value in given.items()}
-    if is_latent:
+    latents = _latents(trunk, settings)
+    if latents is not None:
+        if wrong := [flag for flag in GROUPED if given[OWN_SIZES[flag]] is not None]:
+            raise ValueError(
+                f"{LATENT} was given with --{wrong[0].replace('_', '-')}, which is of grouped queries; drop one of "
+                "the two."
+            )
+        made |= {"groups": made["heads"], "channels": latents.channels}
+    elif trunk.latents is not None:
         fitting = next((one for one in OF_LATENT_TRUNKS if hidden % (8 * one) == 0), hidden // trunk.heads)
         channels = given["channels"] or fitting
         heads = given["heads"] or max(hidden // channels, 1)
         made |= {"channels": channels, "heads": heads, "groups": given["groups"] or max(heads // 4, 1)}
-    if made["heads"] % made["groups"] or made["channels"] % 2:
+    if made["heads"] % made["groups"] or (made["channels"] % 2 and latents is None):
         raise ValueError(
             f"the drafter would have {made['heads']} heads of {made['channels']} channels in {made['groups']} groups; "
             "give an even --drafter-kv-channels, and --drafter-num-query-groups that divide "
             "--drafter-num-attention-heads."
         )
     text = getattr(settings, "drafter_rope_scaling", None)
-    return AttentionSizes(**made, scaling=trunk.scaling if text is None else parsed_scaling(text))
+    is_latent = latents is not None
+    scaling = _scaling_behind(trunk, is_latent) if text is None else parsed_scaling(text, is_latent)
+    return AttentionSizes(**made, scaling=scaling, latents=latents)
+
+
+def _latents(trunk: AttentionSizes, settings: Any) -> LatentSizes | None:
+    numbers = getattr(settings, "drafter_multi_latent_attention", None)
+    if numbers is None:
+        return None
+    if numbers:
+        return LatentSizes.given(numbers)
+    if trunk.latents is None:
+        raise ValueError(
+            f"{LATENT} has no numbers, and the trunk has no latent attention to take them from; give Q KV NOPE ROPE V."
+        )
+    return trunk.latents
+
+
+def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | None:
+    """The trunk's scaling in a drafter: one with other attention has its own factors of angles and scores."""
+    if trunk.scaling is None or is_latent == (trunk.latents is not None):
+        return trunk.scaling
+    try:
+        return scaling_of({name: value for name, value in trunk.scaling.items() if name not in MSCALES}, is_latent)
+    except ValueError as error:
+        raise ValueError(f"the trunk's rotary positions have {error}; give --drafter-rope-scaling.") from None
 
 
 def size_settings(sizes: AttentionSizes, usual: AttentionSizes) -> dict[str, Any]:
     """The settings of such sizes, by flag; None where they are the usual ones, of `own_sizes` without settings."""
     pairs = {flag: (getattr(sizes, name), getattr(usual, name)) for flag, name in OWN_SIZES.items()}
-    text = json.dumps(sizes.scaling or {"rope_type": "default"})
     return {
         **{flag: None if own == default else own for flag, (own, default) in pairs.items()},
-        "drafter_rope_scaling": None if sizes.scaling == usual.scaling else text,
+        "drafter_rope_scaling": None if sizes.scaling == usual.scaling else _text(sizes.scaling),
     }
+
+
+def latent_settings(sizes: AttentionSizes) -> dict[str, Any]:
+    """The settings of latent attention, by flag; nothing of grouped queries. Not every trunk has usual ones."""
+    if sizes.latents is None:
+        return {}
+    numbers = [number or 0 for number in astuple(sizes.latents)]
+    return {
+        **dict.fromkeys(GROUPED),
+        "drafter_multi_latent_attention": numbers,
+        "drafter_rope_scaling": _text(sizes.scaling),
+    }
+
+
+def _text(scaling: dict[str, Any] | None) -> str:
+    return json.dumps(scaling or {"rope_type": "default"})
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class DrafterKind:
         idle_rows: rows of a block that draft nothing, unless `drafter_idle_rows` says otherwise.
         has_confidence: whether it learns how many of its drafts are accepted, from a loss that knows that.
         can_be_fitted: whether `fit-drafter` makes one.
+        latent_architectures: architectures of folders of drafters with latent attention, the one that is written first.
+        latent_model_type: `model_type` there.
     """
 
     name: str
@@ -89,6 +91,8 @@ class DrafterKind:
     has_confidence: bool = False
     can_be_fitted: bool = False
     published_as: str | None = None
+    latent_architectures: tuple[str, ...] = ()
+    latent_model_type: str = "deepseek_v3"
 
     @property
     def fills_blocks(self) -> bool:
@@ -153,8 +157,9 @@ _ROWS = (
         default_layers=eagle3_layers,
         weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
         loss={"mtp_loss": "kd"},
-        settings={**_OF_LAYERS, "drafter_norm_before_residual": 0},
+        settings={**_OF_LAYERS, "drafter_norm_before_residual": 0, "drafter_multi_latent_attention": None},
         also_called=("Eagle3Speculator", "Eagle3DraftModel"),
+        latent_architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
         reads=EAGLE3_LAYERS,
         can_be_fitted=True,
     ),

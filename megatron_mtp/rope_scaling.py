@@ -17,6 +17,9 @@ LARGEST = 2**31
 WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
 """Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
 
+MSCALES = ("mscale", "mscale_all_dim")
+"""Settings of YaRN that change the scores of latent attention too, and only the angles of other attention."""
+
 Argument = Callable[[str], Any]
 """From the name of one of Megatron's arguments to its value; None where it is not set."""
 
@@ -59,6 +62,10 @@ class Scaling:
             ValueError: a number is missing or not above 0; the message says which as the subject of a sentence.
         """
         return {name: positive(keys, name, usual) for name, usual in self.numbers.items()}
+
+    def in_latents(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """`complete` in latent attention, with what Megatron computes for settings that are missing."""
+        return self.from_megatron(self.to_megatron(keys, True).get, True)
 
     def to_megatron(self, keys: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
         """Megatron's arguments for the settings of a config.
@@ -138,7 +145,7 @@ class Yarn(Scaling):
 
     @override
     def all_arguments(self, is_latent: bool) -> list[str]:
-        own = ("mscale", "mscale_all_dim", "rope_type" if is_latent else self.rounds)
+        own = (*MSCALES, "rope_type" if is_latent else self.rounds)
         return [*super().all_arguments(is_latent), *own]
 
     @override
@@ -202,7 +209,7 @@ SCALINGS: dict[str, Scaling] = {
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         },
-        ("mscale", "mscale_all_dim", "attention_factor", "truncate"),
+        (*MSCALES, "attention_factor", "truncate"),
     ),
 }
 """Scalings by transformers' names. Where Megatron's arguments ask for several, the last one counts."""
@@ -220,26 +227,37 @@ def megatrons_scaling(argument: Argument, is_latent: bool) -> dict[str, Any]:
     return {"rope_type": kind, **SCALINGS[kind].from_megatron(argument, is_latent)}
 
 
-def scaling_of(keys: Mapping[str, Any]) -> dict[str, Any] | None:
+def scaling_of(keys: Mapping[str, Any], is_latent: bool = False) -> dict[str, Any] | None:
     """A drafter's scaling that `rope_scaling` or `rope_parameters` of a config describe, complete; None without one.
 
     Numbers that are missing are Megatron's.
+
+    Args:
+        is_latent: whether the drafter has latent attention, whose YaRN has `MSCALES`.
 
     Raises:
         ValueError: it is of a type, or has a setting, that is not computed here; the message begins with that.
     """
     kind = str(keys.get("rope_type", keys.get("type", "default")))
     kind = "default" if kind == "mrope" else kind
-    if kind not in SCALINGS:
-        raise ValueError(f"a rope_type '{kind:.40}'; known are {', '.join(SCALINGS)}")
-    row = SCALINGS[kind]
+    rows = {name: row for name, row in SCALINGS.items() if row.in_latent or not is_latent}
+    if kind not in rows:
+        raise ValueError(f"a rope_type '{kind:.40}'; known are {', '.join(rows)}{WHERE[is_latent]}")
+    row = rows[kind]
+    further = MSCALES if is_latent and row.numbers else row.further
     if keys.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(f"a partial_rotary_factor of {keys['partial_rotary_factor']}; a drafter turns whole heads")
-    known = {*row.numbers, *row.further, *WITHOUT_EFFECT, "partial_rotary_factor"}
+    known = {*row.numbers, *further, *WITHOUT_EFFECT, "partial_rotary_factor"}
     if unknown := sorted(keys.keys() - known):
-        raise ValueError(f"a setting '{unknown[0]:.40}' of rope_type '{kind}'; known are {', '.join(sorted(known))}")
-    given = {name: value for name, value in keys.items() if value is not None}
-    return {"rope_type": kind, **row.complete({**row.megatrons, **given})} if row.numbers else None
+        says = ", ".join(sorted(known))
+        raise ValueError(f"a setting '{unknown[0]:.40}' of rope_type '{kind}'; known are {says}{WHERE[is_latent]}")
+    given = {**row.megatrons, **{name: value for name, value in keys.items() if value is not None}}
+    if not row.numbers:
+        return None
+    return {"rope_type": kind, **(row.in_latents(given) if is_latent else row.complete(given))}
+
+
+WHERE = {True: " in latent attention", False: ""}
 
 
 def yarn_factor(factor: float, mscale: float = 1) -> float:

@@ -181,8 +181,10 @@ class Modules:
         dtype = model.embedding.word_embeddings.weight.dtype
         trunk = _Turns(dtype, *self.attached.rotary_angles(positions)) if self.attached.turns_heads else None
         self.turns_L211C = None if trunk is None else trunk.turns_L211C
-        is_apart = self.attached.drafter is not None
-        own = _Turns(dtype, *model.mtp.angles(positions, packed_seq=True)) if is_apart else trunk
+        own = trunk
+        if self.attached.drafter is not None:
+            is_turned = model.mtp.rotary is not None
+            own = _Turns(dtype, *model.mtp.angles(positions, packed_seq=True)) if is_turned else None
         self._turns = [trunk, *(own for _ in mtp_layers)]
 
     def product(self, weight: Tensor) -> Multiply:

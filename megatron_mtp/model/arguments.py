@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -29,8 +30,8 @@ from megatron_mtp.config import (
     stands_beside,
     trained_depths,
 )
-from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes
-from megatron_mtp.rope_scaling import megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
+from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, own_sizes
+from megatron_mtp.rope_scaling import MSCALES, megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Things that a machine may lack."""
@@ -98,6 +99,7 @@ def parse_flags(flags: list[str]) -> Namespace:
 MODEL_ARGUMENTS = [
     *scaling_arguments(is_latent=False),
     *scaling_arguments(is_latent=True),
+    *DRAFTER_SETTINGS,
     *"num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
     "seq_length max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved "
     "add_bias_linear add_qkv_bias swiglu "
@@ -119,12 +121,8 @@ MODEL_ARGUMENTS = [
     "hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups "
     "mtp_num_layers mtp_use_repeated_layer mtp_unroll mtp_repeated_layer_shares_kv "
     "mtp_repeated_layer_first_pass_kv mtp_architecture vocab_size "
-    "drafter drafter_beside_mtp drafter_steps drafter_layers drafter_ffn_hidden_size "
-    "drafter_num_layers drafter_mask_token drafter_markov_rank "
-    "drafter_num_attention_heads drafter_num_query_groups drafter_kv_channels drafter_norm_epsilon drafter_rotary_base "
-    "drafter_rope_scaling drafter_idle_rows "
-    "drafter_window_size drafter_full_layers drafter_causal drafter_softmax_type drafter_norm_before_residual "
-    "padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout".split(),
+    "drafter_beside_mtp drafter_steps padded_vocab_size make_vocab_size_divisible_by attention_dropout "
+    "hidden_dropout".split(),
 ]
 """Arguments that say what a model computes: Megatron's own `--use-checkpoint-args` restores only some of them.
 
@@ -328,16 +326,21 @@ def drafter_sizes(args: Namespace, settings: object | None = None) -> AttentionS
     Args:
         settings: have the drafter's own as attributes; None for the arguments.
     """
-    heads = args.num_attention_heads
+    heads, is_latent = args.num_attention_heads, _has_latent(args)
+
+    def argument(name: str) -> Any:
+        return getattr(args, name, None)
+
     trunk = AttentionSizes(
         heads,
         args.num_query_groups if args.group_query_attention else heads,
         args.kv_channels or args.hidden_size // heads,
         args.layernorm_epsilon,
         args.rotary_base,
-        _trunk_scaling(lambda name: getattr(args, name, None), _has_latent(args)),
+        _trunk_scaling(argument, is_latent),
+        LatentSizes.of(argument) if is_latent else None,
     )
-    return own_sizes(args.hidden_size, trunk, _has_latent(args), args if settings is None else settings)
+    return own_sizes(args.hidden_size, trunk, args if settings is None else settings)
 
 
 def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSizes:
@@ -357,8 +360,9 @@ def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSi
         own.layernorm_epsilon,
         own.rotary_base if isinstance(own, MLATransformerConfig) else config.rotary_base,
         _trunk_scaling(setting, is_latent),
+        LatentSizes.of(partial(getattr, own)) if is_latent else None,
     )
-    return own_sizes(own.hidden_size, trunk, is_latent, settings)
+    return own_sizes(own.hidden_size, trunk, settings)
 
 
 _OF_MODEL = {
@@ -377,12 +381,12 @@ def _has_latent(args: Namespace) -> bool:
 
 
 def _trunk_scaling(argument: Callable[[str], Any], is_latent: bool) -> dict[str, Any] | None:
-    """The scaling of a trunk's angles, as a drafter has it."""
+    """The scaling of a trunk's angles, as a drafter with the same attention has it."""
     keys = megatrons_scaling(argument, is_latent)
     if keys["rope_type"] == "yarn":
         if keys["factor"] == 1:
             return None
-        factors = [yarn_factor(keys["factor"], keys.pop(name)) for name in ("mscale", "mscale_all_dim")]
-        if not is_latent:  # there the factor changes the scores as well
+        if not is_latent:
+            factors = [yarn_factor(keys["factor"], keys.pop(name)) for name in MSCALES]
             keys["attention_factor"] = factors[0] / factors[1]
-    return scaling_of(keys)
+    return scaling_of(keys, is_latent)

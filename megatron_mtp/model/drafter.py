@@ -6,7 +6,7 @@ runs one layer in K passes, block_drafter.py several layers once for K tokens.
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, override
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import silu
@@ -26,7 +26,7 @@ from megatron_mtp.drafter_sizes import AttentionSizes
 from megatron_mtp.model.head import DRAFTER, Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.rope import rotary_of, yarn_settings
+from megatron_mtp.model.rope import latent_positions, rotary_of, yarn_settings
 from megatron_mtp.model.specs import with_modules, with_portable_modules
 
 
@@ -71,7 +71,8 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
     Args:
         others: further settings.
     """
-    made, sizes = object.__new__(TransformerConfig), drafter.sizes
+    sizes, latents = drafter.sizes, drafter.sizes.latents
+    made = object.__new__(TransformerConfig if latents is None else MLATransformerConfig)
     of_latents = {one.name for one in fields(config)} - {one.name for one in fields(TransformerConfig)}
     kept = {name: value for name, value in vars(config).items() if name not in of_latents and name[:5] != "yarn_"}
     has_own_width = sizes.channels != config.kv_channels or config.multi_latent_attention
@@ -81,7 +82,8 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
         "kv_channels": sizes.channels,
         "layernorm_epsilon": sizes.epsilon,
         "softmax_scale": None if has_own_width else config.softmax_scale,
-        "multi_latent_attention": False,
+        "multi_latent_attention": latents is not None,
+        "apply_rope_fusion": config.apply_rope_fusion and latents is None,
         "experimental_attention_variant": None,
         "is_hybrid_model": False,
         "no_rope_freq": None,
@@ -96,7 +98,7 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
         "glu_linear_offset": 0.0,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        "qk_layernorm": False,
+        "qk_layernorm": latents is not None,
         "qk_l2_norm": False,
         "attention_output_gate": False,
         "softmax_type": "learnable" if drafter.has_sinks else "vanilla",
@@ -112,7 +114,9 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
         "mtp_use_repeated_layer": True,
         "mtp_detach_heads": False,
     }
-    if sizes.scaling is not None and sizes.scaling["rope_type"] == "yarn":
+    if latents is not None:
+        changes |= asdict(latents) | latent_positions(sizes)
+    elif sizes.scaling is not None and sizes.scaling["rope_type"] == "yarn":
         changes |= yarn_settings(sizes.scaling)
     vars(made).update(kept | changes | others)
     return made
@@ -126,7 +130,9 @@ def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any
         swaps: classes in the place of others.
         of_layer: further submodules of the layer.
     """
-    plain = get_gpt_layer_local_submodules(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    plain = get_gpt_layer_local_submodules(
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    )
     changed = replace(plain, sharded_state_dict_keys_map={}, **of_layer)
     return ModuleSpec(TransformerLayer, submodules=with_modules(with_portable_modules(changed, config), swaps))
 
@@ -170,7 +176,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     Attributes:
         settings: of the drafter's layers, beside those of `layer_config`.
-        rotary: makes its angles; the trunk's heads may have others, or none.
+        rotary: makes its angles; the trunk's heads may have others, or none. None where latent attention makes its own.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
@@ -187,7 +193,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
         own = layer_config(config, drafter, **self.settings, mtp_num_layers=drafter.steps)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
-        self.rotary = rotary_of(drafter.sizes, own, pg_collection.cp)
+        self.rotary = None if drafter.sizes.latents else rotary_of(drafter.sizes, own, pg_collection.cp)
         self.sequential = True
 
     @property
@@ -207,6 +213,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
             length: number of positions.
             others: further arguments of Megatron's module.
         """
+        assert self.rotary is not None
         made = self.rotary(length, **others)
         return made if isinstance(made, tuple) else (made, 1.0)
 

@@ -5,7 +5,8 @@
     x_k  = layer(embedding(t_{i+k}), x_{k-1})                             step k = 2 .. K
     the drafts' logits are head(norm(x_k))
 
-The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide. Its residual is
+The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide; or its attention
+is DeepSeek's, whose latents are made of these 2 H. Its residual is
 the feature itself, or its norm (`norm_before_residual`, as speculators trains). In training step k reads the layer's
 own output of step k - 1, as drafting does (the paper's training-time test), and attends to what an engine's k-th draft
 attends to (`SharingAttention` of shared_keys.py).
@@ -13,15 +14,17 @@ attends to (`SharingAttention` of shared_keys.py).
 It is an MTP block of K passes of one layer. Letters in names: S sequence, B batch, H hidden.
 """
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, override
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
@@ -29,7 +32,7 @@ from megatron_mtp.drafters import EAGLE3_LAYERS
 from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.shared_keys import WITH_CHAIN, recomputed
+from megatron_mtp.model.shared_keys import WITH_CHAIN, ChainedLatentAttention, recomputed
 
 
 class InputNorms(torch.nn.Module):
@@ -59,6 +62,33 @@ class InputNorms(torch.nn.Module):
 def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParallelLinear:
     """The projection to queries, keys and values, of inputs of twice the width."""
     return ColumnParallelLinear(2 * input_size, output_size, **others)
+
+
+def _to_half(input_size: int, output_size: int, **others: Any) -> RowParallelLinear:
+    """The projection of what was attended, of half the output."""
+    return RowParallelLinear(input_size, output_size // 2, **others)
+
+
+class LatentFromBoth(ChainedLatentAttention):
+    """Latent attention of inputs of twice the width: Megatron names the classes of the projections that read them."""
+
+    def __init__(
+        self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **others: Any
+    ) -> None:
+        wide = copy(config)
+        wide.hidden_size = 2 * config.hidden_size
+        super().__init__(wide, replace(submodules, linear_proj=_to_half), *args, **others)
+        self.config = config
+
+
+def _of_both(layer: ModuleSpec, trunk: TransformerConfig) -> ModuleSpec:
+    """The spec of a layer whose attention reads inputs of twice the width, latent attention or other."""
+    attention = layer.submodules.self_attention
+    if attention.module is ChainedLatentAttention:
+        wide = replace(attention, module=LatentFromBoth, params={**attention.params, "is_summed": trunk.qk_layernorm})
+    else:
+        wide = replace(attention, submodules=replace(attention.submodules, linear_qkv=_from_both))
+    return ModuleSpec(layer.module, submodules=replace(layer.submodules, self_attention=wide))
 
 
 class Eagle3Layer(DrafterLayer):
@@ -144,10 +174,7 @@ class Eagle3Block(DrafterBlock):
         own = layer_config(config, drafter)
         norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
         spec = layer_spec(own, WITH_CHAIN, input_layernorm=norms)
-        attention = spec.submodules.self_attention
-        wide = replace(attention, submodules=replace(attention.submodules, linear_qkv=_from_both))
-        spec = ModuleSpec(spec.module, submodules=replace(spec.submodules, self_attention=wide))
-        return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)
+        return MultiTokenPredictionLayerSubmodules(_of_both(spec, config), PortableNorm, shares_kv=True)
 
     @override
     def make_layer(self, *args: Any) -> Eagle3Layer:
@@ -155,6 +182,10 @@ class Eagle3Block(DrafterBlock):
 
     @override
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
+        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding
+        if self.rotary is None:
+            attention = replace(trunk.attention, rotary_pos_emb=None)
+            return self(self.read_states(trunk), *given, attention), None
         packed = trunk.attention.packed_seq_params
         length = self.groups.cp.size() * trunk.position_ids_BS.size(1) if packed is None else packed.max_seqlen_q
 
@@ -162,8 +193,7 @@ class Eagle3Block(DrafterBlock):
             return self.angles(length, offset=later, packed_seq=packed is not None)[0]
 
         attention = replace(trunk.attention, rotary_pos_emb=turned(0))
-        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding, attention
-        return self(self.read_states(trunk), *given, angles=turned), None
+        return self(self.read_states(trunk), *given, attention, angles=turned), None
 
     @override
     def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:

@@ -44,11 +44,16 @@ PLAIN_QUERIES = {MLASelfAttention: LatentSelfAttention}
 
 
 class PortableLatentAttention(LatentSelfAttention):
-    """Multi-latent attention on Megatron's own linear layers, with the gradients of one process."""
+    """Multi-latent attention on Megatron's own linear layers, with the gradients of one process.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        is_summed: whether the model is one in which Megatron sums gradients of a `q_layernorm` over the ranks, which
+            depends on its trunk alone.
+    """
+
+    def __init__(self, *args: Any, is_summed: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
+        if is_summed and self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
                 weight.register_hook(lambda gradient: gradient / self.tp_group.size())
 

@@ -42,6 +42,15 @@ def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: Proces
     return made
 
 
+def latent_positions(sizes: AttentionSizes) -> dict[str, Any]:
+    """Megatron's settings of rotary positions in latent attention of these sizes."""
+    plain = {"rope_type": "rope", "rotary_base": sizes.theta, "rotary_percent": 1.0, "rotary_scaling_factor": 1.0}
+    if sizes.scaling is None:
+        return plain
+    row = SCALINGS[sizes.scaling["rope_type"]]
+    return {**plain, "rope_type": row.positions, **row.to_megatron(sizes.scaling, is_latent=True)}
+
+
 def yarn_settings(scaling: dict[str, Any]) -> dict[str, Any]:
     """Megatron's settings of YaRN, which its attention reads from the configuration as well."""
     made = SCALINGS["yarn"].to_megatron(scaling, is_latent=False)

@@ -24,6 +24,7 @@ of all passes at position i.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,17 +89,31 @@ class FirstPassKeys(MegatronModule):
 
 
 class LatentFirstPassKeys(FirstPassKeys):
-    """`FirstPassKeys` before a class of latent attention, which turns queries and keys by angles of its own."""
+    """`FirstPassKeys` before a class of latent attention, which turns queries and keys by angles of its own.
+
+    Those of a later pass turn further; its keys are not used.
+    """
 
     rotary_pos_emb: torch.nn.Module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary_pos_emb.register_forward_pre_hook(self._turn_further, with_kwargs=True)
+        self.rotary_pos_emb.register_forward_pre_hook(partial(_turn_further, self), with_kwargs=True)
 
-    def _turn_further(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Pass d stands d - 1 positions later; its keys are not used."""
-        return given, {**named, "offset": len(self.passes or ())}
+
+class ChainedLatentAttention(PortableLatentAttention):
+    """Latent attention in a repeated layer with a chain, on Megatron's projections; keys of a later pass turn too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb.register_forward_pre_hook(partial(_turn_further, self.core_attention), with_kwargs=True)
+
+
+def _turn_further(
+    layer: SharingAttention | FirstPassKeys, _: Any, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before latent attention makes its angles: pass d stands d - 1 positions later."""
+    return given, {**named, "offset": len(layer.passes or ())}
 
 
 class RepeatedAttention(FirstPassKeys, SelfAttention):
@@ -118,7 +133,10 @@ FIRST_PASS_ALONE: dict[Any, Any] = {
     LatentSelfAttention: RepeatedLatentAttention,
     PortableLatentAttention: PortableRepeatedLatentAttention,
 }
-WITH_CHAIN: dict[Any, Any] = {PortableAttention: SharingAttention}
+WITH_CHAIN: dict[Any, Any] = {
+    PortableAttention: SharingAttention,
+    PortableLatentAttention: ChainedLatentAttention,
+}
 """What stands in the spec of a repeated layer, without and with a chain of its passes' own."""
 
 Sharing = SharingAttention | FirstPassKeys

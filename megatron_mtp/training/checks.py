@@ -34,6 +34,7 @@ from megatron_mtp.config import (
     trained_depths,
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
+from megatron_mtp.drafter_sizes import LATENT
 from megatron_mtp.drafters import DRAFTERS, STEPS
 from megatron_mtp.model.arguments import (
     MODEL_ARGUMENTS,
@@ -491,6 +492,15 @@ def _check_heads(args: Namespace) -> None:
         raise ValueError(
             f"the drafter has {sizes.heads} heads in {sizes.groups} groups, which {ranks} tensor-parallel ranks cannot "
             "share; give --drafter-num-attention-heads and --drafter-num-query-groups that they can."
+        )
+    latents = sizes.latents
+    if latents is None:
+        return
+    queries, keys = latents.q_lora_rank or 0, latents.kv_lora_rank + latents.qk_pos_emb_head_dim
+    if queries % ranks or keys % ranks:
+        raise ValueError(
+            f"the drafter compresses queries to {queries} channels and keys to {keys} with ROPE, which {ranks} "
+            f"tensor-parallel ranks cannot share; give {LATENT} Q KV NOPE ROPE V that they can."
         )
 
 

@@ -252,7 +252,7 @@ def _left_out(args: Namespace, stored: Namespace) -> str:
 def _words(value: Any) -> str:
     if value is None:
         return "the default"
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return (" ".join(map(str, value)) or "without numbers") if isinstance(value, list | tuple) else str(value)
 
 
 def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:

@@ -22,6 +22,10 @@ _OWN_SIZES = (
     "--drafter-num-attention-heads 4 --drafter-num-query-groups 2 --drafter-kv-channels 6 --drafter-rotary-base 500 "
     '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}'
 )
+_OWN_LATENTS = (
+    "--drafter-multi-latent-attention 10 12 6 4 5 "
+    '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16,"mscale_all_dim":0.8}'
+)
 _WINDOWED = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 _DRAFTED = f"--mtp-draft-vocab-file {Path(__file__).with_name('draft_tokens.txt')}"
 _PACKED = "--micro-batch-size 1 --global-batch-size 4 --no-create-attention-mask-in-dataloader"
@@ -148,6 +152,15 @@ MODELS: dict[str, Model] = {
         passes=3,
     ),
     "drafter-latent": Model(0, f"{_LATENT} {_DRAFTER} {_OWN_SIZES} {_DRAFTED}", attention="", frozen=True, passes=3),
+    "drafter-latents": Model(0, f"{_DRAFTER} {_OWN_LATENTS} {_DRAFTED}", frozen=True, passes=3),
+    "drafter-latents-padded": Model(
+        0,
+        f"{_LATENT} {_PACKED} {_DRAFTER} --drafter-multi-latent-attention {_RECOMPUTED}",
+        "padded",
+        "",
+        frozen=True,
+        passes=3,
+    ),
     "drafter-delta-spark": Model(
         0, f"--hybrid-layer-pattern G-*-G- {_DELTA} {_SPARK} {_OWN_SIZES}", frozen=True, passes=3
     ),
@@ -218,7 +231,7 @@ LAYOUTS: dict[str, Layout] = {
         models="tied-d3 grouped-d3 padded-vocabulary-d2 chained-d3 padded-latent-d2 shared-d1 parallel-d2 ragged-d3 "
         "first-pass-latent-d1 first-pass-d1 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
-        "drafter-latent drafter-delta-spark drafter-mamba-flash"
+        "drafter-latent drafter-latents drafter-latents-padded drafter-delta-spark drafter-mamba-flash"
         f" drafter-windows drafter-windows-spark {_FLASH2_MODELS}",
     ),
     "tp2-sp": Layout(
@@ -228,7 +241,7 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-latent-d1 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
         "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-state-documents drafter-spark drafter-flash "
-        "drafter-flash-documents drafter-flash2 beside-trained-d2 beside-spark-d2",
+        "drafter-flash-documents drafter-flash2 drafter-latents beside-trained-d2 beside-spark-d2",
     ),
     "cp2": Layout(
         cp=2,
@@ -237,7 +250,7 @@ LAYOUTS: dict[str, Layout] = {
         "latent-keys-d1 latent-d2 moe-alltoall-d1 parallel-d2 packed-d1 padded-vocabulary-d2 hybrid-one-group-d1 "
         "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
         "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
-        "drafter-mamba-flash"
+        "drafter-latents drafter-latents-padded drafter-mamba-flash"
         f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2",
     ),
     "pp2": Layout(
@@ -246,7 +259,7 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-d1 "
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
         "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
-        "drafter-delta-spark drafter-mamba-flash"
+        "drafter-latents drafter-delta-spark drafter-mamba-flash"
         f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -260,7 +273,7 @@ LAYOUTS: dict[str, Layout] = {
         dp=2,
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
         "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2 "
-        "drafter-latent drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark "
+        "drafter-latent drafter-latents drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark "
         f"{_FLASH2_MODELS} drafter-delta-flash2",
         distributed_optimizer=True,
     ),

@@ -18,7 +18,6 @@ from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, pla
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafters import DRAFTERS
 
 Change = Callable[[dict[str, Tensor]], object]
 Pairs = dict[str, tuple[Path, Path]]
@@ -52,6 +51,22 @@ OWN_SIZES = {
 }
 
 
+OWN_LATENTS: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+    "rope_interleave": True,
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 500.0,
+}
+LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
+OWN_LATENTS["rope_scaling"] = LATENT_YARN
+
+
 def make_pairs(root: Path) -> Pairs:
     """Folder and checkpoint of every kind, and of the trunk, under `root`."""
     trunk = make_trunk(root)
@@ -77,7 +92,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     has_head = reduced or kind.name == "eagle3"
     codec, lists = CODECS[kind.name], ("d2t", "t2d") if reduced else ()
     own = codec.layer_names[0], codec.has_embedding
-    form = DrafterForm(kind, {**sizes_of(args), **(sizes or {})}, torch.arange(len(drafted)), has_head, lists, *own)
+    form = DrafterForm(kind, _sizes(sizes_of(args), sizes or {}), torch.arange(len(drafted)), has_head, lists, *own)
     torch.manual_seed(3)
     tensors = {}
     for rule in form.rules():
@@ -89,7 +104,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
             lists = rule.to_hf([torch.tensor(drafted)])
             tensors |= {one.name: tensor for one, tensor in zip(rule.hf, lists, strict=True)}
     keys: dict[str, Any] = {
-        "architectures": [DRAFTERS[kind.name].architecture],
+        "architectures": [form.architecture],
         "model_type": "llama",
         **form.sizes,
         "intermediate_size": kind.width,
@@ -104,6 +119,10 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     plan_attaching_drafter(trunk, given).write(saved, QUIET)
     plan_drafter(saved, QUIET).write(exported, QUIET)
     return exported, saved
+
+
+def _sizes(usual: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**usual, **own}.items() if name != "head_dim" or "kv_lora_rank" not in own}
 
 
 def spoiled(source: Path, target: Path, change: Change, **keys: object) -> Path:

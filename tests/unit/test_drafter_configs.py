@@ -9,6 +9,7 @@ import pytest
 
 from megatron_mtp.checkpoint.convert.drafter_form import form_in
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
+from megatron_mtp.drafter_sizes import LatentSizes
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 
@@ -143,6 +144,32 @@ DFLASH2: dict[str, Any] = {
 }
 """DFlash2 of z-lab; speculators has the keys of `dflash_config` at the top level."""
 
+KIMI: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", **{name: YARN[name] for name in YARN if name != "rope_type"}}
+    | {"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 262144,
+    "attention_bias": False,
+}
+"""EAGLE-3 with latent attention behind Kimi-K2.5, whose ids are those of states."""
+
 GPT_OSS: dict[str, Any] = {
     **SPECFORGE,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21], "use_aux_hidden_state": True},
@@ -169,6 +196,8 @@ def read(folder: Path, keys: dict[str, Any], behind: Namespace, count: str | Non
 
 DEEPSEEK, QWEN3 = trunk(61, 7168, 129280), trunk(36, 4096, 151936)
 QWEN35 = trunk(64, 2560, 248320, hybrid_layer_pattern="G-G-G-*-" * 8)
+KIMI_OUTPUTS = {**KIMI, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}
+KIMI_K2 = trunk(61, 7168, 163840)
 GLM = trunk(78, 6144, 154880)
 QWEN38 = trunk(128, 5120, 248320, hybrid_layer_pattern="G-G-G-*-" * 16)
 
@@ -216,6 +245,26 @@ def test_a_published_config_is_read_with_its_own_sizes(
     names = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
     assert (form.kind.name, form.kind.layers) == (kind, layers)
     assert tuple(form.sizes.get(name) for name in names) == sizes
+
+
+@pytest.mark.parametrize("name", ["Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"])
+def test_latent_attention_of_kimi_is_read_with_its_own_sizes(tmp_path: Path, name: str) -> None:
+    form = read(tmp_path, {**KIMI, "architectures": [name], "num_aux_hidden_states": 3}, KIMI_K2, "states")
+    assert (form.kind.name, form.kind.layers) == ("eagle3", (2, 30, 58))
+    assert form.latents == LatentSizes(1536, 512, 128, 64, 128)
+    assert form.sizes["rope_scaling"] == {**YARN, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    shapes = {
+        tensor.name.removeprefix("midlayer.self_attn."): tensor.shape for rule in form.rules() for tensor in rule.hf
+    }
+    assert {key: shape for key, shape in shapes.items() if key.startswith(("q_", "kv_", "o_"))} == {
+        "q_a_proj.weight": (1536, 14336),
+        "q_a_layernorm.weight": (1536,),
+        "q_b_proj.weight": (64 * 192, 1536),
+        "kv_a_proj_with_mqa.weight": (576, 14336),
+        "kv_a_layernorm.weight": (512,),
+        "kv_b_proj.weight": (64 * 256, 512),
+        "o_proj.weight": (7168, 64 * 128),
+    }
 
 
 @pytest.mark.parametrize("at_top", [False, True], ids=["z-lab", "speculators"])
@@ -307,6 +356,16 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**DFLASH2, "draft_vocab_size": 32000}, QWEN38, "draft_vocab_size 32000, and a DFlash2 drafter chooses"),
         ({**SPECFORGE, "rope_scaling": {"type": "longrope"}}, DEEPSEEK, "rope_type 'longrope'"),
         ({**SPECFORGE, "num_hidden_layers": 2}, DEEPSEEK, "num_hidden_layers 2"),
+        ({**SPECFORGE, "kv_lora_rank": 512}, DEEPSEEK, "kv_lora_rank, a form"),
+        ({**SPECFORGE, "num_aux_hidden_states": 4}, DEEPSEEK, "num_aux_hidden_states 4, which is 3"),
+        ({**KIMI_OUTPUTS, "kv_lora_rank": None}, KIMI_K2, "kv_lora_rank None, which is no number above 0"),
+        ({**KIMI_OUTPUTS, "rope_interleave": False}, KIMI_K2, "rope_interleave False, which is True"),
+        (
+            {**KIMI_OUTPUTS, "rope_scaling": {"type": "llama3", "factor": 8}},
+            KIMI_K2,
+            "rope_type 'llama3'; known are default, yarn in",
+        ),
+        ({**KIMI_OUTPUTS, "fc_norm": True}, KIMI_K2, "fc_norm, a form"),
     ],
 )
 def test_another_form_is_refused_by_the_named_key(
@@ -321,7 +380,7 @@ def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path:
         read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
 
 
-@pytest.mark.parametrize("architecture", ["Eagle3DeepseekV2ForCausalLM", "K3DSparkModel", "DFlashLagunaForCausalLM"])
+@pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM"])
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
     keys = {**SPECFORGE, "architectures": [architecture], "model_type": "kimi_k2", "kv_lora_rank": 512}
     with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a LlamaForCausalLMEagle3"):

@@ -1,6 +1,7 @@
 """drafter_sizes.py and model/rope.py: a drafter's heads behind every trunk, and its angles against transformers'."""
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafter_sizes import AttentionSizes, own_sizes, size_settings
+from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, latent_settings, own_sizes, size_settings
 from megatron_mtp.model.arguments import (
     MTPGPTModelConfig,
     drafter_sizes,
@@ -23,6 +24,7 @@ from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.rope_scaling import scaling_of
 
 TRUNK = AttentionSizes(16, 2, 256, 1e-6, 1e7)
+LATENTS = LatentSizes(24, 512, 128, 64, 128)
 NOTHING = Namespace()
 YARN = {
     "rope_type": "yarn",
@@ -34,9 +36,9 @@ YARN = {
 
 
 def test_sizes_are_the_trunks_unless_given() -> None:
-    assert own_sizes(2048, TRUNK, False, NOTHING) == TRUNK
+    assert own_sizes(2048, TRUNK, NOTHING) == TRUNK
     given = Namespace(drafter_kv_channels=128, drafter_num_attention_heads=32, drafter_num_query_groups=8)
-    assert own_sizes(2048, TRUNK, False, given) == AttentionSizes(32, 8, 128, 1e-6, 1e7)
+    assert own_sizes(2048, TRUNK, given) == AttentionSizes(32, 8, 128, 1e-6, 1e7)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_sizes_are_the_trunks_unless_given() -> None:
 def test_heads_behind_latent_attention_fill_the_hidden_size(
     hidden: int, heads: int, groups: int, channels: int
 ) -> None:
-    assert own_sizes(hidden, TRUNK, True, NOTHING) == AttentionSizes(heads, groups, channels, 1e-6, 1e7)
+    behind = replace(TRUNK, latents=LATENTS)
+    assert own_sizes(hidden, behind, NOTHING) == AttentionSizes(heads, groups, channels, 1e-6, 1e7)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,52 @@ def test_heads_behind_latent_attention_fill_the_hidden_size(
 )
 def test_sizes_that_cannot_be_are_refused(hidden: int, is_latent: bool, given: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        own_sizes(hidden, TRUNK, is_latent, Namespace(**given))
+        own_sizes(hidden, replace(TRUNK, latents=LATENTS if is_latent else None), Namespace(**given))
+
+
+OF_LATENTS = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+OF_LATENTS |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.8}
+
+
+def test_latent_attention_has_the_sizes_and_positions_of_a_latent_trunk() -> None:
+    trunk = replace(TRUNK, scaling=OF_LATENTS, latents=LATENTS)
+    made = own_sizes(2048, trunk, Namespace(drafter_multi_latent_attention=[]))
+    assert made == AttentionSizes(16, 16, 192, 1e-6, 1e7, OF_LATENTS, LATENTS)
+    assert own_sizes(2048, TRUNK, Namespace(**latent_settings(made))) == made
+    plain = {name: value for name, value in OF_LATENTS.items() if "mscale" not in name}
+    assert own_sizes(2048, trunk, NOTHING).scaling == plain
+    behind_plain = own_sizes(2048, replace(TRUNK, scaling=plain), Namespace(**{LATENT_FLAG: [0, 8, 4, 2, 6]}))
+    assert behind_plain.latents == LatentSizes(None, 8, 4, 2, 6)
+    assert behind_plain.scaling == {**plain, "mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+LATENT_FLAG = "drafter_multi_latent_attention"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "given", "said"),
+    [
+        (None, {LATENT_FLAG: []}, "has no numbers, and the trunk has no latent attention to take them from; give Q KV"),
+        (None, {LATENT_FLAG: [8, 8, 8, 8]}, "attention is 8 8 8 8; give the five numbers Q KV NOPE ROPE V"),
+        (None, {LATENT_FLAG: [8, 8, 8, 3, 8]}, "attention is 8 8 8 3 8; give the five numbers Q KV NOPE ROPE V"),
+        (None, {LATENT_FLAG: [8, 8, 8, 2, 8], "drafter_kv_channels": 4}, "given with --drafter-kv-channels, which is"),
+        (
+            {"rope_type": "linear", "factor": 4.0},
+            {LATENT_FLAG: [8, 8, 8, 2, 8]},
+            "the trunk's rotary positions have a rope_type 'linear'; known are default, yarn in latent attention; give",
+        ),
+        (
+            None,
+            {LATENT_FLAG: [8, 8, 8, 2, 8], "drafter_rope_scaling": '{"rope_type": "yarn", "attention_factor": 1}'},
+            "--drafter-rope-scaling has a setting 'attention_factor' of rope_type 'yarn'; known are",
+        ),
+    ],
+)
+def test_latent_attention_that_cannot_be_is_refused(
+    scaling: dict[str, Any] | None, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        own_sizes(2048, replace(TRUNK, scaling=scaling), Namespace(**given))
 
 
 def test_only_other_sizes_are_kept_as_settings() -> None:
@@ -71,7 +119,7 @@ def test_only_other_sizes_are_kept_as_settings() -> None:
         "drafter_rotary_base": 5e5,
         "drafter_rope_scaling": '{"rope_type": "default"}',
     }
-    assert own_sizes(2048, usual, False, Namespace(**own)) == AttentionSizes(32, 2, 256, 1e-6, 5e5)
+    assert own_sizes(2048, usual, Namespace(**own)) == AttentionSizes(32, 2, 256, 1e-6, 5e5)
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,33 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 OF_EAGLE3 = ("window", "window below the drafts")
 WINDOWED_CASES = [(name, kind) for name in WINDOWS for kind in DRAFTERS if kind != "eagle3" or name in OF_EAGLE3]
-WINDOWS["norm before the residual"] = {"drafter_norm_before_residual": 1}
-WINDOWED_CASES.append(("norm before the residual", "eagle3"))
-WINDOWED_FIRST = (("window below the drafts", "eagle3"), ("causal windows with sinks", "dflash"), ("window", "dspark"))
+LATENTS = {
+    "drafter_multi_latent_attention": [10, 12, 6, 4, 6],
+    "drafter_num_attention_heads": 6,
+    "drafter_rope_scaling": json.dumps(
+        {
+            "rope_type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4,
+            "mscale_all_dim": 0.8,
+        }
+    ),
+}
+"""Latent attention, behind a trunk with grouped queries."""
+WINDOWS |= {
+    "norm before the residual": {"drafter_norm_before_residual": 1},
+    "latents": LATENTS,
+    "latents without a rank of queries": {"drafter_multi_latent_attention": [0, 12, 6, 4, 6]},
+    "latents in a window": {**LATENTS, "drafter_window_size": 2},
+}
+WINDOWED_CASES += [(name, "eagle3") for name in WINDOWS if name.startswith(("norm", "latents"))]
+WINDOWED_FIRST = (
+    ("window below the drafts", "eagle3"),
+    ("causal windows with sinks", "dflash"),
+    ("window", "dspark"),
+    ("latents", "eagle3"),
+)
 
 CASES = [(trunk, kind) for trunk in TRUNKS for kind in DRAFTERS]
 FIRST = (
@@ -144,6 +168,12 @@ def test_a_drafter_with_windows_or_sinks_drafts_as_it_was_trained(
 ) -> None:
     settings = {**DRAFTERS[kind], **WINDOWS[name]}
     check_drafts(lambda: gpt(settings, torch.float64), kind, monkeypatch)
+
+
+@pytest.mark.matrix
+def test_a_drafter_with_its_trunks_latent_attention_drafts_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**DRAFTERS["eagle3"], "drafter_multi_latent_attention": []}
+    check_drafts(lambda: gpt(settings, torch.float64, **LATENT), "eagle3", monkeypatch)
 
 
 @pytest.mark.matrix

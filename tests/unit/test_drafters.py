@@ -9,14 +9,18 @@ import torch
 from drafter_folders import (
     FAULTS,
     KINDS,
+    LATENT_YARN,
     LAYERS,
+    OWN_LATENTS,
     OWN_SIZES,
     YARN,
     Change,
     Pairs,
+    change,
     make_drafter,
     make_pairs,
     make_trunk,
+    nothing,
     spoiled,
 )
 from safetensors.torch import load_file
@@ -26,6 +30,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert import drafter_codecs
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
+from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 from megatron_mtp.cli.convert import main
@@ -71,6 +76,58 @@ def test_a_drafter_with_its_own_sizes_goes_there_and_back_behind_every_trunk(
     checks = verify_drafter(exported, saved)
     assert [check for check in checks if not check.ok or not check.made] == []
     assert len(checks) == (4 if name == "dspark" else 3)
+
+
+LATENT_CASES = [(family, rank) for family in ("llama", "deepseek_v3") for rank in (10, None)]
+
+
+@pytest.mark.parametrize(("family", "rank"), tiered(LATENT_CASES, (("deepseek_v3", 10),)))
+def test_a_drafter_with_latent_attention_goes_there_and_back(family: str, rank: int | None, tmp_path: Path) -> None:
+    _, trunk = make_trunk(tmp_path, family)
+    sizes = {**OWN_LATENTS, "q_lora_rank": rank}
+    exported, saved = make_drafter(tmp_path, "eagle3", trunk, sizes)
+    keys = json.loads((exported / "config.json").read_text())
+    assert {key: keys[key] for key in sizes} == sizes
+    assert (keys["architectures"], keys["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v3")
+    checks = verify_drafter(exported, saved)
+    assert [check for check in checks if not check.ok or not check.made] == []
+    norm = "midlayer.self_attn.kv_a_layernorm.weight"
+    for name, by, other, seen in (
+        ("tensors", change(norm, lambda one: one.flip(0)), {}, "tensors"),
+        ("settings", nothing, {"rope_scaling": {**LATENT_YARN, "mscale_all_dim": 0.8}}, "settings"),
+    ):
+        failed = [
+            one.name for one in verify_drafter(spoiled(exported, tmp_path / name, by, **other), saved) if not one.ok
+        ]
+        assert failed[0].startswith(seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [10, None])
+def test_latent_attention_is_that_of_transformers(rank: int | None, tmp_path: Path) -> None:
+    """DeepseekV3Attention with the folder's tensors; its output is as wide as its input, but for the last product."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    folder, saved = make_drafter(tmp_path, "eagle3", make_trunk(tmp_path)[1], {**OWN_LATENTS, "q_lora_rank": rank})
+    keys, rows = json.loads((folder / "config.json").read_text()), 12
+    wide = {**keys, "hidden_size": 2 * keys["hidden_size"]}
+    config = DeepseekV3Config(**{name: value for name, value in wide.items() if name != "eagle_config"})
+    config._attn_implementation = "eager"
+    theirs = DeepseekV3Attention(config, 0).eval()
+    theirs.o_proj = torch.nn.Linear(theirs.o_proj.in_features, keys["hidden_size"], bias=False)
+    place, tensors = "midlayer.self_attn.", load_file(folder / "model.safetensors")
+    for norm in (theirs.kv_a_layernorm, *([theirs.q_a_layernorm] if rank else [])):
+        norm.variance_epsilon = keys["rms_norm_eps"]  # as in vLLM; transformers has 1e-6, whatever the config says
+    theirs.load_state_dict({name.removeprefix(place): one for name, one in tensors.items() if name.startswith(place)})
+    given_1SX = torch.randn(1, rows, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    angles = DeepseekV3RotaryEmbedding(config)(given_1SX, torch.arange(rows)[None])
+    mask = torch.full((rows, rows), torch.finfo(torch.float32).min).triu(1)[None, None]
+    wanted = theirs(hidden_states=given_1SX, position_embeddings=angles, attention_mask=mask)[0][0]
+    ours = load_model(saved).mtp.layer.tf_layer.self_attention
+    made = ours(given_1SX.transpose(0, 1).cuda(), attention_mask=None)[0][:, 0].cpu()
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

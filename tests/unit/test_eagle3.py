@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_single import VOCABULARY, make_batch, one_head, our_model
+from tiers import tiered
 from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
 
@@ -50,7 +51,8 @@ def rms(value: Tensor, weight: Tensor) -> Tensor:
 def turned(heads_GC: Tensor, position: int) -> Tensor:
     """One position's heads with rotary angles (float32, as Megatron's): each channel of the front half is turned with
     one of the back half."""
-    angles = position * (1 / 10000.0 ** (torch.arange(0, CHANNELS, 2) / CHANNELS))
+    channels = heads_GC.size(-1)
+    angles = position * (1 / 10000.0 ** (torch.arange(0, channels, 2) / channels))
     front, back = heads_GC.chunk(2, dim=-1)
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat((front * cosine - back * sine, back * cosine + front * sine), dim=-1)
@@ -78,17 +80,19 @@ class Reference:
         """What the head reads."""
         return rms(states_SH, self.own.norm.weight)
 
+    def heads(self, given: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a position, all with as many heads."""
+        mixed = (self.layer.self_attention.linear_qkv.weight @ given).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
+        key_NC, value_NC = (part.repeat_interleave(HEADS // GROUPS, 0) for part in (mixed[:, -2], mixed[:, -1]))
+        return turned(mixed[:, :-2].flatten(0, 1), position), turned(key_NC, position), value_NC
+
     def step(self, feature_H: Tensor, token: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Any:
         """The state [H], and the step's keys and values; `seen` are those before it."""
         attention, mlp = self.layer.self_attention, self.layer.mlp
         residual_H, given = self.inputs(feature_H, embedding(token, self.table))
-        mixed = (attention.linear_qkv.weight @ given).view(GROUPS, HEADS // GROUPS + 2, CHANNELS)
-        query = turned(mixed[:, :-2].flatten(0, 1), position)
-        own = turned(mixed[:, -2], position), mixed[:, -1]
-        keys, values = (
-            torch.stack([each[part] for each in (*seen, own)]).repeat_interleave(HEADS // GROUPS, 1) for part in (0, 1)
-        )
-        weights = (torch.einsum("nc,tnc->nt", query, keys) / CHANNELS**0.5).softmax(-1)
+        query_NC, *own = self.heads(given, position)
+        keys, values = (torch.stack([each[part] for each in (*seen, own)]) for part in (0, 1))
+        weights = (torch.einsum("nc,tnc->nt", query_NC, keys) / query_NC.size(-1) ** 0.5).softmax(-1)
         attended = torch.einsum("nt,tnc->nc", weights, values).flatten()
         state_H = residual_H + attention.linear_proj.weight @ attended
         gate, up = (mlp.linear_fc1.weight @ rms(state_H, self.layer.pre_mlp_layernorm.weight)).chunk(2)
@@ -107,6 +111,28 @@ class Reference:
                 of_position.append(state_H)
             states.append(torch.stack(of_position))
         return torch.stack(states, dim=1)
+
+
+LATENTS = RANK, KEY_RANK, CONTENT, TURNED, VALUE = 10, 12, 6, 4, 5
+
+
+class LatentReference(Reference):
+    """Latent attention, whose latents are made of both halves of the input."""
+
+    def heads(self, given: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        own = self.layer.self_attention
+        latent = rms(own.linear_q_down_proj.weight @ given, own.q_layernorm.weight)
+        query_NC = (own.linear_q_up_proj.weight @ latent).view(HEADS, CONTENT + TURNED)
+        narrow, shared = (own.linear_kv_down_proj.weight @ given).split([KEY_RANK, TURNED])
+        wide_NC = (own.linear_kv_up_proj.weight @ rms(narrow, own.kv_layernorm.weight)).view(HEADS, CONTENT + VALUE)
+        shared_NC = turned_in_pairs(shared.expand(HEADS, TURNED), position)
+        query_NC = torch.cat([query_NC[:, :CONTENT], turned_in_pairs(query_NC[:, CONTENT:], position)], dim=1)
+        return query_NC, torch.cat([wide_NC[:, :CONTENT], shared_NC], dim=1), wide_NC[:, CONTENT:]
+
+
+def turned_in_pairs(heads_NC: Tensor, position: int) -> Tensor:
+    """The same of channels that are turned with their neighbors, in the order of halves."""
+    return turned(torch.cat((heads_NC[:, ::2], heads_NC[:, 1::2]), dim=-1), position)
 
 
 def reference_loss(
@@ -165,14 +191,23 @@ def losses(
 @pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["trunk's head", "own head"])
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 def test_loss_and_gradients_are_those_of_the_definition(recompute: dict[str, Any], drafted: list[int] | None) -> None:
-    model = drafter_model(drafted, **recompute)
-    ours, expected, found, wanted = losses(model)
-    torch.testing.assert_close(ours, expected, rtol=5e-8, atol=0)  # the steps' weights are float32
+    ours, expected, found, wanted = losses(drafter_model(drafted, **recompute))
     assert ("mtp.layers.0.head" in found) == (drafted is not None)
+    check_gradients(ours, expected, found, wanted)
+
+
+def check_gradients(ours: Tensor, expected: Tensor, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(ours, expected, rtol=5e-8, atol=0)  # the steps' weights are float32
     assert all(name.startswith("mtp.") for name in found)
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("recompute", tiered([{}, RECOMPUTE], (RECOMPUTE,)), ids=["kept", "recomputed"])
+def test_loss_and_gradients_of_latent_attention_are_those_of_the_definition(recompute: dict[str, Any]) -> None:
+    model = drafter_model(DRAFTED, drafter={"drafter_multi_latent_attention": LATENTS}, **recompute)
+    check_gradients(*losses(model, kind=LatentReference))
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,21 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, override
 
 from torch import Tensor
 
-from megatron_mtp.checkpoint.families.blocks import GQA, Place, gqa_rules, mlp_rules
+from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, mla_rules, mlp_rules
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.drafter_sizes import OWN_SIZES
+from megatron_mtp.drafter_sizes import SIZE_SETTINGS
 from megatron_mtp.drafters import (
     CANDIDATES,
     CHANNELS_OF_A_KERNEL,
     DRAFTERS,
+    EAGLE3_LAYERS,
     STEPS,
     TAPS,
     DrafterKind,
@@ -38,6 +39,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
 INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
 """Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+KV_RANK = "kv_lora_rank"
+LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+"""Config keys of `LatentSizes`, in its order."""
 COUNTS = {"outputs": 1, "states": 0}
 """What layer ids may count, and what makes the layers before a state of one."""
 
@@ -117,7 +121,7 @@ class DrafterSettings:
             "drafter_window_size": self.window,
             "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
             **{name: value if name in read else None for name, value in own.items()},
-            **dict.fromkeys((*OWN_SIZES, "drafter_rope_scaling")),
+            **dict.fromkeys(SIZE_SETTINGS),
             **as_mtp_layers(self.steps),
             **without_mtp_layers(args),
         }
@@ -209,6 +213,7 @@ class OneLayer(DrafterCodec):
 
     has_own_head = True
     stores_steps = False
+    own_forms: ClassVar[dict[str, int | None]] = {"num_aux_hidden_states": EAGLE3_LAYERS}
 
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
@@ -489,6 +494,11 @@ def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, 
     return found
 
 
+def _own_key(rule: Rule) -> Rule:
+    """The rule without the keys of Transformer Engine's modules, which drafters do not have."""
+    return replace(rule, mcore=tuple(replace(piece, aliases=()) for piece in rule.mcore))
+
+
 def by_token(name: str, key: str, shape: Shape, rows: TokenOrder) -> Rule:
     """A matrix with a row for each draft; the trunk's head may have more rows."""
     return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
@@ -512,17 +522,20 @@ def _layer_rules(
     normalizes_heads: bool = False,
 ) -> list[Rule]:
     """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
-    hidden, heads, groups, channels = (
-        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=normalizes_heads))
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if KV_RANK in sizes:
+        latents = [sizes[name] for name in LATENT_KEYS]
+        attention, channels = mla_rules(place, MLA(inputs * hidden, heads, *latents)), latents[-1]
+    else:
+        groups, channels = sizes["num_key_value_heads"], sizes["head_dim"]
+        attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=normalizes_heads))
     output, sink = (
         f"{place.mcore}self_attention.{name}" for name in ("linear_proj.weight", "core_attention.softmax_offset")
     )
     named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
     return [
         *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
-        *(rule for rule in attention if rule.mcore[0].key != output),
+        *(_own_key(rule) for rule in attention if rule.mcore[0].key != output),
         rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
         *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, kind.width),
         *([rename(f"{place.hf}self_attn.attention_sink_bias", sink, (heads,))] if kind.sinks else []),

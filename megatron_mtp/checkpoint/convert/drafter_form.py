@@ -19,7 +19,7 @@ tokens, V vocabulary, H hidden, M rank of the bias.
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.drafter_codecs import (
     CODECS,
     INNER,
+    KV_RANK,
+    LATENT_KEYS,
     OUTPUT_KEYS,
     STATE_KEYS,
     DrafterSettings,
@@ -42,7 +44,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafter_sizes import AttentionSizes, size_settings
+from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, latent_settings, size_settings
 from megatron_mtp.drafters import DRAFTERS, engine_layers
 from megatron_mtp.model.arguments import drafter_sizes
 from megatron_mtp.model.head import DRAFTER
@@ -56,11 +58,13 @@ OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "has_embed_tokens"), False),
     **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),
-    **dict.fromkeys(("kv_lora_rank", "conv_kernel_size", "selector_rank", "aux_hidden_stream"), None),
+    **dict.fromkeys((KV_RANK, "conv_kernel_size", "selector_rank", "aux_hidden_stream"), None),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), None),
     **{"markov_head_type": "vanilla", "attention_mode": "gqa", "hidden_act": "silu"},
 }
 """Config keys of drafters that compute something else with another value than this one."""
+INTERLEAVED = {"rope_interleave": True}
+"""In latent attention here a channel is turned with the next one."""
 WORDS = "embed_tokens.weight"
 """A copy of the trunk's embedding in a folder, which a checkpoint has once."""
 
@@ -68,11 +72,12 @@ WORDS = "embed_tokens.weight"
 def sizes_of(args: Namespace) -> dict[str, Any]:
     """The config keys of the sizes of a checkpoint's drafter, or of one with the usual sizes, from its arguments."""
     sizes = drafter_sizes(args)
+    latents = None if sizes.latents is None else dict(zip(LATENT_KEYS, astuple(sizes.latents), strict=True))
     return {
         "hidden_size": args.hidden_size,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.groups,
-        "head_dim": sizes.channels,
+        **({"head_dim": sizes.channels} if latents is None else {**latents, **INTERLEAVED}),
         "rms_norm_eps": sizes.epsilon,
         "rope_theta": sizes.theta,
         **({} if sizes.scaling is None else {"rope_scaling": sizes.scaling}),
@@ -140,12 +145,27 @@ class DrafterForm:
         block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
         return f"{kind.name}, reads {reads}, drafts {tokens} tokens{block}"
 
+    @property
+    def latents(self) -> LatentSizes | None:
+        """Sizes of its latent attention."""
+        return LatentSizes(*(self.sizes[name] for name in LATENT_KEYS)) if KV_RANK in self.sizes else None
+
+    @property
+    def architecture(self) -> str:
+        """Its first one of `architectures`."""
+        row = DRAFTERS[self.kind.name]
+        return row.architecture if self.latents is None else row.latent_architectures[0]
+
     def arguments(self, args: Namespace) -> dict[str, Any]:
         """The arguments of a checkpoint that has it on the trunk of these."""
-        names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
-        heads, groups, channels, epsilon, theta = (self.sizes[name] for name in names)
-        sizes = AttentionSizes(heads, groups, channels, epsilon, theta, self.sizes.get("rope_scaling"))
-        return self.kind.arguments(args) | size_settings(sizes, drafter_sizes(args, Namespace()))
+        names = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+        heads, groups, epsilon, theta = (self.sizes[name] for name in names)
+        channels = self.sizes["head_dim"] if self.latents is None else self.latents.channels
+        scaling = self.sizes.get("rope_scaling")
+        sizes = AttentionSizes(heads, groups, channels, epsilon, theta, scaling, self.latents)
+        of_latents = latent_settings(sizes)
+        usual = drafter_sizes(args, Namespace(**of_latents))
+        return self.kind.arguments(args) | size_settings(sizes, usual) | of_latents
 
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
@@ -238,7 +258,7 @@ def form_in(path: Path, args: Namespace, names: Collection[str], count: str | No
     codec = CODECS[kind.name]
     has_head = codec.has_own_head or has_list or FOLDER_HEAD in names
     held = (one for one in codec.layer_names if any(name.startswith(one) for name in names))
-    layer, sizes = next(held, codec.layer_names[0]), _sizes_in(path, keys)
+    layer, sizes = next(held, codec.layer_names[0]), _sizes_in(path, keys, _has_latent_architecture(path, keys))
     return DrafterForm(kind, sizes, torch.arange(drafted), has_head, lists, layer, WORDS in names)
 
 
@@ -263,7 +283,8 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
 def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     """The folder's keys, inner ones among them, which agree with the trunk."""
     keys = with_inner(_config(path))
-    own = CODECS[str(drafter_kind(path))].own_forms
+    is_latent = _has_latent_architecture(path, keys)
+    own = CODECS[str(drafter_kind(path))].own_forms | ({KV_RANK: None, **INTERLEAVED} if is_latent else {})
     if other := [key for key, plain in OTHER_FORMS.items() if key not in own and keys.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
     for name, needed in own.items():
@@ -309,24 +330,33 @@ def _config(path: Path) -> dict[str, Any]:
     return keys
 
 
-def _sizes_in(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
+def _has_latent_architecture(path: Path, keys: dict[str, Any]) -> bool:
+    names = DRAFTERS[str(drafter_kind(path))].latent_architectures
+    return not {*names}.isdisjoint(keys["architectures"])
+
+
+def _sizes_in(path: Path, keys: dict[str, Any], is_latent: bool) -> dict[str, Any]:
     """The keys of `sizes_of` in a config, with the defaults of its class."""
     rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
     try:
-        scaling = scaling_of({"partial_rotary_factor": keys.get("partial_rotary_factor"), **rope})
+        scaling = scaling_of({"partial_rotary_factor": keys.get("partial_rotary_factor"), **rope}, is_latent)
     except ValueError as error:
         raise ValueError(f"{path / CONFIG} has {error}; give another drafter.") from None
     heads = keys.get("num_attention_heads") or 1
     made: dict[str, Any] = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": keys["hidden_size"] // heads,
+        **(dict.fromkeys(LATENT_KEYS) if is_latent else {"head_dim": keys["hidden_size"] // heads}),
         "rms_norm_eps": 1e-6,
         "rope_theta": rope.get("rope_theta", 10000),
     }
     made |= {name: keys[name] for name in made if keys.get(name) is not None}
     for name, value in made.items():
+        if name == LATENT_KEYS[0] and not value:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < sys.maxsize:
             raise ValueError(f"{path / CONFIG} has {name} {value!r:.40}, which is no number above 0; fetch it again.")
     scaled = {} if scaling is None else {"rope_scaling": scaling}
+    if is_latent:
+        made |= {**INTERLEAVED, "num_key_value_heads": heads}
     return {"hidden_size": keys["hidden_size"], **made, **scaled, "vocab_size": _vocabulary(keys)}

@@ -58,7 +58,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
     return Conversion(
         (source,),
-        DRAFTERS[args.drafter].architecture,
+        form.architecture,
         0,
         [groups],
         {"source": reader.fingerprint(), "config": keys},
@@ -71,8 +71,8 @@ def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
     """The keys of config.json."""
     kind, row = form.kind, DRAFTERS[form.kind.name]
     return {
-        "architectures": [row.architecture],
-        "model_type": row.model_type,
+        "architectures": [form.architecture],
+        "model_type": row.model_type if form.latents is None else row.latent_model_type,
         **form.sizes,
         "intermediate_size": kind.width,
         "max_position_embeddings": args.max_position_embeddings,

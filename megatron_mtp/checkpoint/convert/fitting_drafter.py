@@ -37,7 +37,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafter_sizes import OWN_SIZES
+from megatron_mtp.drafter_sizes import SIZE_SETTINGS
 from megatron_mtp.drafters import FITTED
 from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.attachment import attached_of
@@ -83,7 +83,7 @@ def plan_fitting(
     FITTED.check_layers(read, trunk.num_layers)
     kind = DrafterSettings(FITTED.name, read, trunk.ffn_hidden_size)
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
-    trunk = changed_args(reader, **plain, **dict.fromkeys((*OWN_SIZES, "drafter_rope_scaling")))["args"]
+    trunk = changed_args(reader, **plain, **dict.fromkeys(SIZE_SETTINGS))["args"]
     fit = Fit(reader, trunk, trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)
     weights = cache(partial(fitted, fit, read, drafted_N, seed, quiet))

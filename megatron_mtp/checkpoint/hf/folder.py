@@ -363,7 +363,8 @@ def drafter_kind(path: Path) -> str | None:
     if not isinstance(named, list):
         return None
     rows = DRAFTERS.values()
-    if (kind := next((row.name for row in rows if {row.architecture, *row.also_called} & {*named}), None)) is not None:
+    names = {name: row.name for row in rows for name in (row.architecture, *row.also_called, *row.latent_architectures)}
+    if (kind := next((names[name] for name in named if name in names), None)) is not None:
         return kind
     shared = next((row.name for row in rows if row.published_as in named), None)
     return shared if shared is not None and _names_of(path) >= UNLIKE_MODELS else None

@@ -41,6 +41,7 @@ from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
 from megatron_mtp.model.arguments import symbols_of_a_layer
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
+from megatron_mtp.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]
 """By name: the logits of drafts, [S, V] of a drafter of one layer or [K, V] of a block; DSpark's confidence."""
@@ -135,6 +136,7 @@ class Reference:
 
     Attributes:
         block: rows of a block; None of a drafter of one layer.
+        latents: channels of compressed keys and values; 0 of grouped queries.
         reads_last: whether it reads the trunk's last state, as EAGLE does, which has no norm before its head.
     """
 
@@ -146,6 +148,9 @@ class Reference:
         self.weights = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
         self.block, self.reads_last = keys.get("block_size"), "norm.weight" not in self.weights
         self.channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+        self.latents: int = keys.get("kv_lora_rank") or 0
+        if self.latents:
+            self.channels = keys["qk_rope_head_dim"]
         rope: dict[str, Any] = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
         theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
         config = LlamaConfig(
@@ -214,6 +219,8 @@ class Reference:
 
     def _attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
         """Attention of the last rows of some positions to all of them."""
+        if self.latents:
+            return self._attended_by_latents(place, rows, position_T, visible)
         query, key, value = (
             self._linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
             for one, given in (("q", rows), ("k", attends_to), ("v", attends_to))
@@ -228,6 +235,25 @@ class Reference:
         scores_NRT = (query @ key.mT / self.channels**0.5).masked_fill(~visible, -torch.inf)
         with_sink = torch.cat([scores_NRT, sink_N[:, None, None].expand(-1, len(rows), 1)], dim=-1)
         made = with_sink.softmax(-1)[..., :-1] @ value
+        return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+
+    def _attended_by_latents(self, place: str, given: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
+        """Latent attention of all positions, whose keys' part with positions is one for all heads."""
+        heads, content = self.keys["num_attention_heads"], self.keys["qk_nope_head_dim"]
+        if f"{place}q_a_proj.weight" in self.weights:
+            narrow = self._norm(f"{place}q_a_layernorm", self._linear(f"{place}q_a_proj", given))
+            query = self._linear(f"{place}q_b_proj", narrow)
+        else:
+            query = self._linear(f"{place}q_proj", given)
+        latent, shared = self._linear(f"{place}kv_a_proj_with_mqa", given).tensor_split([self.latents], dim=-1)
+        wide = self._linear(f"{place}kv_b_proj", self._norm(f"{place}kv_a_layernorm", latent))
+        query, wide = (one.unflatten(-1, (heads, -1)).transpose(0, 1) for one in (query, wide))
+        (query, turned), (key, value) = (one.tensor_split([content], dim=-1) for one in (query, wide))
+        turned, shared = (self._turned(_in_halves(one), position_T) for one in (turned, shared))
+        query, key = torch.cat([query, turned], -1), torch.cat([key, shared.expand_as(turned)], -1)
+        rope = self.keys.get("rope_scaling") or {}
+        scale = yarn_factor(rope.get("factor", 1), rope.get("mscale_all_dim", 0)) ** 2 / query.size(-1) ** 0.5
+        made = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
         return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
@@ -268,6 +294,11 @@ class Reference:
 
     def _linear(self, name: str, value: Tensor) -> Tensor:
         return linear(value, self.weights[f"{name}.weight"])
+
+
+def _in_halves(heads: Tensor) -> Tensor:
+    """Channels [.., C] that are turned in pairs, 0 with 1, 2 with 3, in the order of halves."""
+    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _by_token(logits: Tensor, tokens_N: Tensor | None, vocabulary: int) -> Tensor:

@@ -397,6 +397,22 @@ def test_it_drafts_and_changes_no_token(trained: Path) -> None:
         assert drafted.stats.drafted > 0
 
 
+@pytest.mark.matrix
+def test_latent_attention_is_trained_exported_attached_and_goes_on(trained: Path, tmp_path: Path) -> None:
+    sizes, saved = "16 24 8 4 12", tmp_path / "drafter"
+    flags = ["--load", f"{trained}/trunk", "--save", str(saved), *DRAFTER, "--drafter-multi-latent-attention"]
+    launch.run(command(*flags, *sizes.split()), tmp_path / "log")
+    assert convert(["drafter-to-hf", str(saved), str(tmp_path / "exported")]) == 0
+    assert_same_there_and_back(trained / "trunk", tmp_path / "exported", saved, tmp_path)
+    prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], load_runner(tmp_path / "attached")
+    drafted = generate(runner, prompts, 20, speculative={"method": "eagle3_tree", "num_speculative_tokens": 2})
+    assert drafted.token_ids == generate(runner, prompts, 20).token_ids
+    assert drafted.stats.drafted > 0
+    more = ["--use-checkpoint-args", "--load", f"{tmp_path}/attached", "--finetune", "--save", f"{tmp_path}/more"]
+    launch.run(command(*more, *DRAFTER), tmp_path / "more.log")
+    assert DistReader(tmp_path / "more").common()["args"].drafter_multi_latent_attention == [16, 24, 8, 4, 12]
+
+
 # --- beside MTP layers ------------------------------------------------------------------------------------------------
 
 MTP = f"--mtp-num-layers 2 --mtp-init random --mtp-train-only --clip-grad 0 --mtp-draft-vocab-file {DRAFTED}".split()

@@ -62,7 +62,7 @@ def accepted_by_transformers(folder: Path, line: Line) -> int:
     from transformers import AutoModelForCausalLM
     from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     layer = model.config.num_hidden_layers  # transformers looks for the layer by its number in published models
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*"]
     matches: list[int] = []

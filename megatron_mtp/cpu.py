@@ -183,9 +183,15 @@ def _tensor_rows() -> list[Substitution]:
 
 def _megatron_rows() -> list[Substitution]:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_token_prediction
     from megatron.training import training
 
     return [
+        *_rows(
+            multi_token_prediction,
+            "Megatron 0.20 compares its projection with classes of Transformer Engine, which are none without it",
+            is_inference_column_parallel_linear=no,
+        ),
         *_rows(
             random,
             "it reaches past torch.cuda's functions into the CUDA generators themselves",

@@ -1,4 +1,4 @@
-"""Models of Transformer Engine's own modules, built, saved and loaded on a CPU, which cannot run them."""
+"""Models of Transformer Engine's own modules, built, saved and loaded on a CPU, which cannot run their kernels."""
 
 import re
 from argparse import Namespace
@@ -11,19 +11,23 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.training.arguments import validate_args
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.model import arguments
 from megatron_mtp.model.arguments import config_of
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
+from megatron_mtp.model.mtp import AttentionInputs
 
 COMMON = """
     --num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --seq-length 64
     --max-position-embeddings 64 --vocab-size 256 --mtp-num-layers 1 --micro-batch-size 1 --train-iters 1 --lr 1e-4
     --attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --position-embedding-type rope --no-masked-softmax-fusion
-    --no-gradient-accumulation-fusion
+    --no-gradient-accumulation-fusion --no-rope-fusion
 """
 GQA = "--group-query-attention --num-query-groups 2"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -45,22 +49,29 @@ KINDS = {
     "mla-fused": f"{MLA} --q-lora-rank 24 --mla-down-proj-fusion",
     "mla-moe-plain-queries": f"{MLA} {MOE} {SHARED}",
 }
+FIRST_PASS = {
+    "gqa-first-pass": f"{GQA} --mtp-use-repeated-layer",
+    "mla-first-pass": f"{MLA} --q-lora-rank 24 --mtp-use-repeated-layer",
+}
+"""Repeated layers whose later passes attend to the keys of pass 1."""
 OF_MEGATRON = "query-norms"
 """A checkpoint as Megatron's own module has plain queries: behind a norm, which DeepSeek-V2-Lite does not have."""
 
 FUSED_STATE = re.compile(r"linear_(q|kv|qkv)_down_proj\._extra_state$")
 """States of FP8 that Megatron's fused down-projection saves under two names, and does not find again."""
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
 
 
 def made(kind: str) -> tuple[Namespace, LanguageModule]:
     """A model as training would build it, with random weights, norms among them."""
-    flags = f"{COMMON} {KINDS[kind]} --transformer-impl transformer_engine"
+    flags = f"{COMMON} {(KINDS | FIRST_PASS)[kind]} --transformer-impl transformer_engine"
     args = arguments.parsed(flags.split(), 256)
     args.padded_vocab_size, args.tokenizer_type = 256, "NullTokenizer"
     args.distributed_backend, args.num_workers, args.use_cpu_initialization = "gloo", 0, True
     validate_args(args)
+    if kind in FIRST_PASS:
+        args.mtp_unroll, args.mtp_repeated_layer_first_pass_kv = 3, True
     model = build(config_of(args))
     torch.manual_seed(1)
     for weight in model.parameters():
@@ -108,3 +119,49 @@ def load(folder: str) -> None:
         given, found = load_file(Path(folder, kind, WEIGHTS)), weights(model)
         assert given.keys() == found.keys()
         assert not [name for name, value in given.items() if not torch.equal(value, found[name])], kind
+
+
+def first_pass(folder: str) -> None:
+    """Checkpoints of `FIRST_PASS`, and what their passes compute with plain products in the place of the kernels."""
+    join_world(alone=True)
+    with_plain_products()
+    for kind in FIRST_PASS:
+        args, model = made(kind)
+        write(Path(folder, kind), args, model)
+        save_file(passes(model), Path(folder, kind, STATES))
+
+
+def with_plain_products() -> None:
+    """For the rest of the process: what its kernels compute in float32, by torch."""
+    import transformer_engine.pytorch as te
+
+    def normed(module: torch.nn.Module, hidden: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        return rms_norm(hidden, weight.shape, weight, module.eps)
+
+    def attended(*query_key_value: Tensor) -> Tensor:
+        heads = [one.permute(1, 2, 0, 3) for one in query_key_value]
+        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+
+    te.RMSNorm.forward = lambda module, hidden: normed(module, hidden, "weight")
+    te.Linear.forward = lambda module, hidden, **_: linear(hidden, module.weight)
+    te.LayerNormLinear.forward = lambda module, hidden, **_: linear(
+        normed(module, hidden, "layer_norm_weight"), module.weight
+    )
+    te.DotProductAttention.forward = lambda _, query, key, value, *__, **___: attended(query, key, value)
+
+
+def passes(model: LanguageModule, length: int = 6, rows: int = 2) -> dict[str, Tensor]:
+    """States of each pass of the MTP layer, and the gradient by the trunk's states of their weighted sum."""
+    attached, chance = attached_of(model), torch.Generator().manual_seed(4)
+    hidden_SBH = torch.randn(length, rows, model.config.hidden_size, generator=chance).requires_grad_()
+    tokens_DBS = torch.randint(1, 256, (model.mtp.depths, rows, length), generator=chance)
+    positions_BS = torch.arange(length).expand(rows, length)
+    angles = attached.rotary_angles(length)[0] if attached.turns_heads else None
+    attention = AttentionInputs(torch.ones(1, 1, length, length).triu(1).bool(), rotary_pos_emb=angles)
+    trunk = attached.trunk_output(hidden_SBH, positions_BS, attention)
+    given = tokens_DBS, positions_BS, model.embedding, attention
+    states_DSBH = torch.stack(model.mtp(hidden_SBH, *given, angles=model.mtp.later_angles(trunk)))
+    (states_DSBH * torch.randn(states_DSBH.shape, generator=chance)).sum().backward()
+    assert hidden_SBH.grad is not None
+    return {"states": states_DSBH.detach(), "gradient": hidden_SBH.grad}

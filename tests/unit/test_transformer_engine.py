@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from te_cases import KINDS, OF_MEGATRON, WEIGHTS
+from te_cases import FIRST_PASS, KINDS, OF_MEGATRON, STATES, WEIGHTS, passes
 
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.cli.main import main
@@ -78,6 +78,15 @@ def test_its_checkpoint_drafts_as_the_portable_model(kind: str, saved: Path) -> 
         return generate(runner, [[1, 2, 3], [4, 5]], 8, speculative={"method": "mtp"}).token_ids
 
     assert texts(load_runner(saved / kind)) == texts(Runner(load_model(saved / kind)))
+
+
+def test_later_passes_attend_to_the_keys_of_the_first(tmp_path: Path) -> None:
+    """Megatron's layer of its modules takes queries and keys from our class; its kernels have stand-ins here."""
+    run("first_pass", tmp_path)
+    for kind in FIRST_PASS:
+        theirs, ours = load_file(tmp_path / kind / STATES), passes(load_model(tmp_path / kind))
+        for name, value in theirs.items():
+            assert torch.allclose(value, ours[name], rtol=1e-4, atol=1e-5), (kind, name)
 
 
 def test_norms_of_plain_queries_are_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

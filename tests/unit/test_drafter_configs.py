@@ -112,6 +112,53 @@ DSPARK: dict[str, Any] = {
 }
 """DSpark behind GLM-5.2's latent attention."""
 
+SPECULATORS_BLOCKS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {
+        "algorithm": "dflash",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+        "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "block_size": 8,
+    "mask_token_id": 151669,
+    "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+    "draft_vocab_size": 32000,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": True,
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        **SPECULATORS["transformer_layer_config"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+    },
+}
+SPECULATORS_DSPARK = {
+    **SPECULATORS_BLOCKS,
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    "sample_from_anchor": True,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+"""Block drafters of speculators 0.9, all of their layers windowed."""
+
+K3: dict[str, Any] = {
+    **SPECFORGE,
+    "architectures": ["K3DSparkModel"],
+    "model_type": "k3_dspark",
+    "num_target_layers": 5,
+    "target_num_hidden_layers": 93,
+    "kv_lora_rank": 512,
+    "mla_use_nope": False,
+    "fc_norm": True,
+}
+
 DFLASH2: dict[str, Any] = {
     "architectures": ["DFlash2DraftModel"],
     "model_type": "qwen3",
@@ -267,6 +314,36 @@ def test_latent_attention_of_kimi_is_read_with_its_own_sizes(tmp_path: Path, nam
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "kind", "steps"),
+    [
+        (SPECULATORS_BLOCKS, "dflash", 7),
+        ({**SPECULATORS_BLOCKS, "architectures": ["DFlashDraftModel"]}, "dflash", 7),
+        (SPECULATORS_DSPARK, "dspark", 8),
+    ],
+    ids=["DFlashSpeculator", "DFlashDraftModel", "DSparkSpeculator"],
+)
+def test_block_drafters_of_speculators_are_read(tmp_path: Path, keys: dict[str, Any], kind: str, steps: int) -> None:
+    found = read(tmp_path, keys, QWEN3).kind
+    assert (found.name, found.layers, found.steps, found.depth) == (kind, (2, 10, 18, 26, 34), steps, 5)
+    assert (found.window, found.full, found.causal, found.mask_token) == (2048, (), False, 151669)
+    assert found.rank == (256 if kind == "dspark" else None)
+
+
+def of_model_optimizer(**inner: Any) -> dict[str, Any]:
+    """SPECFORGE with the keys of Model-Optimizer's export."""
+    usual = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    usual |= {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    return {**SPECFORGE, "eagle_config": {**SPECFORGE["eagle_config"], **usual, **inner}}
+
+
+def test_eagle_drafters_of_model_optimizer_are_read(tmp_path: Path) -> None:
+    assert read(tmp_path, of_model_optimizer(), DEEPSEEK).kind.layers == (2, 30, 58)
+    without = dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), False)
+    state = {**of_model_optimizer(**without), "architectures": ["LlamaForCausalLMEagle"], "draft_vocab_size": None}
+    assert read(tmp_path, state, DEEPSEEK).kind.name == "eagle"
+
+
 @pytest.mark.parametrize("at_top", [False, True], ids=["z-lab", "speculators"])
 def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool) -> None:
     keys = DFLASH2 if not at_top else {**DFLASH2, **DFLASH2["dflash_config"], "dflash_config": None}
@@ -357,6 +434,23 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**SPECFORGE, "rope_scaling": {"type": "longrope"}}, DEEPSEEK, "rope_type 'longrope'"),
         ({**SPECFORGE, "num_hidden_layers": 2}, DEEPSEEK, "num_hidden_layers 2"),
         ({**SPECFORGE, "kv_lora_rank": 512}, DEEPSEEK, "kv_lora_rank, a form"),
+        (of_model_optimizer(use_aux_hidden_state=False), DEEPSEEK, "use_aux_hidden_state, a form"),
+        (of_model_optimizer(use_input_layernorm_in_first_layer=False), DEEPSEEK, "use_input_layernorm_in_first_layer"),
+        (of_model_optimizer(use_last_layernorm=False), DEEPSEEK, "use_last_layernorm, a form"),
+        (of_model_optimizer(use_mtp_layernorm=True), DEEPSEEK, "use_mtp_layernorm, a form"),
+        (of_model_optimizer(parallel_draft_step=4), DEEPSEEK, "parallel_draft_step, a form"),
+        ({**SPECULATORS, "fc_norm": True}, QWEN3, "fc_norm, a form"),
+        ({**SPECULATORS, "norm_output": True}, QWEN3, "norm_output, a form"),
+        ({**SPECULATORS_DSPARK, "markov_head_type": "gated"}, QWEN3, "markov_head_type, a form"),
+        ({**SPECULATORS_DSPARK, "enable_confidence_head": False}, QWEN3, "enable_confidence_head, a form"),
+        ({**ZLAB, "has_embed_tokens": True, "has_lm_head": False}, QWEN35, "has_embed_tokens, a form"),
+        ({**ZLAB, "quantization_config": {"quant_algo": "NVFP4"}}, QWEN35, "quantization_config, a form"),
+        ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "domino"}}, QWEN35, "projector_type, a"),
+        (
+            {**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "projector_type": "domino"}},
+            GLM,
+            "projector_type domino, which is dspark",
+        ),
         ({**SPECFORGE, "num_aux_hidden_states": 4}, DEEPSEEK, "num_aux_hidden_states 4, which is 3"),
         ({**KIMI_OUTPUTS, "kv_lora_rank": None}, KIMI_K2, "kv_lora_rank None, which is no number above 0"),
         ({**KIMI_OUTPUTS, "rope_interleave": False}, KIMI_K2, "rope_interleave False, which is True"),
@@ -380,9 +474,9 @@ def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path:
         read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
 
 
-@pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM"])
+@pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM", "PEagleDraftModel"])
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
-    keys = {**SPECFORGE, "architectures": [architecture], "model_type": "kimi_k2", "kv_lora_rank": 512}
+    keys = {**K3, "architectures": [architecture]}
     with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a LlamaForCausalLMEagle3"):
         read(tmp_path, keys, DEEPSEEK)
     assert drafter_kind(tmp_path) is None

@@ -160,7 +160,7 @@ class DrafterCodec(ABC):
     stores_steps = True
     whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
     layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
-    own_forms: ClassVar[dict[str, int | None]] = {}
+    own_forms: ClassVar[dict[str, Any]] = {}
 
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         """Keys beside those of the sizes."""
@@ -213,7 +213,7 @@ class OneLayer(DrafterCodec):
 
     has_own_head = True
     stores_steps = False
-    own_forms: ClassVar[dict[str, int | None]] = {"num_aux_hidden_states": EAGLE3_LAYERS}
+    own_forms: ClassVar[dict[str, Any]] = {"num_aux_hidden_states": EAGLE3_LAYERS}
 
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
@@ -261,6 +261,9 @@ class StateLayer(OneLayer):
     has_own_head = False
     has_embedding = True
     layer_names = ("layers.0.",)
+    own_forms: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
+    )
 
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
@@ -341,6 +344,7 @@ class Blocks(DrafterCodec):
 class BiasedBlocks(Blocks):
     """DSpark, with a bias by the token before and a confidence; every row of its block drafts."""
 
+    own_forms: ClassVar[dict[str, Any]] = {"projector_type": "dspark"}
     whole_numbers = (*Blocks.whole_numbers, "markov_rank")
 
     @override
@@ -369,7 +373,7 @@ class BiasedBlocks(Blocks):
 class ConvolvedBlocks(Blocks):
     """DFlash2, with convolutions along the block and a choice among likely tokens; it has no draft vocabulary."""
 
-    own_forms: ClassVar[dict[str, int | None]] = {
+    own_forms: ClassVar[dict[str, Any]] = {
         "conv_kernel_size": TAPS,
         "conv_group_size": CHANNELS_OF_A_KERNEL,
         "selector_rank": None,

@@ -31,6 +31,7 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     INNER,
     KV_RANK,
     LATENT_KEYS,
+    OF_ONE_LAYER,
     OUTPUT_KEYS,
     STATE_KEYS,
     DrafterSettings,
@@ -60,9 +61,11 @@ OTHER_FORMS: dict[str, Any] = {
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),
     **dict.fromkeys((KV_RANK, "conv_kernel_size", "selector_rank", "aux_hidden_stream"), None),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), None),
-    **{"markov_head_type": "vanilla", "attention_mode": "gqa", "hidden_act": "silu"},
+    **{"markov_head_type": "vanilla", "attention_mode": "gqa", "projector_type": "dflash", "hidden_act": "silu"},
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+    **{"use_mtp_layernorm": False, "parallel_draft_step": 1, "quantization_config": None},
 }
-"""Config keys of drafters that compute something else with another value than this one."""
+"""Config keys of drafters that compute something else with another value than this one, or hold other tensors."""
 INTERLEAVED = {"rope_interleave": True}
 """In latent attention here a channel is turned with the next one."""
 WORDS = "embed_tokens.weight"
@@ -285,12 +288,13 @@ def _checked_config(path: Path, args: Namespace) -> dict[str, Any]:
     keys = with_inner(_config(path))
     is_latent = _has_latent_architecture(path, keys)
     own = CODECS[str(drafter_kind(path))].own_forms | ({KV_RANK: None, **INTERLEAVED} if is_latent else {})
-    if other := [key for key, plain in OTHER_FORMS.items() if key not in own and keys.get(key) not in (None, plain)]:
+    said = {**(keys.get(OF_ONE_LAYER) or {}), **keys}
+    if other := [key for key, plain in OTHER_FORMS.items() if key not in own and said.get(key) not in (None, plain)]:
         raise ValueError(f"{path / CONFIG} has {other[0]}, a form of drafters that is not known here; give another.")
     for name, needed in own.items():
-        if needed is not None and keys.get(name) not in (None, needed):
+        if needed is not None and said.get(name) not in (None, needed):
             raise ValueError(
-                f"{path / CONFIG} has {name} {keys[name]}, which is {needed} in drafters that are known here."
+                f"{path / CONFIG} has {name} {said[name]}, which is {needed} in drafters that are known here."
             )
     if CODECS[str(drafter_kind(path))].has_unknown_layers(keys):
         raise ValueError(

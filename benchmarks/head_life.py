@@ -60,7 +60,7 @@ TRUNKS = {
     ),
 }
 SIZES = "--sequence 64 --batch 8 --float32 --split 75,25,0".split()
-"""Of every training by `attach`."""
+"""Of every training by `attach`, unless later flags say otherwise."""
 CORPORA, DONORS = ("same", "language", "chat", "code"), ("good", "stale")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -128,19 +128,20 @@ def measure(wanted: Namespace) -> Found:
     steps = wanted.steps or (4 if quick else 150)
     model = wanted.trunk and wanted.trunk.model
     trunks = [wanted.trunk.name] if wanted.trunk else list(TRUNKS)
-    chosen = [Trial(*each, steps) for each in product(trunks, CORPORA, DONORS)][: 1 if quick else None]
+    more = ("--batch", str(wanted.batch)) if wanted.batch else ()
+    chosen = [Trial(*each, steps, more) for each in product(trunks, CORPORA, DONORS)][: 1 if quick else None]
     with TemporaryDirectory(prefix="head-life-") as temporary:
         place = Path(temporary) if wanted.folder is None else wanted.folder.absolute() / wanted.place
         place = place / wanted.trunk.name if model else place  # its texts have other tokens
         texts = make_texts(place / "texts", 24 if quick else 640 if model else 160, model)
         for trunk in dict.fromkeys(trial.trunk for trial in chosen):
             if model:
-                attach_layer(place / trunk, model, 2 * steps, texts["same"])
+                attach_layer(place / trunk, model, 2 * steps, texts["same"], more)
             else:
                 train_trunk(place, trunk, 4 if quick else 300, texts["same"])
         trials = [finished(place, trial, texts) for trial in chosen]
-        failed = finished(place, Trial(trunks[0], "same", "good", steps, FAILURE), texts)
-        probed = None if quick or model else finished(place, Trial(trunks[0], "code", "stale", PROBED), texts)
+        failed = finished(place, Trial(trunks[0], "same", "good", steps, (*more, *FAILURE)), texts)
+        probed = None if quick or model else finished(place, Trial(trunks[0], "code", "stale", PROBED, more), texts)
     exported = [trial for trial in trials if trial["exported"]]
     below = [trial for trial in exported if trial["gain"] < -trial["error"]]
     header = ("trunk", "corpus", "donor", "graft", "attached", "error of the gain", "exported", "seconds")
@@ -262,12 +263,12 @@ def train_trunk(place: Path, trunk: str, steps: int, text: Texts) -> None:
     mark.touch()
 
 
-def attach_layer(folder: Path, model: Path, steps: int, text: Texts) -> None:
+def attach_layer(folder: Path, model: Path, steps: int, text: Texts, more: tuple[str, ...]) -> None:
     """A new MTP layer on a Hugging Face model at half of its training and at its end, and a link to the model."""
     mark = folder / "finished"
     if mark.exists():
         return
-    given = [model, text.attached, folder, *SIZES, *precision(folder.name)]
+    given = [model, text.attached, folder, *SIZES, *precision(folder.name), *more]
     given += ["--steps", steps, "--save-every", steps // 2]
     for step in ("corpus", "trunk", "start", "train"):  # each goes on where it was cut
         run("attach", *given, "--only", step)
@@ -373,8 +374,9 @@ def _status(work: Callable[[], int]) -> int:
 
 if __name__ == "__main__":
     steps = {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"}
+    batch = {"type": count, "metavar": "N", "help": "sequences of 64 tokens in a step of these trainings; default: 8"}
     alone = f"this one alone: {', '.join(TRUNKS)}, or NAME=DIR, a folder of a Hugging Face model"
     trunk = {"type": Trunk.parse, "metavar": "NAME", "help": alone}
     kept = "texts, trunks and finished trials are kept there, and a cut run goes on; default: a temporary folder"
     folder = {"type": Path, "metavar": "DIR", "help": kept}
-    main(measure, __doc__, flags={"--steps": steps, "--trunk": trunk, "--folder": folder})
+    main(measure, __doc__, flags={"--steps": steps, "--batch": batch, "--trunk": trunk, "--folder": folder})

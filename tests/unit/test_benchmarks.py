@@ -170,7 +170,7 @@ def test_a_given_model_gets_its_layer_once(tmp_path: Path, monkeypatch: pytest.M
     texts = head_life.Texts(tmp_path / "same.jsonl", tmp_path, tmp_path)
     (tmp_path / "small").mkdir()
     for _ in range(2):  # the second finds all finished
-        head_life.attach_layer(tmp_path / "small", tmp_path, 8, texts)
+        head_life.attach_layer(tmp_path / "small", tmp_path, 8, texts, ("--batch", "4"))
     assert [words[-1] for words in ran] == ["corpus", "trunk", "start", "train"]
-    assert "--bf16 --steps 8 --save-every 4" in " ".join(map(str, ran[0]))
+    assert "--bf16 --batch 4 --steps 8 --save-every 4" in " ".join(map(str, ran[0]))
     assert (tmp_path / "small" / "hf").resolve() == tmp_path

@@ -168,6 +168,8 @@ def build(
     with mock.patch.object(checks, "checkpoint_exists", return_value=True) if not given.depths else nullcontext():
         args, model_config = parse_checked_args()  # a drafter is drawn with its trunk in `init`
     args.reads_chats = given.packed  # the batches are made here
+    if given.exact:  # Megatron clips no gradients in float64
+        model_config.transformer.params_dtype = model_config.transformer.pipeline_dtype = torch.float64
     initialize_megatron(get_embedding_ranks=FAULTS.get(fault, get_embedding_ranks))
     if block == "megatron":
         model_config = gpt_config_from_args(args)

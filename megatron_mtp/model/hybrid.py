@@ -15,12 +15,13 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -187,6 +188,12 @@ class MTPHybridModelBuilder(AttachingBuilder, megatron_hybrid.HybridModelBuilder
         config = self._model_config
         trunk = config.hybrid_stack_spec or stack_spec(config.transformer)
         pattern = parse_hybrid_pattern(config.hybrid_layer_pattern)
+        is_missing = getattr(trunk.submodules, "dsa_layer", None) is IdentityOp
+        if is_missing and Symbols.DS_ATTENTION in (config.hybrid_layer_pattern or ""):
+            raise ValueError(
+                f"--hybrid-layer-pattern has {Symbols.DS_ATTENTION} (sparse attention), which Megatron makes of "
+                "Transformer Engine's modules; give --transformer-impl transformer_engine, on a CUDA device."
+            )
         layers = {"hybrid_stack_spec": trunk, "hybrid_layer_pattern": pattern.main_pattern}
         if pattern.mtp_pattern is None:
             return layers, None

@@ -181,3 +181,10 @@ def test_with_te_queries_and_keys_have_the_norms_of_a_gpt() -> None:
     assert latent.linear_q_up_proj is latent.linear_kv_up_proj is fused
     config.qk_layernorm = False
     assert stack_spec(config).submodules.attention_layer.submodules.self_attention.submodules.q_layernorm is None
+
+
+def test_sparse_attention_without_transformer_engine_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"has D \(sparse attention\), which Megatron makes of Transformer Engine's modules"
+    ):
+        our_hybrid("D-D-", **LATENT, experimental_attention_variant="dsa")

@@ -14,9 +14,11 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -143,6 +145,47 @@ inline Vector exponential(Vector x) {
 }
 
 // ---- products with packed weights
+
+// A line of a cache: two threads that write into one wait for each other.
+struct alignas(64) Line {
+    char bytes[64];
+};
+
+// A barrier of the threads of a region, in rounds: in each a thread signals the one `distance` behind it, and waits for the
+// one before it. OpenMP's own takes twice as long, and a layer of a small model waits six times. After so many turns
+// a thread lets others run, as the one that it waits for may have no core.
+class Barrier {
+  public:
+    explicit Barrier(long most) : flags(most * ROUNDS), passed(most) {}
+
+    void wait(long thread, long threads) {
+        const long now = ++passed[thread].count;
+        for (long round = 0, distance = 1; distance < threads; round++, distance *= 2) {
+            flags[(thread + distance) % threads * ROUNDS + round].count.store(now, std::memory_order_release);
+            const auto& own = flags[thread * ROUNDS + round].count;
+            for (long turn = 0; own.load(std::memory_order_acquire) < now; turn++)
+                if (turn < TURNS) pause();
+                else std::this_thread::yield();
+        }
+    }
+
+  private:
+    static constexpr long ROUNDS = 16, TURNS = 4096;
+    struct alignas(64) Flag {
+        std::atomic<long> count{0};
+    };
+    struct alignas(64) Passed {
+        long count = 0;
+    };
+    std::vector<Flag> flags;
+    std::vector<Passed> passed;
+
+    static void pause() {
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+    }
+};
 
 struct Share {  // of a thread: from `first` to `last` of `count` things
     long first, last;
@@ -551,20 +594,21 @@ void mix(const float* weight, Block block, long size, long count, long channels,
 }
 
 struct Memory {  // that a forward works in; grows, and stays for the next one
-    std::vector<char> bytes;
+    std::vector<Line> lines;
     size_t used = 0;
     template <class Type>
     Type* take(size_t count) {
         size_t begin = used;
-        used += (count * sizeof(Type) + 63) / 64 * 64;
-        return reinterpret_cast<Type*>(bytes.data() + begin);
+        used += (count * sizeof(Type) + sizeof(Line) - 1) / sizeof(Line);
+        return reinterpret_cast<Type*>(lines.data() + begin);
     }
 };
 
 template <class Float>
 class Forward {
   public:
-    Forward(const Stack& stack, const Rows& rows, long threads) : s(stack), r(rows), all(rows.rows * rows.batch) {
+    Forward(const Stack& stack, const Rows& rows, long threads, Barrier& barrier)
+        : s(stack), r(rows), barrier(barrier), all(rows.rows * rows.batch) {
         mixed = (s.heads + 2 * s.groups) * s.channels;
         attended = s.heads * s.channels;
         widest = std::max({2 * s.hidden, s.ffn, attended});
@@ -589,7 +633,7 @@ class Forward {
             overlap = memory.take<float>(2 * all * most.overlaps);
             scratch = memory.take<float>(threads * most.scratch);
             halves = memory.take<float>(threads * all * 2 * 2 * STRIPS * LANES);
-            if (memory.bytes.size() < memory.used) memory.bytes.resize(memory.used);
+            if (memory.lines.size() < memory.used) memory.lines.resize(memory.used);
         }
         if (r.remembered)
             for (long text = 0; text < r.batch; text++) count_rows(text);
@@ -615,6 +659,7 @@ class Forward {
   private:
     const Stack& s;
     const Rows& r;
+    Barrier& barrier;
     long all, mixed, attended, widest, scores;
     float *residual, *qkv, *score, *halves;
     Float *query, *shared, *own;
@@ -688,7 +733,7 @@ class Forward {
                 for (long h = 0; h < s.hidden; h++) residual[row * s.hidden + h] = to_float(from[h]);
             }
         }
-#pragma omp barrier
+        barrier.wait(thread, threads);
     }
 
     void normalized(Norm norm, Float* x) const {
@@ -702,7 +747,7 @@ class Forward {
                     float* to = residual + row * s.hidden + out;
                     for (int i = 0; i < n; i++) to[i] += four[i];
                 });
-#pragma omp barrier
+        barrier.wait(thread, threads);
     }
 
     void attention(long number, Float* x, long thread, long threads) {
@@ -711,14 +756,14 @@ class Forward {
         Share outputs(mixed, thread, threads, LANES);
         product((const Float*)layer.qkv, x, all, s.hidden, outputs,
                 [&](long row, long out, const float* four, int n) { keep(qkv + row * mixed + out, four, n); });
-#pragma omp barrier
+        barrier.wait(thread, threads);
         Share heads(s.groups * all, thread, threads);
         for (long unit = heads.first; unit < heads.last; unit++) turn_and_keep(number, unit % s.groups, unit / s.groups);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         Share mine(s.heads * r.batch, thread, threads);
         for (long unit = mine.first; unit < mine.last; unit++)
             attend(number, unit % s.heads, unit / s.heads, score + thread * r.rows * scores);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         add_product(layer.proj, shared, attended, thread, threads);
     }
 
@@ -815,7 +860,7 @@ class Forward {
             for (long row = 0; row < all; row++)
                 gated(gates + row * some, ups + row * some, part.last - first, shared + row * s.ffn + first);
         }
-#pragma omp barrier
+        barrier.wait(thread, threads);
         add_product(layer.down, shared, s.ffn, thread, threads);
     }
 
@@ -839,22 +884,22 @@ class Forward {
         Share outputs(columns, thread, threads, LANES);
         product((const Float*)one.in, x, all, s.hidden, outputs,
                 [&](long row, long out, const float* four, int n) { keep(projected + row * columns + out, four, n); });
-#pragma omp barrier
+        barrier.wait(thread, threads);
         Share channels(one.convolved(), thread, threads, LANES);
         for (long row = 0; row < all; row++) convolve(one, (Float*)memory.mixed, row, channels);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         Share groups(one.groups * r.batch, thread, threads);
         for (long unit = groups.first; unit < groups.last; unit++)
             ask(one, memory.keys, unit % one.groups, unit / one.groups);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         Share heads(one.heads * r.batch, thread, threads);
         for (long unit = heads.first; unit < heads.last; unit++)
             recall(one, memory, unit % one.heads, unit / one.heads, scratch + thread * most.scratch);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         const long blocks = one.inner() / one.normed;
         Share parts(blocks * all, thread, threads);
         for (long unit = parts.first; unit < parts.last; unit++) gate(one, unit / blocks, unit % blocks);
-#pragma omp barrier
+        barrier.wait(thread, threads);
         add_product(one.out, shared, one.inner(), thread, threads);
     }
 
@@ -996,7 +1041,8 @@ class Forward {
 
 template <class Float>
 void forward(const Stack& stack, const Rows& rows, long threads) {
-    Forward<Float> one(stack, rows, threads);
+    Barrier barrier(threads);
+    Forward<Float> one(stack, rows, threads, barrier);
 #pragma omp parallel num_threads(threads)
     one.run(omp_get_thread_num(), omp_get_num_threads());
 }

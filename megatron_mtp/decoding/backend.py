@@ -233,8 +233,12 @@ class Modules:
         """
         return None
 
-    def accept(self, sequences: Sequences, draft: Draft) -> StepOutput | None:
+    def accept(self, sequences: Sequences, draft: Draft, passes: Sequence[Pass] = ()) -> StepOutput | None:
         """Score a draft by the trunk, and append what the verifier `greedy` accepts, at once.
+
+        Args:
+            passes: of MTP layers, which write the draft's tokens first, as `draft` makes them; none where these are
+                written.
 
         Returns:
             None if nothing was done, and the caller does it step by step.

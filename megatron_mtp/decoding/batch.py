@@ -351,13 +351,18 @@ def _few_sizes(seqs: int) -> int:
 
 def step(sequences: Sequences, method: Method, count: int) -> StepOutput:
     """Draft, verify and accept on the device; nothing is read back to the host."""
+    proposer, verifier, backend = method.proposer, method.verifier, method.proposer.runner.backend
+    at_once = isinstance(verifier, Verifier) and verifier.is_greedy and not proposer.observes
+    if at_once and (passes := proposer.passes(sequences, count)) is not None:
+        output = backend.accept(sequences, Draft(sequences.tokens_BT.new_empty(len(sequences.live), count)), passes)
+        if output is not None:
+            proposer.mark_seen(sequences, count)
+            method.stats.drafter_seconds += output.drafter_seconds
+            return output
     round = Round(method.sampling, sequences.noise, method.config, sequences.token_ids, sequences.tokens_BT)
     draft = propose(sequences, method, round, count)
-    proposer, verifier = method.proposer, method.verifier
-    if isinstance(verifier, Verifier) and verifier.is_greedy and not proposer.observes:
-        output = proposer.runner.backend.accept(sequences, draft)
-        if output is not None:
-            return output
+    if at_once and (output := backend.accept(sequences, draft)) is not None:
+        return output
     logits_BRV = proposer.runner.verify(sequences, draft)
     proposer.observe(sequences, draft, logits_BRV)
     return sequences.accept(draft, verifier(logits_BRV, draft, round))

@@ -100,11 +100,13 @@ class StepOutput:
         draft: what was judged.
         tokens_BR: the accepted drafts and the token after them; what stands behind these means nothing.
         count_B: how many of these were added.
+        drafter_seconds: where the step made its draft at once, how long that took.
     """
 
     draft: Draft
     tokens_BR: Tensor
     count_B: Tensor
+    drafter_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -63,18 +63,31 @@ class Vanilla(Proposer):
         return tuple(range(count))
 
     @override
+    def passes(self, sequences: "Sequences", count: int) -> list[Pass] | None:
+        width = self._width(sequences, self._run(count)) if count else 0
+        return self._over(-width, width, self._run(count)) if width <= CHUNK else None
+
+    @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        # Depths with states all run: one that falls behind would need rows that the others cannot run anew.
-        draft, run = None, self.runner.depths if self.runner.recurrent_depths else count
-        rows_to_run = max(sequences.growth_since(depth) + depth for depth in range(run))
-        for first, rows, is_last in windows(sequences, rows_to_run):
-            passes = [
-                Pass(depth, first, rows, depth, depth == 1 or not self.runner.sequential) for depth in range(1, run + 1)
-            ]
-            draft = in_turn(self.runner, sequences, passes, round, count if is_last else 0)
+        draft, run = None, self._run(count)
+        for first, rows, is_last in windows(sequences, self._width(sequences, run)):
+            draft = in_turn(self.runner, sequences, self._over(first, rows, run), round, count if is_last else 0)
         assert draft is not None
         self.mark_seen(sequences, run)
         return draft
+
+    def _run(self, count: int) -> int:
+        """Depths that run in a draft: with states all, as one that falls behind needs rows that others cannot rerun."""
+        return self.runner.depths if count and self.runner.recurrent_depths else count
+
+    def _width(self, sequences: "Sequences", run: int) -> int:
+        """Rows that each of the first depths has to run."""
+        return max(sequences.growth_since(depth) + depth for depth in range(run))
+
+    def _over(self, first: int, rows: int, run: int) -> list[Pass]:
+        """Passes of the first depths over these rows."""
+        trunk = [depth == 1 or not self.runner.sequential for depth in range(1, run + 1)]
+        return [Pass(depth, first, rows, depth, one) for depth, one in enumerate(trunk, start=1)]
 
 
 class ParallelHeads(Vanilla):
@@ -84,26 +97,12 @@ class ParallelHeads(Vanilla):
     depths = "parallel"
 
 
-class ReusedLayer(OneCache):
-    """The first module reused for any K: its own last state and the token just drafted make its next row.
+class OneLayer(OneCache):
+    """One MTP layer or drafter, which runs the rows whose trunk states are new before it drafts."""
 
-    Provisional rows are overwritten in the next round, by rows with the trunk's states. Those of a layer that was
-    trained without a chain (`--mtp-repeated-layer-first-pass-kv`) are not kept, and do not see one another.
-    """
-
-    line = "the first module reused on its own states, any K"
     runner: "Runner"
     depths: ClassVar[HeadKind | None] = "sequential"
-    keeps_states = True
     recordable = True
-
-    @override
-    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        keeps = self.runner.has_chain
-        passes = [self.new_rows(sequences), *(Pass(1, place, 1, 1, False, keeps) for place in range(count - 1))]
-        draft = in_turn(self.runner, sequences, passes, round, count)
-        assert draft is not None
-        return draft
 
     def new_rows(self, sequences: "Sequences") -> Pass:
         """The rows whose trunk states are new: the last chunk of them, and those before it are run."""
@@ -115,6 +114,33 @@ class ReusedLayer(OneCache):
                 (before,), _ = in_tensors(sequences, [chunk])
                 run(self.runner, before)
         return chunk
+
+
+class ReusedLayer(OneLayer):
+    """The first module reused for any K: its own last state and the token just drafted make its next row.
+
+    Provisional rows are overwritten in the next round, by rows with the trunk's states. Those of a layer that was
+    trained without a chain (`--mtp-repeated-layer-first-pass-kv`) are not kept, and do not see one another.
+    """
+
+    line = "the first module reused on its own states, any K"
+    keeps_states = True
+
+    @override
+    def passes(self, sequences: "Sequences", count: int) -> list[Pass] | None:
+        width = sequences.growth_since(self.own) if count else 0
+        return self._after(Pass(1, -width, width, 1, True), count) if width <= CHUNK else None
+
+    @override
+    def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
+        draft = in_turn(self.runner, sequences, self._after(self.new_rows(sequences), count), round, count)
+        assert draft is not None
+        return draft
+
+    def _after(self, new: Pass, count: int) -> list[Pass]:
+        """The pass over new rows, and those that draft further tokens."""
+        later = [Pass(1, place, 1, 1, False, self.runner.has_chain) for place in range(count - 1)]
+        return [new, *later][:count]
 
 
 def in_turn(runner: "Runner", sequences: "Sequences", passes: list[Pass], round: Round, count: int) -> Draft | None:

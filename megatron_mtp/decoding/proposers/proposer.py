@@ -94,6 +94,13 @@ class Proposer:
         """The drafter has run the rows of all tokens so far, in a draft of `count`."""
         sequences.mark_seen(*self.caches(count))
 
+    def passes(self, sequences: Sequences, count: int) -> list[Any] | None:
+        """The passes of MTP layers (`backend.Pass`) whose most probable tokens are a greedy draft of `count`.
+
+        None where it drafts otherwise, or has more rows to run than a step has.
+        """
+        return None if count else []
+
     def propose(self, sequences: Sequences, round: Round, count: int) -> Draft:
         """A draft of depth `count`, at least 1."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_mtp.decoding.backend import in_tensors
 from megatron_mtp.decoding.config import MOST_DRAFTED, VERIFIERS, Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
-from megatron_mtp.decoding.proposers.mtp import ReusedLayer, run
+from megatron_mtp.decoding.proposers.mtp import OneLayer, run
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sampling import DRAFT, draw
 
@@ -83,7 +83,7 @@ class Level:
     taken_BF: Tensor | None
 
 
-class Grower(ReusedLayer):
+class Grower(OneLayer):
     """Level by level: run rows, choose their candidates, choose which of these to continue.
 
     Attributes:
@@ -91,7 +91,6 @@ class Grower(ReusedLayer):
     """
 
     settings: BeamSettings
-    keeps_states = False
     past: ClassVar[int] = 0
 
     @property

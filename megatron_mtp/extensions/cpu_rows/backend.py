@@ -16,7 +16,7 @@ from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.extensions.cpu_rows.compiled import library
-from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_drafts, head_of, is_compiled
+from megatron_mtp.extensions.cpu_rows.few_rows import MOST_ROWS, FewRows, few_rows, greedy_steps, head_of, is_compiled
 from megatron_mtp.extensions.cpu_rows.products import product
 
 MOST_OF_FREE_MEMORY = 0.5
@@ -42,8 +42,8 @@ class CpuRows(Modules):
             raise Unfit
         super().__init__(model, scope, positions, head_VH)
         self.few_rows = [self._few_rows_of(stack) for stack in self.stacks]
-        self._head = head_of(head_VH)
-        self._drafts = None if self._head is None else greedy_drafts(self.few_rows[1:], self._head)
+        head = head_of(head_VH)
+        self._steps = None if head is None else greedy_steps(self.few_rows[0], self.few_rows[1:], head)
 
     def _few_rows_of(self, stack: Stack) -> FewRows | None:
         if self.embedding_VH is None or not stack.is_short or self.attached.drafter is not None:
@@ -63,19 +63,26 @@ class CpuRows(Modules):
 
     @override
     def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor | None:
-        most = max(one.count for one in passes) * len(sequences.token_ids)
-        keep = all(one.keeps for one in passes)
-        if self._drafts is None or most > MOST_ROWS or not (keep and sequences.all_live):
+        steps = self._steps
+        if steps is None or not (steps.drafts and _fit(sequences, passes)):
             return None
-        return self._drafts(sequences, passes)
+        return steps.draft(sequences, passes)
 
     @override
-    def accept(self, sequences: Sequences, draft: Draft) -> StepOutput | None:
-        compiled, most = self.few_rows[0], (draft.nodes + 1) * len(sequences.token_ids)
+    def accept(self, sequences: Sequences, draft: Draft, passes: Sequence[Pass] = ()) -> StepOutput | None:
+        steps, most = self._steps, (draft.nodes + 1) * len(sequences.token_ids)
         is_chain = draft.is_chain and draft.valid_BN is None
-        if compiled is None or self._head is None or most > MOST_ROWS or not (is_chain and sequences.all_live):
+        if steps is None or not (steps.judges and is_chain and most <= MOST_ROWS and _fit(sequences, passes)):
             return None
-        return compiled.accept(sequences, draft, self._head)
+        if passes and not (steps.drafts and len(passes) == draft.nodes):
+            return None
+        return steps.accept(sequences, draft, passes)
+
+
+def _fit(sequences: Sequences, passes: Sequence[Pass]) -> bool:
+    """True if these can run in compiled code."""
+    most = max((one.count for one in passes), default=0) * len(sequences.token_ids)
+    return most <= MOST_ROWS and sequences.all_live and all(one.keeps for one in passes)
 
 
 def _has_room(model: nn.Module) -> bool:

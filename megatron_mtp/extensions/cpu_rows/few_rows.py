@@ -94,7 +94,17 @@ class _Rows(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
-    _fields_ = (("stack", _P), ("rows", _P), ("token", _P))
+    _fields_ = (("stack", _P), ("memory", _P), *((name, _N) for name in ("rows", "offset", "ahead", "continues")))
+
+
+class _GreedyStep(ctypes.Structure):
+    _fields_ = (
+        *((name, _N) for name in ("batch", "window")),
+        *(("tokens", _P), ("token_stride", _N), ("length", _P), ("drafted", _P), ("draft_stride", _N)),
+        *(("passes", ctypes.POINTER(_Pass)), ("count", _N), ("trunk", ctypes.POINTER(_Pass)), ("states", _P)),
+        *(("head", _P), ("vocabulary", _N), ("best", _P), ("gained", _P)),
+        ("drafting", ctypes.POINTER(ctypes.c_double)),
+    )
 
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -159,7 +169,6 @@ class FewRows:
             raise NotImplementedError("no compiled code")
         self.dtype, self._held, self._compiled = embedding.dtype, list[Tensor](), compiled
         self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
-        self._accept = _function(compiled, "accept", self.dtype, [_P, _P, _P, _N, _P, _P, _N])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._mixers = [mixer_of(layer) for layer in layers]
         self._caches = [None if (one := attention_of(layer)) is None else one.core_attention.layer for layer in layers]
@@ -180,7 +189,7 @@ class FewRows:
         )
         self.place = ctypes.addressof(self._stack)
         self.is_recurrent = any(self._mixers)
-        self._known: tuple[list[Tensor | None], Tensor, _Rows, Any] | None = None
+        self._known: tuple[list[Tensor | None], Tensor, _Rows] | None = None
         self._remembered: tuple[Recurrence, Any] | None = None
 
     def __call__(self, tokens_BR: Tensor, given_SBH: Tensor | None, rows: Rows, cache: KVCache) -> Tensor:
@@ -202,33 +211,19 @@ class FewRows:
         call.given, call.states = _pointer(given_SBH), states_SBH.data_ptr()
         if self.is_recurrent:
             self.room_for(cache, rows, count)
-            self.remember(call, cache, rows.tables)
+            self.remember(call, cache, rows.tables, count)
         self._run(self.place, ctypes.addressof(call), torch.get_num_threads())
         return states_SBH
 
-    def accept(self, sequences: Sequences, draft: Draft, head: "Head") -> StepOutput:
-        """Run t_m and a chain of drafts, and append to every sequence what `verifiers.greedy` accepts."""
-        drafted_BN, cache = draft.tokens_BN, sequences.memory.cache
-        batch, drafts = drafted_BN.shape
-        best_BR, count_B = drafted_BN.new_empty(batch, drafts + 1), drafted_BN.new_empty(batch)
-        call = self.in_place(sequences, Pass(0, 0, drafts + 1, 0, False), cache, drafted_BN, sequences.window(drafts))
+    def pass_of(self, sequences: Sequences, one: Pass, cache: KVCache) -> _Pass:
+        """Rows whose tokens are those of the sequences, and behind t_m what is drafted, for a step of `GreedySteps`."""
+        memory = self._common(cache, sequences.tables)
         if self.is_recurrent:
-            self.room_for(cache, sequences.chain(sequences.newest_B, drafts + 1, drafts), drafts + 1)
-            self.remember(call, cache, sequences.tables)
-        made = best_BR.data_ptr(), count_B.data_ptr()
-        self._accept(self.place, ctypes.addressof(call), *head.place, *made, torch.get_num_threads())
-        return StepOutput(draft, best_BR, count_B)
-
-    def in_place(self, sequences: Sequences, one: Pass, cache: KVCache, drafted_BN: Tensor, window: int) -> _Rows:
-        """Rows whose tokens are those of the sequences, and behind t_m these drafts; the states stay in the call."""
-        call, tokens_BT = self._call(cache, sequences.tables), sequences.tokens_BT
-        call.rows, call.batch, call.window = one.count, len(sequences.token_ids), window
-        call.tokens, call.token_stride = tokens_BT.data_ptr() if self._reads_tokens else None, tokens_BT.stride(0)
-        call.first, call.offset, call.ahead = sequences.length_B.data_ptr(), one.first - 1, one.ahead
-        call.by_place, call.drafted, call.draft_stride = 1, drafted_BN.data_ptr(), drafted_BN.stride(0)
-        if one.from_trunk:
-            call.continued = sequences.memory.states_N1SH.data_ptr()
-        return call
+            memory = self._call(cache, sequences.tables)
+            self.remember(memory, cache, sequences.tables, one.count)
+        made = _Pass(self.place, ctypes.addressof(memory), one.count, one.first - 1, one.ahead, one.from_trunk)
+        made.held = memory  # until the call is over
+        return made
 
     def room_for(self, cache: KVCache, rows: Rows, count: int) -> None:
         """Before calls of `count` rows in all are prepared, from the first of `rows` on: see `Recurrence.make_room`."""
@@ -237,13 +232,13 @@ class FewRows:
 
             recurrence_of(cache, torch.device("cpu")).make_room(rows, count)
 
-    def remember(self, call: _Rows, cache: KVCache, tables: BlockTables) -> None:
-        """Give a call the memory of recurrent layers: pointers, entries, start and end of the slots, and the slots."""
+    def remember(self, call: _Rows, cache: KVCache, tables: BlockTables, count: int) -> None:
+        """Give a call of `count` rows what recurrent layers remember: pointers, entries, slots, their start and end."""
         from megatron_mtp.decoding.recurrent_layers import recurrence_of
 
         like = self._held[0]
         recurrence = recurrence_of(cache, like.device)
-        recurrence.hold(call.rows, tables)
+        recurrence.hold(count, tables)
         if self._remembered is None or self._remembered[0] is not recurrence:
             made = [self._memory(recurrence, mixer, like) for mixer in self._mixers]
             self._remembered = recurrence, (_Remembered * len(made))(*made)
@@ -259,14 +254,21 @@ class FewRows:
         return _Remembered(*(one.data_ptr() for one in memory.parts))
 
     def _call(self, cache: KVCache, tables: BlockTables) -> _Rows:
-        """A call over these tables, with what all have in common, such as pointers to every layer's keys and values."""
+        """A call over these tables, for rows that the caller names."""
+        common = self._common(cache, tables)
+        call = _Rows.from_buffer_copy(common)
+        call.held = common  # until the call is over
+        return call
+
+    def _common(self, cache: KVCache, tables: BlockTables) -> _Rows:
+        """What all calls over these tables have in common, such as pointers to every layer's keys and values."""
         known, table_BL = self._known, tables.table_BL
         if known is None or known[0] is not cache.keys or known[1] is not table_BL:
             sizes = self._groups, self._channels, self._held[0]
             held = [None if layer is None else cache.take(layer, *sizes) for layer in self._caches]
             array = _P * len(held)
             keys, values = (array(*(pair and pair[side].data_ptr() for pair in held)) for side in (0, 1))
-            call = _Rows(
+            common = _Rows(
                 kept_states=_pointer(cache.states_N1SH),
                 keys=ctypes.addressof(keys),
                 values=ctypes.addressof(values),
@@ -274,10 +276,9 @@ class FewRows:
                 pages=table_BL.size(1),
                 size=tables.size,
             )
-            known = self._known = cache.keys, table_BL, call, (keys, values, cache.states_N1SH)
-        call = _Rows.from_buffer_copy(known[2])
-        call.held = known  # until the call is over
-        return call
+            common.held = keys, values, cache.states_N1SH
+            known = self._known = cache.keys, table_BL, common
+        return known[2]
 
     def _layer(self, layer: Any) -> _Layer:
         made = _Layer()
@@ -353,36 +354,73 @@ class FewRows:
         return tensor.data_ptr()
 
 
-class GreedyDrafts:
-    """MTP layers in one call of compiled code: each drafts the most probable token, which the next one may read.
+class GreedySteps:
+    """MTP layers in turn and the trunk in one call of compiled code.
+
+    Each layer drafts the most probable token, which the next one may read. Then the trunk judges the drafts.
 
     Args:
-        depths: compiled, by number.
-        head: the tokens that may be drafted, of the MTP layers' type.
+        trunk: compiled; None where its layers are not.
+        depths: compiled, by number; none where one of them is not.
+        head: the tokens that may be drafted, of the layers' type.
     """
 
-    def __init__(self, depths: Sequence[FewRows], head: "Head") -> None:
-        self._depths, self._head = depths, head
+    def __init__(self, trunk: FewRows | None, depths: Sequence[FewRows], head: "Head") -> None:
+        self._trunk, self._depths, self._head = trunk, depths, head
         self._are_recurrent = any(one.is_recurrent for one in depths)
-        self._run = _function(head.compiled, "draft", head.dtype, [_P, _N, _P, _N, _N, _N])
+        self._run = _function(head.compiled, "step", head.dtype, [_P, _N])
 
-    def __call__(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor:
+    @property
+    def drafts(self) -> bool:
+        """True if the MTP layers are compiled."""
+        return bool(self._depths)
+
+    @property
+    def judges(self) -> bool:
+        """True if the trunk is compiled."""
+        return self._trunk is not None
+
+    def draft(self, sequences: Sequences, passes: Sequence[Pass]) -> Tensor:
         """The token after the last row of every pass, [B, N]."""
-        caches, batch = sequences.memory.depths, len(sequences.token_ids)
-        drafted_BN = sequences.tokens_BT.new_empty(batch, len(passes))
-        array, calls, window = (_Pass * len(passes))(), list[_Rows](), sequences.window(len(passes))
+        drafted_BN = sequences.tokens_BT.new_empty(len(sequences.token_ids), len(passes))
+        self._step(sequences, passes, drafted_BN)
+        return drafted_BN
+
+    def accept(self, sequences: Sequences, draft: Draft, passes: Sequence[Pass]) -> StepOutput:
+        """Run the passes, then t_m and the drafts; append to every sequence what `verifiers.greedy` accepts."""
+        drafted_BN = draft.tokens_BN
+        batch, drafts = drafted_BN.shape
+        best_BR, count_B = drafted_BN.new_empty(batch, drafts + 1), drafted_BN.new_empty(batch)
+        seconds = self._step(sequences, passes, drafted_BN, best_BR, count_B)
+        return StepOutput(draft, best_BR, count_B, seconds)
+
+    def _step(
+        self,
+        sequences: Sequences,
+        passes: Sequence[Pass],
+        drafted_BN: Tensor,
+        best_BR: Tensor | None = None,
+        count_B: Tensor | None = None,
+    ) -> float:
+        """The seconds of the drafts. Where there are no `best_BR` and `count_B`, they are not judged."""
+        memory, tokens_BT, judge = sequences.memory, sequences.tokens_BT, None
         if self._are_recurrent:
             self._make_room(sequences, passes)
-        for number, one in enumerate(passes):
-            depth = self._depth(one)
-            call = depth.in_place(sequences, one, caches[one.depth - 1], drafted_BN, window)
-            if depth.is_recurrent:
-                depth.remember(call, caches[one.depth - 1], sequences.tables)
-            place = drafted_BN.data_ptr() + number * drafted_BN.element_size()
-            array[number] = _Pass(depth.place, ctypes.addressof(call), place)
-            calls.append(call)
-        self._run(array, len(passes), *self._head.place, drafted_BN.stride(0), torch.get_num_threads())
-        return drafted_BN
+        made = [self._depth(one).pass_of(sequences, one, memory.depths[one.depth - 1]) for one in passes]
+        if best_BR is not None and self._trunk is not None:
+            rows, drafts = best_BR.size(1), drafted_BN.size(1)
+            if self._trunk.is_recurrent:
+                self._trunk.room_for(memory.cache, sequences.chain(sequences.newest_B, rows, drafts), rows)
+            judge = self._trunk.pass_of(sequences, Pass(0, 0, rows, 0, False), memory.cache)
+        seconds = ctypes.c_double()
+        step = _GreedyStep(
+            *(tokens_BT.size(0), sequences.window(drafted_BN.size(1)), tokens_BT.data_ptr(), tokens_BT.stride(0)),
+            *(sequences.length_B.data_ptr(), drafted_BN.data_ptr(), drafted_BN.stride(0)),
+            *((_Pass * len(made))(*made), len(made), judge and ctypes.pointer(judge), memory.states_N1SH.data_ptr()),
+            *(*self._head.place, _pointer(best_BR), _pointer(count_B), ctypes.pointer(seconds)),
+        )
+        self._run(ctypes.addressof(step), torch.get_num_threads())
+        return seconds.value
 
     def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
         """For all passes over a cache before the first of them runs: states take in rows only between calls."""
@@ -413,10 +451,10 @@ def head_of(weight_VH: Tensor | None) -> Head | None:
     return None if compiled is None or weight_VH is None else Head(compiled, weight_VH)
 
 
-def greedy_drafts(depths: Sequence[FewRows | None], head: Head) -> GreedyDrafts | None:
-    """`GreedyDrafts`; None where a depth has no compiled code, or another type than the head."""
+def greedy_steps(trunk: FewRows | None, depths: Sequence[FewRows | None], head: Head) -> GreedySteps:
+    """`GreedySteps` of the stacks that have compiled code, of the head's type."""
     known = [one for one in depths if one is not None and one.dtype == head.dtype]
-    return GreedyDrafts(known, head) if known and len(known) == len(depths) else None
+    return GreedySteps(trunk, known if len(known) == len(depths) else [], head)
 
 
 def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import batch
-from megatron_mtp.decoding.draft import Draft
+from megatron_mtp.decoding.draft import StepOutput
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows, ancestors_of
@@ -149,20 +149,31 @@ def test_drafts_of_one_call_are_those_of_depth_by_depth(
     assert at_once == [drafts_of(pair[0], batch, settings) for settings in all_settings]
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_several_threads_draft_as_one_does(
+    pair: tuple[Runner, Runner], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"method": "mtp" if pair[0].sequential else "parallel_heads", "num_speculative_tokens": 2}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    of_one = drafts_of(pair[0], 2, settings)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert drafts_of(pair[0], 2, settings) == of_one
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("texts", [1, 3])
-def test_a_round_of_two_calls_leaves_what_its_parts_leave(pair: tuple[Runner, Runner], texts: int) -> None:
+def test_a_round_of_one_call_leaves_what_its_parts_leave(pair: tuple[Runner, Runner], texts: int) -> None:
     method = "mtp_eagle" if pair[0].sequential else "parallel_heads"
     settings = {"method": method, "num_speculative_tokens": 2}
     for speculative in (None, settings):
-        of_calls, of_parts = (prefilled(pair[0], prompts_of(texts), speculative) for _ in range(2))
+        at_once, of_parts = (prefilled(pair[0], prompts_of(texts), speculative) for _ in range(2))
         for _ in range(5):
-            assert of_calls.sequences.all_live
-            of_calls.step()
+            assert at_once.sequences.all_live
+            at_once.step()
             with pytest.MonkeyPatch.context() as patch:
                 draft_one_by_one(patch)
                 of_parts.step()
-            ours, right = of_calls.sequences, of_parts.sequences
+            ours, right = at_once.sequences, of_parts.sequences
             lengths = [len(tokens) for tokens in right.token_ids]
             assert ours.length_B.tolist() == right.length_B.tolist() == lengths
             for row, length in enumerate(lengths):
@@ -176,14 +187,14 @@ def drafts_of(runner: Runner, texts: int, settings: dict[str, Any]) -> list[list
     drafts = list[list[Any]]()
     with pytest.MonkeyPatch.context() as patch:
 
-        def propose(*given: Any) -> Draft:
-            draft = propose_one(*given)
+        def step(*given: Any) -> StepOutput:
+            output = take_step(*given)
             if len(given[0].token_ids) == texts:
-                drafts.append(draft.tokens_BN.tolist())
-            return draft
+                drafts.append(output.draft.tokens_BN.tolist())
+            return output
 
-        propose_one = batch.propose
-        patch.setattr(batch, "propose", propose)
+        take_step = batch.step
+        patch.setattr(batch, "step", step)
         generate(runner, prompts_of(texts), 24, speculative=settings)
     return drafts
 

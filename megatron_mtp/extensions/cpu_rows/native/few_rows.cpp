@@ -9,15 +9,18 @@
 // in float32 in both. A bfloat16 model is rounded where a product reads a value or a cache keeps it, and at the end. The
 // sum of a product has the same order for any number of rows, so a row's result does not depend on the rows beside it.
 //
-// A parallel region spans the whole forward. Between two barriers every thread writes its own outputs of a product.
+// A parallel region spans a whole step: its drafts and their verification. Between two barriers every thread writes its
+// own outputs of a product.
 
 #include <omp.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -491,10 +494,29 @@ struct Rows {
     int64_t draft_stride;
 };
 
-struct Pass {  // of a depth; its rows' `given` are the last states of the pass before, unless they continue a memory's
+struct Pass {
     const Stack* stack;
-    const Rows* rows;
-    int64_t* token;  // that it drafts for the first text
+    const Rows* memory;           // caches, and what recurrent layers remember
+    int64_t rows, offset, ahead;  // as in Rows
+    int64_t continues;            // a depth: 1 the trunk's states of these rows, 0 the last states of the pass before
+};
+
+struct GreedyStep {
+    int64_t batch, window;
+    int64_t* tokens;  // of every text, `token_stride` apart
+    int64_t token_stride;
+    int64_t* length;   // [batch], how many these are
+    int64_t* drafted;  // [batch, ..], `draft_stride` apart
+    int64_t draft_stride;
+    const Pass* passes;  // of depths: each drafts a token
+    int64_t count;
+    const Pass* trunk;   // judges the drafts; null: they are not judged
+    const void* states;  // [blocks, size, hidden], the trunk's
+    const void* head;    // [vocabulary, hidden], packed
+    int64_t vocabulary;
+    int64_t* best;     // [batch, rows of the trunk], the most probable token after each
+    int64_t* gained;   // [batch], by how many of these a text grows
+    double* drafting;  // seconds
 };
 
 constexpr float VISIBLE = -1e30f;  // a smaller mask forbids
@@ -658,7 +680,7 @@ class Forward {
 
   private:
     const Stack& s;
-    const Rows& r;
+    const Rows r;
     Barrier& barrier;
     long all, mixed, attended, widest, scores;
     float *residual, *qkv, *score, *halves;
@@ -1058,72 +1080,103 @@ void multiply(const void* weight, const void* x, void* to, long rows, long input
     }
 }
 
-// The output of the largest product of each row of x [rows, inputs] with the weight, the first of equals.
-template <class Float, class Found>
-void most_probable(const Float* weight, const Float* x, long rows, long inputs, long outputs, long threads, Found found) {
-    struct Best {
-        float value = -INFINITY;
-        int64_t out = 0;
-    };
-    std::vector<Best> best(threads * rows);
-#pragma omp parallel num_threads(threads)
-    {
-        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), LANES);
-        Best* own = best.data() + omp_get_thread_num() * rows;
-        product(weight, x, rows, inputs, mine, [&](long row, long out, const float* four, int n) {
-            for (int i = 0; i < n; i++)
-                if (four[i] > own[row].value) own[row] = {four[i], out + i};
-        });
-    }
-    for (long row = 0; row < rows; row++) {
-        Best first = best[row];
-        for (long thread = 1; thread < threads; thread++) {
-            const Best& other = best[thread * rows + row];
-            if (other.value > first.value) first = other;
+struct Best {  // the output of the largest product of a row, the first of equals
+    float value = -INFINITY;
+    int64_t out = 0;
+};
+
+// One pass after another: the most probable token after the last row of each goes where the next one reads it. Then the
+// trunk: those drafts that are its most probable tokens, and the one after these, become tokens of their text, whose length
+// grows. All in one region, in which the first thread does what is between forwards.
+template <class Float>
+class Stepping {
+  public:
+    Stepping(const GreedyStep& step, long most) : step(step), most(most), barrier(most), best(most) {}
+
+    void run(long thread, long threads) {
+        const auto began = std::chrono::steady_clock::now();
+        for (long number = 0; number < step.count; number++) {
+            const Pass& pass = step.passes[number];
+            forward(pass, thread, threads);
+            choose(pass, pass.rows - 1, thread, threads);
+            for (long text = 0; text < step.batch && thread == 0; text++)
+                step.drafted[text * step.draft_stride + number] = chosen(text, threads);
         }
-        found(row, first.out);
+        if (thread == 0) *step.drafting = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+        if (!step.trunk) return;
+        forward(*step.trunk, thread, threads);
+        choose(*step.trunk, 0, thread, threads);
+        for (long text = 0; text < step.batch && thread == 0; text++) accept(text, threads);
     }
-}
 
-// One depth after another: the most probable token after the last row of each goes where the next one reads it.
-template <class Float>
-void draft(const Pass* passes, long count, const void* head, long vocabulary, long stride, long threads) {
-    static thread_local std::vector<Float> states[2];
-    const Float* end = nullptr;  // of the states of the pass before
-    for (const Pass* pass = passes; pass < passes + count; pass++) {
-        Rows rows = *pass->rows;
-        const long size = rows.rows * rows.batch * pass->stack->hidden;
-        auto& own = states[(pass - passes) % 2];
-        if ((long)own.size() < size) own.resize(size);
-        rows.states = own.data();
-        if (!rows.continued) rows.given = end - size;
-        forward<Float>(*pass->stack, rows, threads);
-        end = own.data() + size;
-        const Float* last = end - rows.batch * pass->stack->hidden;
-        most_probable((const Float*)head, last, rows.batch, pass->stack->hidden, vocabulary, threads,
-                      [&](long text, int64_t token) { pass->token[text * stride] = token; });
-    }
-}
+  private:
+    const GreedyStep& step;
+    const long most;
+    Barrier barrier;
+    std::optional<Forward<Float>> one;
+    std::vector<Float> states, before;     // of a pass, and of the one before
+    std::vector<std::vector<Best>> best;  // of every thread and row
 
-// The most probable token `best` [batch, rows] after every row of a trunk. Those that are the drafts behind their rows and
-// the one after these, `count` [batch], become tokens of their text, whose length grows.
-template <class Float>
-void accept(const Stack& stack, Rows rows, const void* head, long vocabulary, int64_t* best, int64_t* count, long threads) {
-    static thread_local std::vector<Float> states;
-    states.resize(std::max<size_t>(states.size(), rows.rows * rows.batch * stack.hidden));
-    rows.states = states.data();
-    forward<Float>(stack, rows, threads);
-    most_probable((const Float*)head, states.data(), rows.rows * rows.batch, stack.hidden, vocabulary, threads,
-                  [&](long row, int64_t token) { best[row % rows.batch * rows.rows + row / rows.batch] = token; });
-    for (long text = 0; text < rows.batch; text++, best += rows.rows) {
-        const int64_t* drafted = rows.drafted + text * rows.draft_stride;
-        int64_t *tokens = const_cast<int64_t*>(rows.tokens) + text * rows.token_stride, gained = 1;
-        int64_t& length = const_cast<int64_t&>(rows.first[text]);
-        while (gained < rows.rows && drafted[gained - 1] == best[gained - 1]) gained++;
-        for (long place = 0; place < gained && length + place < rows.token_stride; place++)
-            tokens[length + place] = best[place];
-        length += count[text] = gained;
+    void forward(const Pass& pass, long thread, long threads) {
+        if (thread == 0) prepare(pass);
+        barrier.wait(thread, threads);
+        one->run(thread, threads);
+        barrier.wait(thread, threads);
     }
+
+    void prepare(const Pass& pass) {
+        const size_t size = pass.rows * step.batch * pass.stack->hidden;
+        std::swap(states, before);
+        states.resize(size);
+        Rows rows = *pass.memory;
+        rows.rows = pass.rows, rows.batch = step.batch, rows.window = step.window;
+        rows.tokens = step.tokens, rows.token_stride = step.token_stride, rows.first = step.length;
+        rows.by_place = 1, rows.offset = pass.offset, rows.ahead = pass.ahead;
+        rows.drafted = step.drafted, rows.draft_stride = step.draft_stride;
+        rows.states = states.data();
+        if (pass.continues) rows.continued = step.states;
+        else if (&pass != step.trunk) rows.given = before.data() + before.size() - size;
+        one.emplace(*pass.stack, rows, most, barrier);
+    }
+
+    // The most probable tokens after all rows from `first` on.
+    void choose(const Pass& pass, long first, long thread, long threads) {
+        const long hidden = pass.stack->hidden, rows = (pass.rows - first) * step.batch;
+        std::vector<Best> own(rows);
+        product((const Float*)step.head, states.data() + first * step.batch * hidden, rows, hidden,
+                Share(step.vocabulary, thread, threads, LANES), [&](long row, long out, const float* values, int n) {
+                    for (int i = 0; i < n; i++)
+                        if (values[i] > own[row].value) own[row] = {values[i], out + i};
+                });
+        best[thread] = std::move(own);
+        barrier.wait(thread, threads);
+    }
+
+    int64_t chosen(long row, long threads) const {
+        Best first = best[0][row];
+        for (long thread = 1; thread < threads; thread++)
+            if (best[thread][row].value > first.value) first = best[thread][row];
+        return first.out;
+    }
+
+    void accept(long text, long threads) {
+        const long rows = step.trunk->rows;
+        const int64_t* drafted = step.drafted + text * step.draft_stride;
+        int64_t *tokens = step.tokens + text * step.token_stride, *made = step.best + text * rows, gained = 1;
+        int64_t& length = step.length[text];
+        for (long row = 0; row < rows; row++) made[row] = chosen(row * step.batch + text, threads);
+        while (gained < rows && drafted[gained - 1] == made[gained - 1]) gained++;
+        for (long place = 0; place < gained && length + place < step.token_stride; place++)
+            tokens[length + place] = made[place];
+        length += step.gained[text] = gained;
+    }
+};
+
+template <class Float>
+void run_step(const GreedyStep& step, long threads) {
+    Stepping<Float> one(step, threads);
+#pragma omp parallel num_threads(threads)
+    one.run(omp_get_thread_num(), omp_get_num_threads());
 }
 
 extern "C" {
@@ -1134,27 +1187,9 @@ void forward_bfloat16(const Stack* stack, const Rows* rows, int64_t threads) {
     forward<bfloat16>(*stack, *rows, threads);
 }
 
-// head [vocabulary, H]
-void accept_float32(const Stack* stack, const Rows* rows, const void* head, int64_t vocabulary, int64_t* best,
-                    int64_t* count, int64_t threads) {
-    accept<float>(*stack, *rows, head, vocabulary, best, count, threads);
-}
+void step_float32(const GreedyStep* step, int64_t threads) { run_step<float>(*step, threads); }
 
-void accept_bfloat16(const Stack* stack, const Rows* rows, const void* head, int64_t vocabulary, int64_t* best,
-                     int64_t* count, int64_t threads) {
-    accept<bfloat16>(*stack, *rows, head, vocabulary, best, count, threads);
-}
-
-// head [vocabulary, H]; the tokens of two texts are `stride` apart
-void draft_float32(const Pass* passes, int64_t count, const void* head, int64_t vocabulary, int64_t stride,
-                   int64_t threads) {
-    draft<float>(passes, count, head, vocabulary, stride, threads);
-}
-
-void draft_bfloat16(const Pass* passes, int64_t count, const void* head, int64_t vocabulary, int64_t stride,
-                    int64_t threads) {
-    draft<bfloat16>(passes, count, head, vocabulary, stride, threads);
-}
+void step_bfloat16(const GreedyStep* step, int64_t threads) { run_step<bfloat16>(*step, threads); }
 
 // Numbers of a packed weight.
 int64_t packed_size_float32(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<float>(inputs); }

@@ -104,6 +104,7 @@ SMOKE = {
     "shift": [],
     "hybrid": [],
     "head_life": [],
+    "windows": [],
 }
 """Flags beside --quick. gpu_check.py is run by test_gpu_check.py."""
 

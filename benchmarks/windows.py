@@ -1,0 +1,116 @@
+"""Accepted length against the context, of drafters with a window and without one.
+
+    python benchmarks/windows.py                      one trunk, two EAGLE-3 drafters, sequences of 16,384 tokens
+    python benchmarks/windows.py --folder DIR         trunk and drafters are kept there, and a cut run goes on
+    python benchmarks/windows.py --quick              does it run? (the figures mean nothing)
+
+text      The corpus of scripts/quickstart.sh. A sequence goes on from one file to the next.
+trunk     Four layers with windows of 256 positions. What it computes is the same at any position, so that a change of
+          what is accepted is the drafter's.
+drafters  Trained on 512 tokens at a time, behind the frozen trunk: one attends to all positions, one to the last 64.
+
+`evaluate --context-lengths` measures both on documents that no training has seen.
+"""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
+
+from benchmarks.harness import Found, Goal, Table, main
+from megatron_mtp.acceptance import EXPECTED_LENGTH
+
+ROOT = Path(__file__).resolve().parents[1]
+WINDOW = 64
+DRAFTERS = {"all positions": [], f"window of {WINDOW}": ["--drafter-window-size", WINDOW]}
+TRUNK = (
+    "--num-layers 4 --hidden-size 96 --num-attention-heads 3 --window-size 255,0 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--init-method-std 0.06 --embedding-init-method-std 1.0 --mtp-num-layers 0"
+).split()
+DRAFTER = "--use-checkpoint-args --drafter eagle3 --drafter-steps 3".split()
+TRAINING = (
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --optimizer muon "
+    "--muon-extra-scale-factor 0.2 --muon-nesterov --lr 1e-2 --min-lr 0 --lr-decay-style linear --weight-decay 0.1 "
+    "--clip-grad 1.0 --adam-beta2 0.95 --eval-iters 0 --tokenizer-type HuggingFaceTokenizer "
+    "--no-create-attention-mask-in-dataloader"
+).split()
+
+
+def measure(wanted: Namespace) -> Found:
+    """The trunk, its drafters and what is accepted of them."""
+    quick = wanted.quick
+    lengths = [16, 32, 64, 128] if quick else [512, 1024, 2048, 4096, 8192, 16384]
+    split = "80,20,0" if quick else "98,2,0"
+    trained, trunk_steps, steps, sequences = (32, 4, 4, 2) if quick else (512, 240, 120, 6)
+    with TemporaryDirectory(prefix="windows-") as temporary:
+        place = wanted.folder or Path(temporary)
+        corpus = small_corpus(place) if quick else wanted.data
+        data = ["--data-path", corpus, "--tokenizer-model", f"{corpus}-tokenizer", "--split", split]
+        of_training = [*TRAINING, *data, "--seq-length", trained]
+        train(place / "trunk", [*TRUNK, "--max-position-embeddings", lengths[-1], *of_training], trunk_steps)
+        found = {}
+        for name, flags in DRAFTERS.items():
+            folder = place / name.replace(" ", "-")
+            train(folder, [*DRAFTER, "--load", place / "trunk", *flags, *of_training], steps)
+            given = [*data, "--context-lengths", *lengths, "--eval-iters", sequences, "--json"]
+            found[name] = json.loads(run("evaluate", "--load", folder, *given))
+    names = list(next(iter(found.values()))["contexts"])
+    by_context = {name: [one["contexts"][context] for context in names] for name, one in found.items()}
+    rows = [
+        (context, *(f"{each[row][EXPECTED_LENGTH]:.3f} ± {each[row]['error']:.3f}" for each in by_context.values()))
+        for row, context in enumerate(names)
+    ]
+    return Found(
+        {"contexts": by_context},
+        goals(*([one[EXPECTED_LENGTH] for one in each] for each in by_context.values())),
+        [Table("Expected accepted length, three drafts", ("context", *DRAFTERS), rows)],
+    )
+
+
+def goals(full: list[float], windowed: list[float]) -> list[Goal]:
+    """What longer contexts keep of that to 2k, and what the window costs in the first."""
+    return [
+        Goal("with a window, the least of longer contexts over 1k to 2k", min(windowed[3:]) / windowed[2], 0.95, ">="),
+        Goal("without one, 8k to 16k over 1k to 2k", full[-1] / full[2], 0.95),
+        Goal("with a window over without one, up to 512", windowed[0] / full[0], 0.95, ">="),
+    ]
+
+
+def small_corpus(place: Path) -> Path:
+    """The prefix of a corpus of our pages."""
+    prefix = place / "corpus"
+    run("preprocess", "--input", ROOT / "docs", "--vocab-size", 300, "--output-prefix", prefix, "--workers", 1)
+    return prefix
+
+
+def train(folder: Path, flags: list[Any], steps: int) -> None:
+    """A checkpoint after so many steps; done once."""
+    if not (folder / "latest_checkpointed_iteration.txt").exists():
+        ends = ["--train-iters", steps, "--lr-warmup-iters", steps // 20, "--eval-interval", steps]
+        run("train", *flags, *ends, "--save", folder, "--save-interval", steps)
+
+
+def run(verb: str, *words: object) -> str:
+    """Run a verb in a process of its own; returns what it prints.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", "megatron_mtp", verb, *map(str, words)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    kept = "trunk and drafters are kept there, and a cut run goes on; default: a temporary folder"
+    data = Path("runs/quickstart/data/corpus")
+    flags = {
+        "--data": {"type": Path, "default": data, "metavar": "PREFIX", "help": f"the corpus; default: {data}"},
+        "--folder": {"type": Path, "metavar": "DIR", "help": kept},
+    }
+    main(measure, __doc__, flags=flags)

@@ -484,24 +484,22 @@ def _in_their_place(args: Namespace) -> dict[str, Any]:
 
 
 def _check_heads(args: Namespace) -> None:
-    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads."""
+    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads, or what it compresses to."""
     if args.num_attention_heads is None:
         return
     sizes, ranks = drafter_sizes(args), args.tensor_model_parallel_size
-    if sizes.heads % ranks or sizes.groups % ranks:
-        raise ValueError(
-            f"the drafter has {sizes.heads} heads in {sizes.groups} groups, which {ranks} tensor-parallel ranks cannot "
-            "share; give --drafter-num-attention-heads and --drafter-num-query-groups that they can."
-        )
-    latents = sizes.latents
-    if latents is None:
-        return
-    queries, keys = latents.q_lora_rank or 0, latents.kv_lora_rank + latents.qk_pos_emb_head_dim
-    if queries % ranks or keys % ranks:
-        raise ValueError(
-            f"the drafter compresses queries to {queries} channels and keys to {keys} with ROPE, which {ranks} "
-            f"tensor-parallel ranks cannot share; give {LATENT} Q KV NOPE ROPE V that they can."
-        )
+    shared = [(sizes.heads, "heads", "--drafter-num-attention-heads")]
+    if sizes.latents is None:
+        shared.append((sizes.groups, "key heads", "--drafter-num-query-groups"))
+    else:
+        keys = sizes.latents.kv_lora_rank + sizes.latents.qk_pos_emb_head_dim
+        shared.append((sizes.latents.q_lora_rank or 0, "channels of compressed queries", f"another Q in {LATENT}"))
+        shared.append((keys, "channels of compressed keys (KV + ROPE)", f"others in {LATENT}"))
+    for number, what, remedy in shared:
+        if number % ranks:
+            raise ValueError(
+                f"the drafter has {number} {what}, which {ranks} tensor-parallel ranks cannot share; give {remedy}."
+            )
 
 
 def without_depths(args: Namespace) -> dict[str, Any]:

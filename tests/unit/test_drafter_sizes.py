@@ -22,6 +22,7 @@ from megatron_mtp.model.arguments import (
 )
 from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.rope_scaling import scaling_of
+from megatron_mtp.training.checks import drafter_arguments
 
 TRUNK = AttentionSizes(16, 2, 256, 1e-6, 1e7)
 LATENTS = LatentSizes(24, 512, 128, 64, 128)
@@ -239,3 +240,28 @@ def test_arguments_and_configuration_say_the_same_of_latent_attention() -> None:
     args = Namespace(**{**OF_ARGUMENTS, **scaled, "hidden_size": 64, "multi_latent_attention": True})
     args.layernorm_epsilon, args.rotary_base = config.layernorm_epsilon, config.rotary_base
     assert ours == drafter_sizes(args) == AttentionSizes(8, 2, 8, 1e-5, 10000, YARN)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"drafter_num_attention_heads": 6},
+            "6 heads, which 4 tensor-parallel ranks cannot share; give --drafter-num-att",
+        ),
+        ({}, "2 key heads, which 4 tensor-parallel ranks cannot share; give --drafter-num-query-groups"),
+        (
+            {LATENT_FLAG: [10, 12, 8, 4, 8]},
+            "10 channels of compressed queries, .* give another Q in --drafter-multi-lat",
+        ),
+        (
+            {LATENT_FLAG: [0, 12, 8, 2, 8]},
+            r"14 channels of compressed keys \(KV \+ ROPE\), .* give others in --drafter-mul",
+        ),
+    ],
+)
+def test_what_tensor_parallel_ranks_cannot_share_is_refused(given: dict[str, Any], said: str) -> None:
+    of_run = {"drafter": "eagle3", "num_layers": 8, "tensor_model_parallel_size": 4, **OF_ARGUMENTS, **given}
+    unset = dict.fromkeys(("drafter_layers", "drafter_num_layers", "drafter_markov_rank"))
+    with pytest.raises(ValueError, match=said):
+        drafter_arguments(Namespace(**unset, **of_run))

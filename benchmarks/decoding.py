@@ -40,7 +40,7 @@ from benchmarks.llama import greedy, llama_of
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.extensions.cpu_rows.compiled import library
+from megatron_mtp.extensions.cpu_rows.compiled import NUMBERS, library
 from megatron_mtp.model.build import join_world
 from megatron_mtp.runtime import prepare
 
@@ -91,7 +91,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 def decoding(wanted: Namespace) -> Found:
     """The models and types in the flags."""
     join_world()
-    results: dict[str, Any] = {"compiled": library() is not None}
+    results: dict[str, Any] = {"compiled": None not in map(library, NUMBERS)}
     goals: list[Goal] = []
     for model in SHAPES if wanted.model == "all" else [wanted.model]:
         for dtype in DTYPES if wanted.dtype == "all" else [wanted.dtype]:

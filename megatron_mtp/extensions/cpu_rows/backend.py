@@ -36,7 +36,8 @@ class CpuRows(Modules):
     """
 
     def __init__(self, model: LanguageModule, scope: Scope, positions: int, head_VH: Tensor | None) -> None:
-        if not is_compiled(model.embedding.word_embeddings.weight) or library() is None:
+        weight = model.embedding.word_embeddings.weight
+        if not is_compiled(weight) or library(weight.dtype) is None:
             raise Unfit
         if not _has_room(model):
             raise Unfit

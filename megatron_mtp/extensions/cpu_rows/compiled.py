@@ -1,8 +1,9 @@
 """The compiled code of this room: built by the machine's C++ compiler when a first runner needs it, and kept.
 
-`library` builds native/few_rows.cpp for this CPU and keeps it in the user's cache: `$TORCH_EXTENSIONS_DIR`, else
-`$XDG_CACHE_HOME`, else `~/.cache`. The file's name has a hash of all that it depends on, so that a new source, compiler
-or CPU gets a file of its own. The source includes nothing of torch, whose headers would take longer than the code.
+`library` builds native/few_rows.cpp for this CPU and a type of weights, and keeps it in the user's cache:
+`$TORCH_EXTENSIONS_DIR`, else `$XDG_CACHE_HOME`, else `~/.cache`. The file's name has a hash of all that it depends on,
+so that a new source, compiler or CPU gets a file of its own. The source includes nothing of torch, whose headers would
+take longer than the code.
 Where it cannot be built, drafting runs without, and a warning says why.
 """
 
@@ -25,22 +26,24 @@ SWITCH = "MEGATRON_MTP_COMPILED"
 
 SOURCE = Path(__file__).parent / "native" / "few_rows.cpp"
 FLAGS = "-O3 -march=native -std=c++17 -fno-math-errno -ffp-contract=off -fopenmp -shared -fPIC".split()
+NUMBERS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+"""Types of weights that can be compiled, and their names in the source."""
 LONGEST_BUILD = 120
-"""Seconds; a build takes some ten."""
+"""Seconds; a build takes some seven."""
 
 _logger = logging.getLogger(__name__)
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled code; None where it is switched off or cannot be built."""
-    return None if os.environ.get(SWITCH) == "0" else _loaded()
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled code for weights of this type; None where it is switched off or cannot be built."""
+    return None if os.environ.get(SWITCH) == "0" else _loaded(dtype)
 
 
 @cache
-def _loaded() -> ctypes.CDLL | None:
+def _loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Once in a process: also a failure is not tried again."""
     try:
-        return ctypes.CDLL(str(built(folder())))
+        return ctypes.CDLL(str(built(folder(), dtype)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _logger.warning("drafting runs without compiled code, which is slower: %s", _reason(error))
         return None
@@ -53,7 +56,7 @@ def folder() -> Path:
     return Path(extensions or cached) / "megatron_mtp"
 
 
-def built(where: Path) -> Path:
+def built(where: Path, dtype: torch.dtype) -> Path:
     """The library's file in a folder, which is built if it is not there; two processes may do so at the same time.
 
     Raises:
@@ -61,14 +64,14 @@ def built(where: Path) -> Path:
         subprocess.SubprocessError: the compiler fails.
         OSError: the folder cannot be written.
     """
-    target = where / f"few_rows-{_key()}.so"
+    target = where / f"few_rows-{NUMBERS[dtype]}-{_key()}.so"
     if target.is_file():
         return target
     compiler = _compiler()
     where.mkdir(parents=True, exist_ok=True)
-    _logger.warning("compiling %s for this CPU, once; it takes some ten seconds", SOURCE.name)
+    _logger.warning("compiling %s for this CPU, once; it takes some seconds", SOURCE.name)
     with written_beside(target, shared=True) as beside:
-        command = [compiler, *FLAGS, "-o", str(beside), str(SOURCE)]
+        command = [compiler, *FLAGS, f"-DNUMBER={NUMBERS[dtype]}", "-o", str(beside), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST_BUILD)
     return target
 

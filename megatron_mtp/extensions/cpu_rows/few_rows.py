@@ -28,7 +28,7 @@ from megatron_mtp.decoding.draft import Draft, StepOutput
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.extensions.cpu_rows.compiled import library
+from megatron_mtp.extensions.cpu_rows.compiled import NUMBERS, library
 from megatron_mtp.model.norms import PortableNorm
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64
 """Most rows of all texts; with more, a product is bound by arithmetic, at which torch's own kernels are better."""
-
-SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""The types of weights that are compiled, as the functions' names end."""
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
@@ -109,10 +106,10 @@ class _GreedyStep(ctypes.Structure):
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """x [..., in] to x @ weight.T [..., out] by compiled code; None where there is none for this weight."""
-    compiled = library() if is_compiled(weight) else None
+    compiled = library(weight.dtype) if is_compiled(weight) else None
     if compiled is None:
         return None
-    function = _function(compiled, "product", weight.dtype, [_P, _P, _P, _N, _N, _N, _N])
+    function = _function(compiled, "run_product", [_P, _P, _P, _N, _N, _N, _N])
     (outputs, inputs), packed = weight.shape, pack(compiled, weight)
 
     def multiply(hidden: Tensor) -> Tensor:
@@ -127,11 +124,10 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
     """A weight as the compiled code's products read it."""
-    sizes, suffix = weight_VH.shape, SUFFIX[weight_VH.dtype]
-    count = compiled[f"packed_size_{suffix}"]
+    sizes, count = weight_VH.shape, compiled.packed_size
     count.argtypes, count.restype = [_N, _N], _N
     packed = weight_VH.new_empty(count(*sizes))
-    run = _function(compiled, "pack", weight_VH.dtype, [_P, _N, _N, _P, _N])
+    run = _function(compiled, "pack_weight", [_P, _N, _N, _P, _N])
     run(weight_VH.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
     return packed
 
@@ -139,7 +135,7 @@ def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
 def is_compiled(weight: Tensor) -> bool:
     """True if there is compiled code for products with this weight."""
     is_fake = isinstance(weight, torch._subclasses.FakeTensor) or weight.is_meta
-    return weight.device.type == "cpu" and weight.dtype in SUFFIX and weight.is_contiguous() and not is_fake
+    return weight.device.type == "cpu" and weight.dtype in NUMBERS and weight.is_contiguous() and not is_fake
 
 
 class FewRows:
@@ -164,11 +160,11 @@ class FewRows:
         turns_L211C: Tensor | None,
         depth: Any = None,
     ) -> None:
-        compiled = library() if is_compiled(embedding) else None
+        compiled = library(embedding.dtype) if is_compiled(embedding) else None
         if compiled is None:
             raise NotImplementedError("no compiled code")
         self.dtype, self._held, self._compiled = embedding.dtype, list[Tensor](), compiled
-        self._run = _function(compiled, "forward", self.dtype, [_P, _P, _N])
+        self._run = _function(compiled, "run_rows", [_P, _P, _N])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._mixers = [mixer_of(layer) for layer in layers]
         self._caches = [None if (one := attention_of(layer)) is None else one.core_attention.layer for layer in layers]
@@ -368,7 +364,7 @@ class GreedySteps:
     def __init__(self, trunk: FewRows | None, depths: Sequence[FewRows], head: "Head") -> None:
         self._trunk, self._depths, self._head = trunk, depths, head
         self._are_recurrent = any(one.is_recurrent for one in depths)
-        self._run = _function(head.compiled, "step", head.dtype, [_P, _N])
+        self._run = _function(head.compiled, "run_step", [_P, _N])
 
     @property
     def drafts(self) -> bool:
@@ -447,14 +443,15 @@ class Head:
 
 def head_of(weight_VH: Tensor | None) -> Head | None:
     """`Head`; None where there is no such weight, or no compiled code for it."""
-    compiled = library() if weight_VH is not None and is_compiled(weight_VH) else None
+    compiled = library(weight_VH.dtype) if weight_VH is not None and is_compiled(weight_VH) else None
     return None if compiled is None or weight_VH is None else Head(compiled, weight_VH)
 
 
 def greedy_steps(trunk: FewRows | None, depths: Sequence[FewRows | None], head: Head) -> GreedySteps:
     """`GreedySteps` of the stacks that have compiled code, of the head's type."""
-    known = [one for one in depths if one is not None and one.dtype == head.dtype]
-    return GreedySteps(trunk, known if len(known) == len(depths) else [], head)
+    judge, *fitting = [one if one is not None and one.dtype == head.dtype else None for one in (trunk, *depths)]
+    known = [one for one in fitting if one is not None]
+    return GreedySteps(judge, known if len(known) == len(depths) else [], head)
 
 
 def _heads_of(layers: Sequence[Any]) -> tuple[int, int, int]:
@@ -485,7 +482,7 @@ def few_rows(*given: Any) -> FewRows | None:
         return None
 
 
-def _function(compiled: ctypes.CDLL, name: str, dtype: torch.dtype, arguments: list[Any]) -> Any:
-    function = compiled[f"{name}_{SUFFIX[dtype]}"]
+def _function(compiled: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
+    function = compiled[name]
     function.argtypes, function.restype = arguments, None
     return function

@@ -42,12 +42,12 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_it_is_built_once_and_says_so(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with_compiler()
-    library = compiled.library()
+    library = compiled.library(torch.float32)
     assert library is not None
     assert library.answer() == 42
-    assert messages == ["compiling few_rows.cpp for this CPU, once; it takes some ten seconds"]
+    assert messages == ["compiling few_rows.cpp for this CPU, once; it takes some seconds"]
     monkeypatch.setattr(compiled, "_compiler", lambda: pytest.fail("built again"))
-    assert compiled.library() is not None
+    assert compiled.library(torch.float32) is not None
     assert len(messages) == 1
 
 
@@ -64,8 +64,16 @@ def test_another_source_or_cpu_gets_a_file_of_its_own(monkeypatch: pytest.Monkey
     assert len(keys) == 5
 
 
+def test_every_type_of_weights_gets_a_file_of_its_own() -> None:
+    with_compiler()
+    compiled.SOURCE.write_text('struct bfloat16 { short bits; };\nextern "C" int answer() { return sizeof(NUMBER); }\n')
+    libraries = [compiled.library(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert [one.answer() for one in libraries if one is not None] == [4, 2]
+    assert sorted(file.name.split("-")[1] for file in compiled.folder().iterdir()) == ["bfloat16", "float"]
+
+
 def build(where: Path) -> int:
-    return int(ctypes.CDLL(str(compiled.built(where))).answer())
+    return int(ctypes.CDLL(str(compiled.built(where, torch.float32))).answer())
 
 
 def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
 
 def test_without_a_compiler_drafting_goes_on(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert compiled.library() is None
+    assert compiled.library(torch.float32) is None
     assert few_rows.product_of(torch.ones(4, 4)) is None
     reason = "there is no C++ compiler (no-such-compiler); install g++"
     assert messages[0] == f"drafting runs without compiled code, which is slower: {reason}"
@@ -86,7 +94,7 @@ def test_without_a_compiler_drafting_goes_on(messages: list[str], monkeypatch: p
 def test_a_compiler_that_fails_leaves_nothing(messages: list[str]) -> None:
     with_compiler()
     compiled.SOURCE.write_text("int broken(\n")
-    assert compiled.library() is None
+    assert compiled.library(torch.float32) is None
     assert "slower: the compiler fails: " in messages[-1]
     assert list(compiled.folder().iterdir()) == []
 
@@ -98,7 +106,7 @@ def test_a_build_that_is_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(compiled, "_compiler", lambda: "c++")
     monkeypatch.setattr(subprocess, "run", cut_off)
-    assert compiled.library() is None
+    assert compiled.library(torch.float32) is None
     assert list(compiled.folder().iterdir()) == []
 
 
@@ -108,14 +116,14 @@ def test_a_folder_that_cannot_be_written_is_told(
     with_compiler()
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    assert compiled.library() is None
+    assert compiled.library(torch.float32) is None
     assert "Not a directory" in messages[-1]
 
 
 def test_it_can_be_switched_off(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.SWITCH, "0")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built"))
-    assert compiled.library() is None
+    assert compiled.library(torch.float32) is None
     assert messages == []
 
 
@@ -127,7 +135,7 @@ def test_a_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "folder", lambda: Path("/nowhere"))
     compiled._loaded.cache_clear()
     try:
-        assert [compiled.library(), compiled.library()] == [None, None]
+        assert [compiled.library(torch.float32), compiled.library(torch.float32)] == [None, None]
     finally:
         compiled._loaded.cache_clear()
     assert len(said) == 1

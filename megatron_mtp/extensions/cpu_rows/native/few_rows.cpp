@@ -5,7 +5,7 @@
 //      recurrent layers remember.
 // Out: states of the rows after the last norm; the rows' keys, values and inputs of recurrent layers in their slots.
 //
-// Float is the type of weights, states and caches: float, or bfloat16. Sums, norms, softmax and the residual stream are
+// Float is the type of weights, states and caches: float, or bfloat16. A build (-DNUMBER=...) has one of them. Sums, norms, softmax and the residual stream are
 // in float32 in both. A bfloat16 model is rounded where a product reads a value or a cache keeps it, and at the end. The
 // sum of a product has the same order for any number of rows, so a row's result does not depend on the rows beside it.
 //
@@ -1173,45 +1173,32 @@ class Stepping {
 };
 
 template <class Float>
-void run_step(const GreedyStep& step, long threads) {
+void greedy_step(const GreedyStep& step, long threads) {
     Stepping<Float> one(step, threads);
 #pragma omp parallel num_threads(threads)
     one.run(omp_get_thread_num(), omp_get_num_threads());
 }
 
+// ---- what Python calls, for weights of the type that the build names
+
+typedef NUMBER Number;
+
 extern "C" {
 
-void forward_float32(const Stack* stack, const Rows* rows, int64_t threads) { forward<float>(*stack, *rows, threads); }
+void run_rows(const Stack* stack, const Rows* rows, int64_t threads) { forward<Number>(*stack, *rows, threads); }
 
-void forward_bfloat16(const Stack* stack, const Rows* rows, int64_t threads) {
-    forward<bfloat16>(*stack, *rows, threads);
-}
-
-void step_float32(const GreedyStep* step, int64_t threads) { run_step<float>(*step, threads); }
-
-void step_bfloat16(const GreedyStep* step, int64_t threads) { run_step<bfloat16>(*step, threads); }
+void run_step(const GreedyStep* step, int64_t threads) { greedy_step<Number>(*step, threads); }
 
 // Numbers of a packed weight.
-int64_t packed_size_float32(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<float>(inputs); }
+int64_t packed_size(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<Number>(inputs); }
 
-int64_t packed_size_bfloat16(int64_t outputs, int64_t inputs) { return strips_of(outputs) * strip_size<bfloat16>(inputs); }
-
-void pack_float32(const void* weight, int64_t outputs, int64_t inputs, void* to, int64_t threads) {
-    pack((const float*)weight, outputs, inputs, (float*)to, threads);
-}
-
-void pack_bfloat16(const void* weight, int64_t outputs, int64_t inputs, void* to, int64_t threads) {
-    pack((const bfloat16*)weight, outputs, inputs, (bfloat16*)to, threads);
+void pack_weight(const void* weight, int64_t outputs, int64_t inputs, void* to, int64_t threads) {
+    pack((const Number*)weight, outputs, inputs, (Number*)to, threads);
 }
 
 // x [rows, inputs] @ weight [outputs, inputs]^T
-void product_float32(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
-                     int64_t threads) {
-    multiply<float>(weight, x, to, rows, inputs, outputs, threads);
-}
-
-void product_bfloat16(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
-                      int64_t threads) {
-    multiply<bfloat16>(weight, x, to, rows, inputs, outputs, threads);
+void run_product(const void* weight, const void* x, void* to, int64_t rows, int64_t inputs, int64_t outputs,
+                 int64_t threads) {
+    multiply<Number>(weight, x, to, rows, inputs, outputs, threads);
 }
 }

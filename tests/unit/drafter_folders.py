@@ -26,6 +26,7 @@ DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
     "eagle3": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), DRAFTED),
     "eagle3-whole": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
+    "eagle3-latents": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), DRAFTED),
     "eagle": (DrafterSettings("eagle", (), WIDTH), [*range(VOCABULARY)]),
     "dflash": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
     "dspark": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
@@ -65,12 +66,14 @@ OWN_LATENTS: dict[str, Any] = {
 }
 LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 OWN_LATENTS["rope_scaling"] = LATENT_YARN
+SIZES = {"eagle3-latents": OWN_LATENTS}
+"""Sizes of the kinds that have their own."""
 
 
 def make_pairs(root: Path) -> Pairs:
     """Folder and checkpoint of every kind, and of the trunk, under `root`."""
     trunk = make_trunk(root)
-    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1]) for name in KINDS}}
+    return {"trunk": trunk, **{name: make_drafter(root, name, trunk[1], SIZES.get(name)) for name in KINDS}}
 
 
 def make_trunk(root: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
@@ -181,6 +184,15 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str]] = {
     ),
     "codebooks exchanged": (
         "dflash2", exchange(f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"), {}, "tensors"
+    ),
+    "norm of the latents permuted": (
+        "eagle3-latents",
+        change("midlayer.self_attn.kv_a_layernorm.weight", lambda one: one.flip(0)),
+        {},
+        "tensors",
+    ),
+    "another factor of the scores": (
+        "eagle3-latents", nothing, {"rope_scaling": {**LATENT_YARN, "mscale_all_dim": 0.8}}, "settings"
     ),
     "another mask": ("dflash", nothing, {"dflash_config": BLOCK | {"mask_token_id": 8}}, "settings"),
     "another block": ("dspark", nothing, {"block_size": 4}, "settings"),

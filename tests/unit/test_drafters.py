@@ -9,18 +9,15 @@ import torch
 from drafter_folders import (
     FAULTS,
     KINDS,
-    LATENT_YARN,
     LAYERS,
     OWN_LATENTS,
     OWN_SIZES,
     YARN,
     Change,
     Pairs,
-    change,
     make_drafter,
     make_pairs,
     make_trunk,
-    nothing,
     spoiled,
 )
 from safetensors.torch import load_file
@@ -91,15 +88,6 @@ def test_a_drafter_with_latent_attention_goes_there_and_back(family: str, rank: 
     assert (keys["architectures"], keys["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v3")
     checks = verify_drafter(exported, saved)
     assert [check for check in checks if not check.ok or not check.made] == []
-    norm = "midlayer.self_attn.kv_a_layernorm.weight"
-    for name, by, other, seen in (
-        ("tensors", change(norm, lambda one: one.flip(0)), {}, "tensors"),
-        ("settings", nothing, {"rope_scaling": {**LATENT_YARN, "mscale_all_dim": 0.8}}, "settings"),
-    ):
-        failed = [
-            one.name for one in verify_drafter(spoiled(exported, tmp_path / name, by, **other), saved) if not one.ok
-        ]
-        assert failed[0].startswith(seen)
 
 
 @torch.no_grad()

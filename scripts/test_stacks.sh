@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Install frameworks on top of Megatron, each into a folder of its own, and test attached MTP layers in their models:
 # tests/functional/test_stacks.py.
-#   scripts/test_stacks.sh [NAME ...]            megatron_bridge, ms_swift; all without a name
+#   scripts/test_stacks.sh [NAME ...]            megatron_bridge, ms_swift, verl; all without a name
 #   scripts/test_stacks.sh --install [NAME ...]  without the tests, which scripts/test.sh --all then runs
 # The versions are those of integrations/NAME.txt, without dependencies beyond them: what else a framework imports is in
-# .venv. The folders are .venv-stacks/NAME (0.3 GB each). Where a framework cannot be installed, its cases are skipped.
+# .venv; verl needs megatron_bridge too. The folders are .venv-stacks/NAME (0.3 GB each). Where a framework cannot be
+# installed, its cases are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -15,10 +16,10 @@ if [ "${1-}" = --install ]; then
     shift
 fi
 names=("$@")
-[ $# -gt 0 ] || names=(megatron_bridge ms_swift)
+[ $# -gt 0 ] || names=(megatron_bridge ms_swift verl)
 for name in "${names[@]}"; do
     [ -f "integrations/$name.txt" ] || {
-        echo "test_stacks.sh: error: there is no framework '$name'; name megatron_bridge or ms_swift." >&2
+        echo "test_stacks.sh: error: there is no framework '$name'; name megatron_bridge, ms_swift or verl." >&2
         exit 2
     }
     folder=.venv-stacks/$name

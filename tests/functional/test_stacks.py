@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_models import make
 from launch import ROOT, learned
+from safetensors.torch import load_file
 from stack_rows import (
     LENGTH,
     RATE,
@@ -161,3 +164,34 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
     assert min(record["accepted"], record["accepted of the graft"]) > 0
     if follows:
         assert record["accepted"] > record["accepted of the graft"]
+
+
+@pytest.mark.parametrize(("family", "head"), [("qwen3", "new"), ("glm4_moe", "own")])
+def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
+    family: str, head: str, tmp_path: Path
+) -> None:
+    """Its Megatron engine of the release and of the patched release; the folder's own layer is loaded."""
+    needs("megatron_bridge")
+    needs("verl")
+    began = cpu_seconds()
+    changes = {} if family == "qwen3" else {"n_shared_experts": 1}
+    folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
+    shutil.copytree(ENVIRONMENTS / "verl" / "verl", tmp_path / "patched" / "verl")
+    subprocess.run(["git", "apply", ROOT / "integrations" / "verl.patch"], cwd=tmp_path / "patched", check=True)
+    found = []
+    for paths in ((), (tmp_path / "patched",)):
+        out = tmp_path / f"{len(found)}.safetensors"
+        installed = (ENVIRONMENTS / "verl", ENVIRONMENTS / "megatron_bridge", ROOT)
+        ran(Path(__file__).with_name("verl_worker.py"), folder, out, paths=(*paths, *installed))
+        found.append(load_file(out))
+    plain, patched = found
+    print(json.dumps({"family": family, "head": head, "CPU seconds": round(cpu_seconds() - began)}))
+    assert [name for name in plain if " of mtp." in name] == []
+    assert [name for name, value in plain.items() if not torch.equal(patched[name], value)] == []
+    layer = [name.removeprefix("start of ") for name in patched if name.startswith("start of mtp.")]
+    assert len(layer) == {"qwen3": 12, "glm4_moe": 26}[family]
+    assert all(patched[f"gradient 0 of {name}"].any() for name in layer)
+    assert all(not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"]) for name in layer)
+    if head == "own":
+        projection = load_file(folder / "model.safetensors")["model.layers.3.eh_proj.weight"]
+        assert torch.equal(patched["start of mtp.layers.0.eh_proj.weight"], projection.bfloat16())

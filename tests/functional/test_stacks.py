@@ -37,6 +37,9 @@ HEADS = [("qwen3", "new"), ("glm4_moe", "new"), ("glm4_moe", "own"), ("deepseek_
 LORA = [("megatron_bridge", "own", False), ("megatron_bridge", "new", True), ("ms_swift", "own", True)]
 """Whether the layer drafts the new text better than the old one does: Bridge's targets leave out its projection."""
 
+COPIES = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+"""Of the trunk's embedding and head, in folders of GLM-4.5."""
+
 LINES = {"tuned on": (5, 7), "adapted to": (7, 3)}
 """Texts by what is done with them."""
 
@@ -170,7 +173,7 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
 def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_a_bit(
     family: str, head: str, tmp_path: Path
 ) -> None:
-    """Its Megatron engine of the release and of the patched release; the folder's own layer is loaded."""
+    """Its Megatron engine, of the release and patched; the folder's own layer is loaded, and sent for rollouts."""
     needs("megatron_bridge")
     needs("verl")
     began = cpu_seconds()
@@ -192,6 +195,12 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     assert len(layer) == {"qwen3": 12, "glm4_moe": 26}[family]
     assert all(patched[f"gradient 0 of {name}"].any() for name in layer)
     assert all(not torch.equal(patched[f"weight 2 of {name}"], patched[f"start of {name}"]) for name in layer)
-    if head == "own":
-        projection = load_file(folder / "model.safetensors")["model.layers.3.eh_proj.weight"]
-        assert torch.equal(patched["start of mtp.layers.0.eh_proj.weight"], projection.bfloat16())
+    sent = {name.removeprefix("sent ") for name in patched.keys() - plain.keys() if name.startswith("sent ")}
+    if head == "new":
+        assert sent == set()
+    else:
+        own = load_file(folder / "model.safetensors")
+        assert {name for name in own if "layers.3." in name} - sent <= COPIES
+        projection = "model.layers.3.eh_proj.weight"
+        assert torch.equal(patched["start of mtp.layers.0.eh_proj.weight"], own[projection].bfloat16())
+        assert torch.equal(patched["weight 2 of mtp.layers.0.eh_proj.weight"], patched[f"sent {projection}"])

@@ -3,8 +3,9 @@
     PYTHONPATH=VERL:MEGATRON_BRIDGE:REPOSITORY python tests/functional/verl_worker.py FOLDER OUT
 
 VERL is the release, patched or not, and FOLDER a tiny model. The engine is built, loads the folder, and takes packed
-rows of several lengths in two microbatches, as verl's workers let it. OUT is a safetensors file: the first weights, and
-log-probabilities, gradients and weights of every step. Packages of clusters that verl imports have stand-ins (AWAY).
+rows of several lengths in two microbatches, as verl's workers let it. OUT is a safetensors file: the first weights,
+log-probabilities, gradients and weights of every step, and what rollout engines are sent in the end. Packages of
+clusters that verl imports have stand-ins (AWAY).
 """
 
 import os
@@ -101,6 +102,8 @@ def main(folder: Path, out: Path) -> None:
             for name, each in model.named_parameters():
                 found[f"gradient {step} of {name}"] = each.main_grad.clone()
                 found[f"weight {step} of {name}"] = each.detach().clone()
+    sent, _ = engine.get_per_tensor_param()
+    found |= {f"sent {name}": each.clone().contiguous() for name, each in sent}
     save_file(found, out)
 
 

@@ -90,6 +90,14 @@ def test_a_drafter_with_latent_attention_goes_there_and_back(family: str, rank: 
     assert [check for check in checks if not check.ok or not check.made] == []
 
 
+def test_positions_of_latent_attention_are_read_from_either_key(pairs: Pairs, tmp_path: Path) -> None:
+    folder, saved = pairs["eagle3-latents"]
+    theta = {"rope_theta": OWN_LATENTS["rope_theta"]}
+    keys = {"rope_scaling": None, "rope_theta": None, "rope_parameters": {**OWN_LATENTS["rope_scaling"], **theta}}
+    checks = verify_drafter(spoiled(folder, tmp_path / "other", lambda _: None, **keys), saved)
+    assert [check for check in checks if not check.ok or not check.made] == []
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rank", [10, None])
 def test_latent_attention_is_that_of_transformers(rank: int | None, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Reference:
         self.latents: int = keys.get("kv_lora_rank") or 0
         if self.latents:
             self.channels = keys["qk_rope_head_dim"]
-        rope: dict[str, Any] = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+        self.rope = rope = dict(keys.get("rope_scaling") or keys.get("rope_parameters") or {})
         theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
         config = LlamaConfig(
             hidden_size=keys["hidden_size"],
@@ -251,8 +251,8 @@ class Reference:
         (query, turned), (key, value) = (one.tensor_split([content], dim=-1) for one in (query, wide))
         turned, shared = (self._turned(_in_halves(one), position_T) for one in (turned, shared))
         query, key = torch.cat([query, turned], -1), torch.cat([key, shared.expand_as(turned)], -1)
-        rope = self.keys.get("rope_scaling") or {}
-        scale = yarn_factor(rope.get("factor", 1), rope.get("mscale_all_dim", 0)) ** 2 / query.size(-1) ** 0.5
+        factor = yarn_factor(self.rope.get("factor") or 1, self.rope.get("mscale_all_dim") or 0)
+        scale = factor**2 / query.size(-1) ** 0.5
         made = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
         return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 

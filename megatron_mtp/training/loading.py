@@ -264,7 +264,9 @@ def _check_layers(args: Namespace, stored: Namespace, said: str) -> None:
         _check_gpt_as_hybrid(own, stored, said)
     if theirs is not None and own is not None:
         (trunk, depths), (stored_trunk, stored_depths) = map(trunk_and_depths, (own, theirs))
-        if trunk != stored_trunk or (stored_depths and depths[:1] != stored_depths[:1]):  # --mtp-init makes absent ones
+        in_place = args.drafter is not None and not depths  # of the stored MTP layers, which are left out
+        other = stored_depths and depths[:1] != stored_depths[:1]  # --mtp-init makes absent ones
+        if trunk != stored_trunk or (other and not in_place):
             raise ValueError(
                 f"{said} a hybrid model of layers {theirs}, and --hybrid-layer-pattern is {own}; give the same layers "
                 "for the trunk and for a depth."

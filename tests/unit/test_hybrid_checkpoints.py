@@ -79,6 +79,12 @@ def test_a_hybrid_is_loaded_into_the_same_layers_alone(
     assert says in refusal(f"{ROPE} {MOCK} {MAMBA} {flags} --load {hybrid}", monkeypatch, capsys)
 
 
+def test_a_drafter_takes_the_place_of_a_hybrids_mtp_layers(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{RUN} --use-checkpoint-args --load {hybrid} --drafter eagle3 --drafter-layers 1 2 3 --seq-length 16"
+    args, config = parsed_run(f"{flags} {MOCK}", monkeypatch)
+    assert (args.hybrid_layer_pattern, config.absent) == ("M-*-", {"mtp": (0,)})
+
+
 @pytest.mark.parametrize("pattern", ["*-*-/*-", "*-*-"])
 def test_a_gpt_with_depths_is_converted_before_it_is_loaded_into_a_pattern(
     pattern: str, gpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

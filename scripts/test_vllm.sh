@@ -16,8 +16,11 @@ if [ ! -e .venv-vllm/installed ]; then
     [ -x .venv/bin/uv ] || skip "uv is not in .venv (scripts/setup.sh puts it there where it can be had)"
     .venv/bin/uv venv --quiet --clear --python 3.11 .venv-vllm || skip "there is no Python 3.11"
     install 2>/dev/null || install --torch-backend cpu || skip "vLLM for CPU cannot be installed here"
-    # They read images and sound, which no model here does, and do not fit to every CPU build of torch.
-    VIRTUAL_ENV=.venv-vllm .venv/bin/uv pip uninstall --quiet torchvision torchaudio torchcodec || true
+    # They read sound, which no model here does, and do not fit to every CPU build of torch.
+    VIRTUAL_ENV=.venv-vllm .venv/bin/uv pip uninstall --quiet torchaudio torchcodec || true
+    # Qwen3.5's file imports torchvision. A build for CUDA has no operations here, but imports without their fakes.
+    .venv-vllm/bin/python -c 'import torchvision' 2>/dev/null ||
+        : > "$(echo .venv-vllm/lib/python3*/site-packages/torchvision/_meta_registrations.py)"
     touch .venv-vllm/installed
 fi
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 0 tests/extensions/predict/test_vllm.py "$@"

@@ -225,7 +225,7 @@ _VLLM_FAMILIES = {
     "deepseek_v3": FamilyRules(f"{_VLLM_MODELS}/deepseek_mtp.py", zeroed=True),
     "hy_v3": FamilyRules(f"{_VLLM_MODELS}/hy_v3_mtp.py", zeroed=True),
     "qwen3_next": FamilyRules(f"{_VLLM_MODELS}/qwen3_next_mtp.py, qwen3_5_mtp.py", evidence=READ),
-    "qwen3_5": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
+    "qwen3_5": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py"),
     "intern_s2_preview": FamilyRules(f"{_VLLM_MODELS}/qwen3_5_mtp.py", evidence=READ),
     "nemotron_h": FamilyRules(f"{_VLLM_MODELS}/nemotron_h_mtp.py", evidence=READ, limit=1, layers="*E"),
     "mimo": FamilyRules(f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True),

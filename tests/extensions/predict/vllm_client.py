@@ -1,11 +1,11 @@
 """vLLM as a client of an exported folder, in its own environment: greedy generation with drafts.
 
-    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' '{"method": "mtp"}' \\
+    .venv-vllm/bin/python vllm_client.py exported '[3, 4, 5, 6]' 100 '[1, 2]' '{"method": "mtp"}' float32 \\
         [model.safetensors mtp.safetensors]
 
-FOLDER, prompt, new tokens, the numbers of drafts a round to try, and the speculative config without them. Prints a line
-of JSON for each: prompt with new tokens, and vLLM's own counters. Two files of newer weights, for the model and for its
-draft module, are loaded into the engine that has started.
+FOLDER, prompt, new tokens, the numbers of drafts a round to try, the speculative config without them, and the type of
+the weights. Prints a line of JSON for each: prompt with new tokens, and vLLM's own counters. Newer weights of the model
+and of its draft module, a file each, are loaded into the engine that has started.
 """
 
 import json
@@ -22,13 +22,13 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 
-def started(folder: str, drafts: int, speculative: dict[str, Any]) -> LLM:
+def started(folder: str, drafts: int, speculative: dict[str, Any], dtype: str) -> LLM:
     return LLM(
         folder,
         trust_remote_code=True,  # MiMo's configuration is a class in its folder
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=256,
         max_num_seqs=1,
         disable_log_stats=False,
@@ -57,9 +57,9 @@ def load(worker: Any, model: str, mtp: str) -> None:
         reload_weights(runner.vllm_config, module, iter(load_file(file).items()), None, is_checkpoint_format=True)
 
 
-def main(folder: str, prompt: str, new: str, drafts: str, speculative: str, *newer: str) -> None:
+def main(folder: str, prompt: str, new: str, drafts: str, speculative: str, dtype: str, *newer: str) -> None:
     for count in json.loads(drafts):
-        llm = started(folder, count, json.loads(speculative))
+        llm = started(folder, count, json.loads(speculative), dtype)
         if newer:
             llm.collective_rpc(load, args=newer)
         print(json.dumps(generate(llm, json.loads(prompt), int(new), count)), flush=True)

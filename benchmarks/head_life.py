@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
@@ -344,19 +344,21 @@ def run(verb: str, *words: object, may_fail: bool = False) -> int:
     """Run a verb in a fork of this process, which has imported Megatron; returns its exit status.
 
     Raises:
-        RuntimeError: it failed, unless that is allowed.
+        RuntimeError: it failed, unless that is allowed; the message has the end of what it printed.
     """
     from megatron_mtp.cli.main import main as program
 
-    child = os.fork()
-    if child == 0:
-        log = os.open(os.environ.get("HEAD_LIFE_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os._exit(_status(lambda: program([verb, *map(str, words)])))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status and not may_fail:
-        raise RuntimeError(f"megatron-mtp {verb} {' '.join(map(str, words))} ended with status {status}")
+    with TemporaryFile() as log:
+        child = os.fork()
+        if child == 0:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            os._exit(_status(lambda: program([verb, *map(str, words)])))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status and not may_fail:
+            log.seek(0)
+            end = "\n".join(log.read().decode(errors="replace").splitlines()[-40:])
+            raise RuntimeError(f"megatron-mtp {verb} {' '.join(map(str, words))} ended with status {status}:\n{end}")
     return status
 
 

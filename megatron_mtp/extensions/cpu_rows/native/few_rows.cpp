@@ -5,9 +5,10 @@
 //      recurrent layers remember.
 // Out: states of the rows after the last norm; the rows' keys, values and inputs of recurrent layers in their slots.
 //
-// Float is the type of weights, states and caches: float, or bfloat16. A build (-DNUMBER=...) has one of them. Sums, norms, softmax and the residual stream are
-// in float32 in both. A bfloat16 model is rounded where a product reads a value or a cache keeps it, and at the end. The
-// sum of a product has the same order for any number of rows, so a row's result does not depend on the rows beside it.
+// Float is the type of weights, states and caches: float, or bfloat16. A build (-DNUMBER=...) has one of them. Sums, norms,
+// softmax and the residual stream are in float32 in both. A bfloat16 model is rounded where a product reads a value or a
+// cache keeps it, and at the end. The sum of a product has the same order for any number of rows, so a row's result does
+// not depend on the rows beside it.
 //
 // A parallel region spans a whole step: its drafts and their verification. Between two barriers every thread writes its
 // own outputs of a product.

@@ -346,6 +346,8 @@ def run(verb: str, *words: object, may_fail: bool = False) -> int:
     Raises:
         RuntimeError: it failed, unless that is allowed; the message has the end of what it printed.
     """
+    import torch
+
     from megatron_mtp.cli.main import main as program
 
     with TemporaryFile() as log:
@@ -353,6 +355,7 @@ def run(verb: str, *words: object, may_fail: bool = False) -> int:
         if child == 0:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+            torch.set_num_threads(torch.get_num_threads())  # makes torch's pool anew, before several threads ask for it
             os._exit(_status(lambda: program([verb, *map(str, words)])))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status and not may_fail:

@@ -5,11 +5,11 @@
     x_k  = layer(embedding(t_{i+k}), x_{k-1})                             step k = 2 .. K
     the drafts' logits are head(norm(x_k))
 
-The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide; or its attention
-is DeepSeek's, whose latents are made of these 2 H. Its residual is
-the feature itself, or its norm (`norm_before_residual`, as speculators trains). In training step k reads the layer's
-own output of step k - 1, as drafting does (the paper's training-time test), and attends to what an engine's k-th draft
-attends to (`SharingAttention` of shared_keys.py).
+The layer is Llama's, but makes queries, keys and values of [norm(embedding); norm(feature)], 2 H wide. Or its attention
+is DeepSeek's, whose latents are made of these 2 H. The residual is the feature itself, or its norm
+(`norm_before_residual`, as speculators trains). In training step k reads the layer's own output of step k - 1, as
+drafting does (the paper's training-time test), and attends to what an engine's k-th draft attends to
+(`SharingAttention` of shared_keys.py).
 
 It is an MTP block of K passes of one layer. Letters in names: S sequence, B batch, H hidden.
 """

@@ -289,7 +289,7 @@ def stored_in(file: Path) -> dict[str, Stored]:
 def _files(folder: Path) -> dict[Path, list[str] | None]:
     """Files of a folder, each with the tensors that the index lists; None for a file that it does not name.
 
-    Releases keep MTP layers in a file beside the model, which the index or transformers does not open. It is read.
+    Some releases keep MTP layers in a file that the index or transformers leaves out. It is read too.
     """
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(COPY))
     named = _indexed(folder) if (folder / INDEX).is_file() else {}

@@ -40,7 +40,7 @@ from benchmarks.llama import greedy, llama_of
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.extensions.cpu_rows.compiled import NUMBERS, library
+from megatron_mtp.extensions.cpu_rows.compiled import library
 from megatron_mtp.model.build import join_world
 from megatron_mtp.runtime import prepare
 
@@ -91,10 +91,11 @@ FLAGS: dict[str, dict[str, Any]] = {
 def decoding(wanted: Namespace) -> Found:
     """The models and types in the flags."""
     join_world()
-    results: dict[str, Any] = {"compiled": None not in map(library, NUMBERS)}
+    dtypes = [*DTYPES] if wanted.dtype == "all" else [wanted.dtype]
+    results: dict[str, Any] = {"compiled": all(library(DTYPES[dtype]) is not None for dtype in dtypes)}
     goals: list[Goal] = []
     for model in SHAPES if wanted.model == "all" else [wanted.model]:
-        for dtype in DTYPES if wanted.dtype == "all" else [wanted.dtype]:
+        for dtype in dtypes:
             print(f"timing: {model} {dtype}", file=sys.stderr, flush=True)
             results[f"{model} {dtype}"], found = measured(model, dtype, wanted)
             goals += found

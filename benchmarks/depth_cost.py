@@ -1,13 +1,19 @@
-"""What every depth adds to the time of a training step, against what its arithmetic adds.
+"""What MTP layers add to a training step: measured, by their arithmetic, and as `megatron-mtp plan` says.
 
-    python benchmarks/depth_cost.py                    D = 1, 2 and 4 beside D = 0
+    python benchmarks/depth_cost.py                    D = 1, 2 and 4 beside D = 0, in two sizes
+    python benchmarks/depth_cost.py --cpu-time         one thread and its CPU time: for a machine that others use
     python benchmarks/depth_cost.py --quick            does it run? (the figures mean nothing)
 
 With C the multiply-adds of one layer for a token, H the hidden size, V the vocabulary and L the trunk's layers, D
 depths add D (2 H^2 + C + H V) to L C + H V. All models take turns step by step, so that a load from outside meets all.
+
+The plan is made for a CPU alone: rates of its products, attention and copies are measured first, in seconds. A profile
+of one step gives the peak of its memory. Optimizer and weights are there before a step, so that a step's peak is its
+activations and losses.
 """
 
 import sys
+import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -16,72 +22,93 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training import get_args
+from megatron.training.global_vars import destroy_global_vars
 
-from benchmarks.harness import Found, Goal, Table, Timed, count, interleave, main
-from benchmarks.sides import ON_CPU, Side, Sizes, build_side, make_batches, set_up_megatron
-from megatron_mtp.config import MTPConfig
-from megatron_mtp.model.arguments import MTPGPTModelConfig
-from megatron_mtp.training.forward_step import ForwardStep
-from megatron_mtp.training.metrics import Metrics
+from benchmarks import train_step
+from benchmarks.harness import MIB, Found, Goal, Table, Timed, allocated_peak, interleave, main
+from benchmarks.sides import ON_CPU, Side, Sizes, make_batches, our_gpt, set_up_megatron
+from megatron_mtp.extensions.plan.here import card_here
+from megatron_mtp.extensions.plan.launch import read
+from megatron_mtp.extensions.plan.planning import NAIVE, Option, plan
+from megatron_mtp.extensions.plan.sizes import model_of
 
-GOAL = 1.05
-"""The time that depths add is at most so many times what their arithmetic adds."""
-
-DEFAULTS = {
-    "cpu": Sizes(256, 4, 4, 512, 4, 8192, "fp32"),
-    "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
-    "quick": Sizes(32, 1, 2, 32, 2, 256, "fp32"),
+ADDED_GOAL, PLAN_GOAL = 1.05, 0.1
+"""What depths add takes at most so many times their arithmetic's share; planned over measured is off by at most so
+much, of time and of memory."""
+DEPTHS = (0, 1, 2, 4)
+SIZES = {
+    "large vocabulary": {
+        "cpu": Sizes(256, 4, 4, 512, 4, 8192, "fp32"),
+        "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
+        "quick": Sizes(32, 1, 2, 32, 2, 256, "fp32"),
+    },
+    "train_step": train_step.GPT,
 }
-REPEATS = {"cpu": 9, "cuda": 50, "quick": 2}
-
-
-FLAGS = {"--depths": {"type": count, "nargs": "+", "default": [1, 2, 4], "metavar": "D", "help": "default: 1 2 4"}}
+FORGET = (
+    *(destroy_global_vars, destroy_num_microbatches_calculator, destroy_rerun_state_machine),
+    parallel_state.destroy_model_parallel,
+)
+"""What Megatron keeps of a run, before another one is set up in the process."""
+FLAGS = {"--cpu-time": {"action": "store_true", "help": "one thread and its CPU time"}}
 
 
 def depth_cost(wanted: Namespace) -> Found:
-    """Every number of depths beside none."""
-    sizes = DEFAULTS[wanted.place]
-    set_up_megatron(sizes, max(wanted.depths))
-    sides = {depths: build(depths) for depths in (0, *wanted.depths)}
-    steps = {str(depths): lambda depths=depths, side=side: step(depths, side) for depths, side in sides.items()}
-    timed = interleave(steps, wanted.repeats, synchronize=torch.cuda.synchronize)
-    results = {f"D={depths}": result(depths, timed, sizes) for depths in wanted.depths}
+    """Every number of depths beside none, in both sizes."""
+    if wanted.cpu_time:
+        torch.set_num_threads(1)
+    clock = "cpu" if wanted.cpu_time else "wall"
+    added, planned, goals = list[tuple[Any, ...]](), list[tuple[Any, ...]](), list[Goal]()
+    for name, of_place in SIZES.items():
+        sizes = of_place[wanted.place]
+        plans = plans_of(sizes, wanted.cpu_time) if ON_CPU else {}
+        timed, peaks = measured(sizes, wanted.repeats)
+        for depths, seconds in zip(DEPTHS, timed.medians(clock).values(), strict=True):
+            what = f"{name}, D={depths}"
+            if depths:
+                share = timed.compare(str(depths), "0", clock).paired_ratio - 1
+                arithmetic = added_arithmetic(depths, sizes)
+                added.append((name, depths, seconds, share, arithmetic, share / arithmetic))
+                goals.append(Goal(f"{what}: time added / arithmetic added", share / arithmetic, ADDED_GOAL))
+            if plans:
+                mib = sum(plans[depths].memory[0].parts[part] for part in ("activations", "losses")) / MIB
+                said = plans[depths].time.seconds
+                off = {"time": said / seconds - 1, "memory": mib / peaks[depths] - 1}
+                planned.append((name, depths, seconds, said, off["time"], peaks[depths], mib, off["memory"]))
+                goals += [Goal(f"{what}: {kind} off", abs(far), PLAN_GOAL) for kind, far in off.items()]
+    header = ("sizes", "D", "s a step", "added", "arithmetic", "ratio")
+    headed = ("sizes", "D", "s", "s planned", "off", "MiB", "MiB planned", "off")
     return Found(
-        {"sizes": asdict(sizes), "seconds without depths": timed.medians()["0"], **results},
-        [Goal(f"time added / arithmetic added, {name}", one["ratio"], GOAL) for name, one in results.items()],
-        [
-            Table(
-                "What depths add to a step",
-                ("depths", "s a step", "added", "arithmetic", "ratio"),
-                [(name, *one.values()) for name, one in results.items()],
-            )
-        ],
+        {"sizes": {name: asdict(of_place[wanted.place]) for name, of_place in SIZES.items()}},
+        goals,
+        [Table("What depths add to a step", header, added), Table("A step, planned and measured", headed, planned)],
     )
+
+
+def measured(sizes: Sizes, repeats: int) -> tuple[Timed, dict[int, float]]:
+    """What steps of every D took, and the peak of one in MiB."""
+    for destroy in FORGET:
+        destroy()
+    set_up_megatron(sizes, max(DEPTHS))
+    sides = {depths: build(depths) for depths in DEPTHS}
+    steps = {depths: lambda depths=depths, side=side: step(depths, side) for depths, side in sides.items()}
+    timed = interleave({str(depths): one for depths, one in steps.items()}, repeats, synchronize=torch.cuda.synchronize)
+    return timed, {depths: allocated_peak(one, ON_CPU) for depths, one in steps.items()}
 
 
 def build(depths: int) -> Side:
     """Our model with so many depths, in training."""
     get_args().mtp_num_layers = depths or None
-    return build_side(MTPGPTModelConfig, ForwardStep(MTPConfig(), Metrics(None)), make_batches(2))
+    return our_gpt(make_batches())
 
 
 def step(depths: int, side: Side) -> None:
     """A training step; Megatron's arguments are those of the process."""
     get_args().mtp_num_layers = depths or None
     side.step()
-
-
-def result(depths: int, timed: Timed, sizes: Sizes) -> dict[str, Any]:
-    """Part of a step without depths that is added, measured and by arithmetic."""
-    added = timed.compare(str(depths), "0").paired_ratio - 1
-    arithmetic = added_arithmetic(depths, sizes)
-    return {
-        "seconds": round(timed.medians()[str(depths)], 4),
-        "added": round(added, 4),
-        "arithmetic": round(arithmetic, 4),
-        "ratio": round(added / arithmetic, 4),
-    }
 
 
 def added_arithmetic(depths: int, sizes: Sizes) -> float:
@@ -92,5 +119,16 @@ def added_arithmetic(depths: int, sizes: Sizes) -> float:
     return depths * (2 * hidden**2 + layer + head) / (sizes.num_layers * layer + head)
 
 
+def plans_of(sizes: Sizes, cpu_time: bool) -> dict[int, Option]:
+    """The plan of every D for the launch line of `set_up_megatron`, by rates that are measured now."""
+    given = {name: value for name, value in asdict(sizes).items() if name != "dtype"}
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += f"--global-batch-size {sizes.micro_batch_size} --swiglu --normalization RMSNorm".split()
+    words += "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --transformer-impl local".split()
+    card = card_here(model_of(read(words)), time.process_time if cpu_time else time.perf_counter)
+    made = plan(words, card, 1)
+    return {depths: made.of(depths, NAIVE)[0] for depths in DEPTHS}
+
+
 if __name__ == "__main__":
-    main(depth_cost, __doc__, ON_CPU, REPEATS, FLAGS)
+    main(depth_cost, __doc__, ON_CPU, {"cpu": 9, "cuda": 50, "quick": 2}, FLAGS)

@@ -9,7 +9,6 @@ each, and take turns. The last line of a report is one JSON object
 Nothing here imports Megatron.
 """
 
-import ctypes
 import gc
 import itertools
 import json
@@ -79,14 +78,6 @@ class Comparison:
     ratio: float
     paired_ratio: float
     paired_quartiles: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most memory that a step held above what was held before it; `why` explains a None."""
-
-    mib: float | None
-    why: str | None = None
 
 
 class Table(NamedTuple):
@@ -285,10 +276,10 @@ def compare(seconds: Sequence[float], base: Sequence[float]) -> Comparison:
     )
 
 
-def allocated_peak(step: Callable[[], object], on_cpu: bool) -> Peak:
-    """What torch's allocator handed out; the same from step to step, so that one step is enough."""
+def allocated_peak(step: Callable[[], object], on_cpu: bool) -> float:
+    """MiB that torch's allocator handed out above what was there, at most; the same from step to step."""
     gc.collect()
-    return Peak(round((_profiled_peak if on_cpu else _cuda_peak)(step) / MIB, 1))
+    return round((_profiled_peak if on_cpu else _cuda_peak)(step) / MIB, 1)
 
 
 def _cuda_peak(step: Callable[[], object]) -> int:
@@ -308,29 +299,6 @@ def _profiled_peak(step: Callable[[], object]) -> int:
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(sizes, initial=0))
-
-
-def resident_peak(step: Callable[[], object], on_cpu: bool, repeats: int = 3) -> Peak:
-    """What the process held in memory, the allocator's waste included: the median over `repeats` steps."""
-    if not on_cpu:
-        return Peak(None, "the step's memory is the device's")
-    try:
-        return Peak(round(statistics.median(_resident_peak(step) for _ in range(repeats)) / MIB, 1))
-    except OSError as error:
-        return Peak(None, f"not to be had here: {error}")
-
-
-def _resident_peak(step: Callable[[], object]) -> int:
-    """Raises OSError where the kernel keeps no high-water mark, or does not let it be reset."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        raise OSError("its C library has no malloc_trim")
-    trim(0)  # else a step would find the pages of the last one, and seem to need none
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
-    before = resident("VmRSS")
-    step()
-    return resident("VmHWM") - before
 
 
 def resident(field: str) -> int:

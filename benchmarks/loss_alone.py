@@ -30,12 +30,8 @@ def peaks(tokens: int, entries: int, hidden: int, dtype: str, depths: int = 1) -
     states = [torch.randn(tokens, 1, hidden, dtype=weight_VH.dtype, device=weight_VH.device) for _ in range(depths)]
     leaves = [each.requires_grad_() for each in states]
     labels_N = torch.randint(entries, (tokens,), device=weight_VH.device)
-    sides: tuple[Callable[..., Tensor], ...] = (_ours, _theirs)
-    found = []
-    for side in sides:
-        peak = allocated_peak(partial(_step, side, head, leaves, labels_N), not weight_VH.is_cuda)
-        found.append(peak.mib or 0.0)
-    return found[0], found[1]
+    ours, theirs = (partial(_step, side, head, leaves, labels_N) for side in (_ours, _theirs))
+    return allocated_peak(ours, not weight_VH.is_cuda), allocated_peak(theirs, not weight_VH.is_cuda)
 
 
 def _head(hidden: int, entries: int, dtype: torch.dtype) -> Any:

@@ -24,12 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_args
 
 from benchmarks import loss_alone
-from benchmarks.harness import Found, Goal, Table, allocated_peak, count, interleave, main
-from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, Sizes, build_sides, check_same, set_up_megatron
+from benchmarks.harness import Found, Goal, Table, Timed, allocated_peak, count, interleave, main
+from benchmarks.sides import ON_CPU, OURS, THEIRS, Sizes, both, megatron_gpt, our_gpt, set_up_megatron
 
 SIDES = (OURS, THEIRS)
 MARGINAL, MARGINAL_OF_MANY, STEP = 1.0, 0.25, 1.0
@@ -69,7 +68,7 @@ def mtp_memory(wanted: Namespace) -> Found:
     goals: list[Goal] = []
     for vocabulary, tokens in itertools.product(vocabularies, counts):
         what = f"{tokens} x {vocabulary}"
-        result = measure(vocabulary, tokens, sizes.dtype, wanted.repeats)
+        result = measure(vocabulary, tokens, wanted.repeats)
         result |= measure_alone(vocabulary, tokens, sizes.hidden_size)
         results[what] = result
         print(f"> {what}: {result}", flush=True)
@@ -77,26 +76,16 @@ def mtp_memory(wanted: Namespace) -> Found:
     return Found({"sizes": asdict(sizes), **results}, goals, [_table(results)])
 
 
-def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str, Any]:
+def measure(vocabulary: int, tokens: int, repeats: int) -> dict[str, Any]:
     """Peaks without and with a depth, and the time of a step with one, of both sides."""
     args = get_args()
     args.seq_length = tokens // args.micro_batch_size
     args.padded_vocab_size, args.vocab_size = vocabulary, vocabulary - 1
-    peaks: dict[str, list[float]] = {side: [] for side in SIDES}
-    for depths in (None, 1):
-        args.mtp_num_layers = depths
-        MTPLossLoggingHelper.tracker = {}
-        sides = build_sides(self_check=False)
-        check_same({name: side.step() for name, side in sides.items()}, SAME[dtype])
-        for name in SIDES:
-            peaks[name].append(allocated_peak(sides[name].step, ON_CPU).mib or 0.0)
-        if depths:
-            timed = interleave({name: sides[name].step for name in SIDES}, repeats, 1, torch.cuda.synchronize)
-        del sides
-        gc.collect()
-    marginal = {name: with_depth - without for name, (without, with_depth) in peaks.items()}
+    without, _ = peaks_and_times(None, 0)
+    with_depth, timed = peaks_and_times(1, repeats)
+    marginal = {name: with_depth[name] - without[name] for name in SIDES}
     return {
-        "MiB without and with a depth": peaks,
+        "MiB without and with a depth": {name: [without[name], with_depth[name]] for name in SIDES},
         "marginal MiB": marginal,
         "marginal ratio": round(marginal[OURS] / marginal[THEIRS], 4),
         "seconds": {name: round(median, 4) for name, median in timed.medians().items()},
@@ -104,6 +93,15 @@ def measure(vocabulary: int, tokens: int, dtype: str, repeats: int) -> dict[str,
         "step ratio by round": round(timed.compare(OURS, THEIRS).paired_ratio, 4),
         "step ratio of CPU time": round(timed.compare(OURS, THEIRS, "cpu").paired_ratio, 4),
     }
+
+
+def peaks_and_times(depths: int | None, repeats: int) -> tuple[dict[str, float], Timed]:
+    """MiB of a step by side, and what so many rounds of steps took."""
+    gc.collect()  # models of before, whose modules refer to each other
+    sides, _ = both(our_gpt, megatron_gpt, depths)
+    steps = {name: side.step for name, side in sides.items()}
+    peaks = {name: allocated_peak(step, ON_CPU) for name, step in steps.items()}
+    return peaks, interleave(steps, repeats, 1, torch.cuda.synchronize)
 
 
 def measure_alone(vocabulary: int, tokens: int, hidden: int) -> dict[str, Any]:

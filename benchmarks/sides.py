@@ -1,6 +1,6 @@
 """Models in training, ours and Megatron's, that take the same steps: what benchmarks of training share.
 
-`set_up_megatron` once, then `build_side` for every model; `Side.step()` is Megatron's own training step. Both sides use
+`set_up_megatron` once, then `both` or single sides; `Side.step()` is Megatron's own training step. All sides use
 Megatron's DDP, optimizer and schedule. They differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and
 the forward step (that of Megatron's `pretrain_gpt.py` against `ForwardStep`).
 """
@@ -21,6 +21,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -50,10 +51,12 @@ from megatron_mtp.training.run import join_single_process
 
 ON_CPU = prepare()
 
-OURS, THEIRS, THEIRS_AGAIN = "megatron-mtp", "Megatron", "Megatron again"
+OURS, THEIRS = "megatron-mtp", "Megatron"
 BATCHES = 4
-SAME = {"fp32": 1e-3, "bf16": 3e-2}
+SAME_IN_FLOAT32, SAME_IN_BFLOAT16 = 1e-3, 3e-2
 """Relative difference of loss and gradient norm that rounding explains."""
+
+Batches = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -131,38 +134,49 @@ def leave_groups() -> None:
         torch.distributed.destroy_process_group()
 
 
-def build_sides(self_check: bool) -> dict[str, Side]:
-    """Both sides with the same weights, each with its own optimizer and its own walk through the batches."""
-    dataset = make_batches(BATCHES)
-    theirs = build_side(GPTModelConfig, megatron_forward_step, dataset)
-    ours = build_side(MTPGPTModelConfig, ForwardStep(MTPConfig(), Metrics(None)), dataset, like=theirs)
-    sides = {OURS: ours, THEIRS: theirs}
-    if self_check:
-        sides[THEIRS_AGAIN] = build_side(GPTModelConfig, megatron_forward_step, dataset, like=theirs)
-    return sides
+def both(
+    ours: Callable[[Batches, Side | None], Side],
+    theirs: Callable[[Batches, Side | None], Side],
+    depths: int | None,
+) -> tuple[dict[str, Side], dict[str, tuple[float, float]]]:
+    """Two sides with the same weights after a first step, and its loss and gradient norm by side.
+
+    Each has its own optimizer and its own walk through the batches.
+
+    Raises:
+        RuntimeError: the first step was not the same.
+    """
+    get_args().mtp_num_layers = depths
+    MTPLossLoggingHelper.tracker = {}  # it keeps the number of depths that it saw first
+    batches = make_batches()
+    megatrons = theirs(batches, None)
+    sides = {OURS: ours(batches, megatrons), THEIRS: megatrons}
+    first = {name: side.step() for name, side in sides.items()}
+    tolerance = SAME_IN_BFLOAT16 if get_args().bf16 else SAME_IN_FLOAT32
+    for mine, reference, what in zip(first[OURS], first[THEIRS], ("loss", "gradient norm"), strict=True):
+        if not math.isclose(mine, reference, rel_tol=tolerance):
+            raise RuntimeError(
+                f"the first step's {what} is {mine} here and {reference} in Megatron; the sides cannot be compared."
+            )
+    return sides, first
 
 
-def build_side(
-    model_config: type[GPTModelConfig],
-    forward_step: Callable[..., Any],
-    dataset: list[dict[str, Tensor]],
-    like: Side | None = None,
-    settings: MTPConfig | None = None,
-    hooks: Sequence[Callable[[Any], Any]] = (),
-) -> Side:
-    """A GPT in training, of Megatron's arguments; `like` gives the weights, and `hooks` see it before it is wrapped."""
-    config = gpt_config_from_args(get_args(), model_config_cls=model_config)
+def our_gpt(batches: Batches, like: Side | None = None) -> Side:
+    """A GPT of Megatron's arguments with our MTP."""
+    config = gpt_config_from_args(get_args(), model_config_cls=MTPGPTModelConfig)
+    return side_of(config, ForwardStep(MTPConfig(), Metrics(None)), batches, like)
+
+
+def megatron_gpt(batches: Batches, like: Side | None = None, hooks: Sequence[Callable[[Any], Any]] = ()) -> Side:
+    """A GPT of Megatron's arguments with its own MTP; `hooks` see it before it is wrapped."""
+    config = gpt_config_from_args(get_args(), model_config_cls=GPTModelConfig)
     config.pre_wrap_hooks += hooks
-    if settings is not None:
-        config.mtp = settings
-    if model_config is GPTModelConfig and config.transformer.transformer_impl == "local":
+    if config.transformer.transformer_impl == "local":
         config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-    return side_of(config, forward_step, dataset, like)
+    return side_of(config, megatron_forward_step, batches, like)
 
 
-def side_of(
-    config: Any, forward_step: Callable[..., Any], dataset: list[dict[str, Tensor]], like: Side | None = None
-) -> Side:
+def side_of(config: Any, forward_step: Callable[..., Any], batches: Batches, like: Side | None) -> Side:
     """Model, DDP, optimizer and learning rate, as `pretrain()` sets them up; `like` gives the weights."""
     args = get_args()
     model = config.get_builder_cls()(config).build_distributed_models(
@@ -178,8 +192,8 @@ def side_of(
     schedule.finalize_model_grads_func = finalize_model_grads
     for chunk in model:
         chunk.train()
-    batches = RerunDataIterator(itertools.cycle(dataset))
-    return Side(model, optimizer, get_optimizer_param_scheduler(optimizer), forward_step, batches)
+    walk = RerunDataIterator(itertools.cycle(batches))
+    return Side(model, optimizer, get_optimizer_param_scheduler(optimizer), forward_step, walk)
 
 
 @torch.no_grad()
@@ -196,17 +210,7 @@ def _our_name(name: str) -> str:
     return name.replace(".mtp_model_layer.", ".tf_layer.")
 
 
-def check_same(first: dict[str, tuple[float, float]], tolerance: float) -> dict[str, dict[str, float]]:
-    """Loss and gradient norm of the first step, by side; raises RuntimeError where the sides computed other things."""
-    for mine, reference, what in zip(first[OURS], first[THEIRS], ("loss", "gradient norm"), strict=True):
-        if not math.isclose(mine, reference, rel_tol=tolerance):
-            raise RuntimeError(
-                f"the first step's {what} is {mine} here and {reference} in Megatron; the sides cannot be compared."
-            )
-    return {name: {"lm_loss": loss, "gradient_norm": norm} for name, (loss, norm) in first.items()}
-
-
-def make_batches(count: int) -> list[dict[str, Tensor]]:
+def make_batches() -> Batches:
     """Random tokens in the form in which Megatron's loader hands them on, pinned for a CUDA device."""
     args = get_args()
     shape = (args.micro_batch_size, args.seq_length)
@@ -214,7 +218,7 @@ def make_batches(count: int) -> list[dict[str, Tensor]]:
     position_ids = torch.arange(args.seq_length).expand(shape).contiguous()
     later = torch.ones(args.seq_length, args.seq_length).triu(diagonal=1).bool()
     batches = []
-    for _ in range(count):
+    for _ in range(BATCHES):
         text = torch.randint(args.vocab_size, (shape[0], shape[1] + 1), generator=generator)
         batch = {
             "tokens": text[:, :-1].contiguous(),

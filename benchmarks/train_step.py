@@ -1,14 +1,17 @@
 """What a training step with MTP depths costs, against Megatron's own MTP at the same setting.
 
-    python benchmarks/train_step.py                              this machine's defaults, D = 1, 2 and 4
+    python benchmarks/train_step.py                              a GPT, D = 1, 2 and 4
+    python benchmarks/train_step.py --model attached             Megatron's GPT, whose MTP block `attach` runs
+    python benchmarks/train_step.py --model hybrid               a trunk of Mamba-2, attention and MLP
     python benchmarks/train_step.py --depths 2 --repeats 40      one number of depths, more rounds
     python benchmarks/train_step.py --quick                      does it run? (the figures mean nothing)
 
 Both sides train the same weights on the same batches, with Megatron's DDP, optimizer, schedule and `train_step`. They
 differ in the model (`GPTModelBuilder` against `MTPGPTModelBuilder`) and the forward step (that of Megatron's
-`pretrain_gpt.py` against `ForwardStep`, the making of the shifts included). What Megatron logs between steps is
-counted for neither. Without Transformer Engine both have the same portable attention and norms in their layers. Sides
-take turns step by step, so that a load from outside meets both.
+`pretrain_gpt.py` against `ForwardStep`, the making of the shifts included). With `attached` they differ in one thing:
+Megatron runs the MTP block and adds its loss, or `attach` does, with the same weight. What Megatron logs between steps
+is counted for neither. Without Transformer Engine and the libraries of Mamba's kernels both have the same portable
+layers. Sides take turns step by step, so that a load from outside meets both.
 
 The first step has to give the same loss and the same norm of the gradient on both sides, or there is no comparison and
 the benchmark ends with an error.
@@ -16,108 +19,161 @@ the benchmark ends with an error.
 
 import sys
 from argparse import Namespace
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
+from megatron.training.argument_utils import hybrid_config_from_args
 
-from benchmarks.harness import Found, Goal, Table, allocated_peak, count, interleave, main, resident_peak
-from benchmarks.sides import ON_CPU, OURS, SAME, THEIRS, THEIRS_AGAIN, Sizes, build_sides, check_same, set_up_megatron
+from benchmarks.harness import Found, Goal, Table, allocated_peak, count, interleave, main
+from benchmarks.sides import (
+    ON_CPU,
+    OURS,
+    THEIRS,
+    Batches,
+    Side,
+    Sizes,
+    both,
+    megatron_forward_step,
+    megatron_gpt,
+    our_gpt,
+    set_up_megatron,
+    side_of,
+)
+from megatron_mtp.attach import attach
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.model.arguments import MTPHybridModelConfig
+from megatron_mtp.model.hybrid import stack_spec
+from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.training.forward_step import ForwardStep
+from megatron_mtp.training.metrics import Metrics
 
-GOAL = 1.05
-"""A step of ours costs at most so many steps of Megatron's."""
-
-DEFAULTS = {
+GPT = {
     "cpu": Sizes(192, 4, 6, 256, 16, 1024, "fp32"),
     "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
     "quick": Sizes(32, 1, 2, 32, 2, 256, "fp32"),
 }
+HYBRID = {
+    "cpu": Sizes(192, 8, 6, 256, 8, 1024, "fp32"),
+    "cuda": Sizes(2048, 8, 16, 2048, 4, 32768, "bf16"),
+    "quick": Sizes(64, 8, 2, 32, 2, 256, "fp32"),
+}
+MAMBA = "--mamba-head-dim 32 --mamba-state-dim 64 --mamba-num-groups 1"
 REPEATS = {"cpu": 15, "cuda": 50, "quick": 2}
 
 
-FLAGS: dict[str, dict[str, Any]] = {
-    "--depths": {"type": count, "nargs": "+", "default": [1, 2, 4], "metavar": "D", "help": "default: 1 2 4"},
-    "--self-check": {"action": "store_true", "help": "time a second copy of Megatron's side too: the noise"},
+def attached_gpt(batches: Batches, like: Side | None) -> Side:
+    """Megatron's GPT, whose MTP block `attach` runs."""
+    weight = get_args().mtp_loss_scaling_factor
+    return megatron_gpt(batches, like, hooks=[lambda chunks: attach(chunks, weight=weight) and chunks])
+
+
+def our_hybrid(batches: Batches, like: Side | None) -> Side:
+    """A hybrid of Megatron's arguments with our MTP."""
+    config = hybrid_config_from_args(with_pattern(), model_config_cls=MTPHybridModelConfig)
+    return side_of(config, ForwardStep(MTPConfig(), Metrics(None)), batches, like)
+
+
+def megatron_hybrid(batches: Batches, like: Side | None) -> Side:
+    """Megatron's hybrid with its own MTP, with our stack's layers where Transformer Engine is missing."""
+    config = hybrid_config_from_args(with_pattern())
+    if config.transformer.transformer_impl == "local":
+        spec = stack_spec(config.transformer)
+        norms = {"enorm": PortableNorm, "hnorm": PortableNorm, "layer_norm": PortableNorm}
+        depth = MultiTokenPredictionLayerSubmodules(eh_proj=ColumnParallelLinear, mtp_model_layer=None, **norms)
+        spec.submodules.mtp_block_spec = ModuleSpec(
+            MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(MultiTokenPredictionLayer, submodules=depth)]),
+        )
+        config.hybrid_stack_spec = spec
+    return side_of(config, megatron_forward_step, batches, like)
+
+
+def with_pattern() -> Namespace:
+    """Megatron's arguments, and the layers of a hybrid with so many depths among them."""
+    args = get_args()
+    args.hybrid_layer_pattern = pattern(args.mtp_num_layers)
+    return args
+
+
+def pattern(depths: int) -> str:
+    """The trunk's layers, and attention and MLP for every depth."""
+    return "M-*-M-*-" + depths * "/*-"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained on both sides, and how many of Megatron's steps one of ours may cost."""
+
+    sizes: dict[str, Sizes]
+    ours: Callable[[Batches, Side | None], Side]
+    theirs: Callable[[Batches, Side | None], Side]
+    goal: float
+
+
+MODELS = {
+    "gpt": Model(GPT, our_gpt, megatron_gpt, 1.05),
+    "attached": Model(GPT, attached_gpt, megatron_gpt, 1.0),
+    "hybrid": Model(HYBRID, our_hybrid, megatron_hybrid, 1.0),
 }
-for _name, _kind in Sizes.__annotations__.items():
-    _values = ", ".join(f"{getattr(sizes, _name)} ({where})" for where, sizes in DEFAULTS.items())
-    FLAGS[f"--{_name.replace('_', '-')}"] = {"type": _kind, "help": f"default: {_values}"}
-FLAGS["--dtype"]["choices"] = tuple(SAME)
+FLAGS: dict[str, dict[str, Any]] = {
+    "--model": {"choices": MODELS, "default": "gpt", "help": "default: gpt"},
+    "--depths": {"type": count, "nargs": "+", "default": [1, 2, 4], "metavar": "D", "help": "default: 1 2 4"},
+}
 
 
 def train_step(wanted: Namespace) -> Found:
     """Every number of depths in --depths."""
-    given = {name: getattr(wanted, name) for name in Sizes.__annotations__}
-    sizes = Sizes(
-        **asdict(DEFAULTS[wanted.place]) | {name: value for name, value in given.items() if value is not None}
-    )
-    set_up_megatron(sizes, max(wanted.depths))
-    results = {}
+    model = MODELS[wanted.model]
+    sizes, most = model.sizes[wanted.place], max(wanted.depths)
+    hybrid = ["--hybrid-layer-pattern", pattern(most), *MAMBA.split()] if wanted.model == "hybrid" else []
+    set_up_megatron(sizes, most, *hybrid)
+    results, rows = dict[str, Any](), list[tuple[Any, ...]]()
     for depths in wanted.depths:
-        results[f"D={depths}"] = measure(depths, sizes, wanted.repeats, wanted.self_check)
-        print(f"> D={depths}: {results[f'D={depths}']}", flush=True)  # a run that is cut short has said this much
+        name = f"D={depths}"
+        results[name], row = measure(model, depths, wanted.repeats)
+        rows.append((name, *row))
+        print(f"> {name}: {results[name]}", flush=True)  # a run that is cut short has said this much
+    header = "depths/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
     return Found(
-        {"sizes": asdict(sizes), "repeats": wanted.repeats, **results},
-        [Goal(f"ours / Megatron's own MTP, {name}", result["ratio"], GOAL) for name, result in results.items()],
-        [_table(results)],
+        {"model": wanted.model, "sizes": asdict(sizes), "repeats": wanted.repeats, **results},
+        [Goal(f"{wanted.model}, ours / Megatron's own MTP, {row[0]}", row[3], model.goal) for row in rows],
+        [Table("A training step", header, rows)],
     )
 
 
-def measure(depths: int, sizes: Sizes, repeats: int, self_check: bool) -> dict[str, Any]:
-    """Time and memory of both sides with D depths."""
-    get_args().mtp_num_layers = depths
-    MTPLossLoggingHelper.tracker = {}  # it keeps the number of depths that it saw first
-    sides = build_sides(self_check)
-    first = check_same({name: side.step() for name, side in sides.items()}, SAME[sizes.dtype])
+def measure(model: Model, depths: int, repeats: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Time and memory of both sides with D depths: all, and a row of the table."""
+    sides, first = both(model.ours, model.theirs, depths)
     steps = {name: side.step for name, side in sides.items()}
     timed = interleave(steps, repeats, synchronize=torch.cuda.synchronize)
-
-    def compared(side: str) -> dict[str, Any]:
-        by_cpu = asdict(timed.compare(side, THEIRS, "cpu"))
-        return {**asdict(timed.compare(side, THEIRS)), "cpu_seconds": by_cpu}
-
-    return _rounded(
+    wall, cpu, seconds = timed.compare(OURS, THEIRS), timed.compare(OURS, THEIRS, "cpu"), timed.medians()
+    peaks = {name: allocated_peak(step, ON_CPU) for name, step in steps.items()}
+    low, high = wall.paired_quartiles
+    ratios = (wall.ratio, wall.paired_ratio, f"{low:.3f} .. {high:.3f}", cpu.paired_ratio)
+    return (
         {
-            **compared(OURS),
-            "seconds": timed.medians(),
-            "allocated_peak": {name: asdict(allocated_peak(steps[name], ON_CPU)) for name in (OURS, THEIRS)},
-            "resident_peak": {name: asdict(resident_peak(steps[name], ON_CPU)) for name in (OURS, THEIRS)},
-            "first_step": first,
-            **({"self_check": compared(THEIRS_AGAIN)} if self_check else {}),
-        }
+            "first step's loss and gradient norm": first,
+            "seconds": seconds,
+            "of wall time": asdict(wall),
+            "of CPU time": asdict(cpu),
+            "allocated MiB": peaks,
+        },
+        (seconds[OURS], seconds[THEIRS], *ratios, peaks[OURS], peaks[THEIRS]),
     )
-
-
-def _rounded(value: Any) -> Any:
-    """Five decimals: a timing is not more precise."""
-    if isinstance(value, float):
-        return round(value, 5)
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def _table(results: dict[str, dict[str, Any]]) -> Table:
-    """Seconds a step, their ratio, the same by round and of CPU time, the steps' peaks; the noise where asked."""
-    header = "depths/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
-    rows: list[tuple[Any, ...]] = []
-    for name, result in results.items():
-        peaks = [result["allocated_peak"][side]["mib"] for side in (OURS, THEIRS)]
-        rows.append((name, *_cells(result, result["seconds"], OURS), *peaks))
-        if "self_check" in result:
-            rows.append(("noise", *_cells(result["self_check"], result["seconds"], THEIRS_AGAIN), None, None))
-    return Table("A training step", header, rows)
-
-
-def _cells(found: dict[str, Any], seconds: dict[str, float], side: str) -> tuple[Any, ...]:
-    low, high = found["paired_quartiles"]
-    ratios = (found["ratio"], found["paired_ratio"], f"{low:.3f} .. {high:.3f}", found["cpu_seconds"]["paired_ratio"])
-    return (seconds[side], seconds[THEIRS], *ratios)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def memory_and_time(setting: Setting) -> Found:
     sides[ALL_LOGITS] = whole
     spent = interleave(sides, 1 if setting.quick else 3, 1, torch.cuda.synchronize)
     seconds = {name: round(statistics.median(one.wall for one in spent[name]), 5) for name in sides}
-    mib = {name: allocated_peak(step, ON_CPU).mib for name, step in sides.items()}
+    mib = {name: allocated_peak(step, ON_CPU) for name, step in sides.items()}
     ratio = (mib["ce"] or 0.0) / (mib[ALL_LOGITS] or 1.0)
     rows = [(name, mib[name], 1000 * seconds[name]) for name in sides]
     return Found(

@@ -1,6 +1,6 @@
 """This machine as a card: rates of the products, the attention and the copies of one model, measured within seconds.
 
-For a CPU, a run in float32 and `--transformer-impl local`; `benchmarks/planning.py` compares with steps.
+For a CPU, a run in float32 and `--transformer-impl local`; `benchmarks/depth_cost.py` compares with steps.
 """
 
 import os

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
 from megatron_mtp.model.attachment import Attachment
 from megatron_mtp.model.head import Drafted
@@ -195,6 +196,7 @@ def _check(chunk: Any, depths: int | None, settings: MTPConfig, block: str, adop
     for is_so, sentence in (*_arguments(chunk, depths, settings, block, adopts), *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
+    depth_loss(settings)
 
 
 def _arguments(chunk: Any, depths: int | None, settings: MTPConfig, block: str, adopts: bool) -> Refused:

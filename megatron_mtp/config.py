@@ -6,8 +6,10 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 
 import math
 from argparse import ArgumentParser, Namespace
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 from megatron_mtp.drafter_sizes import SIZE_SETTINGS, LatentSizes, parsed_scaling
@@ -188,7 +190,9 @@ class MTPConfig:
         metavar="X",
     )
     mtp_loss: str = _flag(
-        "ce", "What the MTP layers learn: a name of the table of losses, which --list-losses explains. Default: ce."
+        "ce",
+        "What the MTP layers learn: a name of the table of losses, which --list-losses explains; or several with their "
+        "parts of the training steps, one after the other, as in lk:0.7,e2e_tv:0.3. Default: ce.",
     )
     mtp_loss_mix: str | None = _flag(
         None,
@@ -430,7 +434,7 @@ class MTPConfig:
                 "give that.",
             ),
             (
-                (self.mtp_loss == "mix") != (self.mtp_loss_mix is not None),
+                ("mix" in (name for name, _ in loss_parts(self.mtp_loss))) != (self.mtp_loss_mix is not None),
                 f"--mtp-loss is {self.mtp_loss} and --mtp-loss-mix {self.mtp_loss_mix}; 'mix' needs its weights, and "
                 "no other loss takes them.",
             ),
@@ -461,6 +465,21 @@ class MTPConfig:
         without: dict[str, Any] = dict.fromkeys(own)
         return replace(self, **without), MTPConfig(**{**own, **DRAFTERS[self.drafter].loss})
 
+    def phases(self) -> "list[MTPConfig]":
+        """The settings with each of the losses that are learned one after the other, which `phase_at` chooses from."""
+        weights = {"mix": self.mtp_loss_mix}
+        names = (name for name, _ in loss_parts(self.mtp_loss))
+        return [replace(self, mtp_loss=name, mtp_loss_mix=weights.get(name)) for name in names]
+
+    def phase_at(self, step: int, steps: int) -> int:
+        """The number of the phase, from 0, of a step of a run, from 0; that of the last one from the run's end on.
+
+        Args:
+            steps: of the whole run. Of 10 steps, lk:0.7,e2e_tv:0.3 has lk in steps 0 to 6.
+        """
+        ends = [round(end * steps) for end in accumulate(part for _, part in loss_parts(self.mtp_loss))]
+        return min(bisect_right(ends, step), len(ends) - 1)
+
     @property
     def kind(self) -> DrafterKind | None:
         """The kind of the drafter that is trained; None without one."""
@@ -482,6 +501,23 @@ class MTPConfig:
                 f"{'--mtp-num-layers' if self.mtp_unroll is None else '--mtp-unroll'}), with commas, not all 0."
             )
         return numbers
+
+
+def loss_parts(given: str, flag: str = "--mtp-loss") -> list[tuple[str, float]]:
+    """The losses of a flag in their order, each with its part of the run's steps: 1 where there is one loss.
+
+    Raises:
+        ValueError: the parts are not numbers above 0 that add up to 1.
+    """
+    if not {":", ","} & set(given):
+        return [(given, 1.0)]
+    parts = [(name, number_of(part)) for name, _, part in (word.partition(":") for word in given.split(","))]
+    if all(part > 0 for _, part in parts) and math.isclose(sum(part for _, part in parts), 1):
+        return parts
+    raise ValueError(
+        f"{flag} is '{given}'; give one loss, or several with their parts of the training steps, numbers above 0 that "
+        "add up to 1, as in lk:0.7,e2e_tv:0.3."
+    )
 
 
 def trained_depths(args: Namespace) -> int:

@@ -31,7 +31,7 @@ from megatron_mtp.cli.attach_steps import (
 )
 from megatron_mtp.cli.attach_training import PASSES, SPLIT, is_chat_file
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import flag_of, number_of
+from megatron_mtp.config import flag_of, loss_parts, number_of
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.drafters import DRAFTERS, FITTED
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
@@ -170,8 +170,9 @@ def parser(program: str) -> Parser:
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
     rate = f"learning rate after the warm-up; default: {RATE}, or what the probe of a long training chooses"
     add("--learning-rate", metavar="LR", help=rate)
-    losses = [name for name in LOSSES.names() if name != "mix"]  # which has weights, and so two flags of train
-    add("--loss", choices=losses, help="the layers' --mtp-loss of train; default: kd or the probe's, a drafter's own")
+    losses = f"the layers' --mtp-loss of train: {', '.join(_losses())}, or several by parts of the steps, such as "
+    losses += "lk:0.7,e2e_tv:0.3; default: kd or the probe's, a drafter's own"
+    add("--loss", metavar="NAME", help=losses)
     add("--token-fraction", default="1", metavar="F", help="part of the positions in the layers' loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
@@ -249,6 +250,8 @@ def _check(args: Namespace) -> None:
     check_outside(args.run, args.model)
     if args.learning_rate is not None and not 0 < number_of(args.learning_rate) < math.inf:
         raise ValueError(f"--learning-rate is {args.learning_rate}; give a number above 0.")
+    if args.loss is not None and not {name for name, _ in loss_parts(args.loss, "--loss")} <= {*_losses()}:
+        raise ValueError(f"--loss is '{args.loss}'; choose among {', '.join(_losses())}.")
     if not 0 < number_of(args.token_fraction) <= 1:
         raise ValueError(f"--token-fraction is {args.token_fraction}; give a number above 0, and at most 1.")
     for name in ("evaluated_batches", "patience"):
@@ -273,6 +276,11 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--family is '{args.family}'; give one of {', '.join(trained_forms())}.")
     if args.launch is not None and shutil.which((_words(args.launch) or [""])[0]) is None:
         raise ValueError(f"--launch is '{args.launch}', which begins with no program of this machine; correct it.")
+
+
+def _losses() -> list[str]:
+    """All but mix, whose weights are a flag of train more."""
+    return [name for name in LOSSES.names() if name != "mix"]
 
 
 def _words(command: str) -> list[str]:

@@ -51,29 +51,38 @@ def depth_loss(settings: MTPConfig) -> "TokenLoss":
     """The loss that `settings.mtp_loss` names.
 
     Raises:
-        ValueError: there is no such loss, or a setting that it reads has a value that is not allowed.
+        ValueError: there is no such loss, it names several (`MTPConfig.phases`), or a setting that it reads has a value
+            that is not allowed.
     """
-    if settings.mtp_loss not in LOSSES:
-        raise ValueError(f"--mtp-loss is '{settings.mtp_loss}'; choose one of {', '.join(LOSSES)}.")
-    return LOSSES[settings.mtp_loss].of(settings)
+    phase, *others = settings.phases()
+    if others:
+        raise ValueError(
+            f"--mtp-loss is '{settings.mtp_loss}', but only megatron-mtp train knows the step that chooses among "
+            "losses; give one of them."
+        )
+    if phase.mtp_loss not in LOSSES:
+        raise ValueError(f"--mtp-loss is '{phase.mtp_loss}'; choose one of {', '.join(LOSSES)}.")
+    return LOSSES[phase.mtp_loss].of(settings)
 
 
 def check_loss(settings: MTPConfig) -> None:
-    """Check the name of the loss and its settings.
+    """Check the names of the losses and their settings.
 
     Raises:
-        ValueError: as `depth_loss`, or a setting was given that the loss does not read.
+        ValueError: as `depth_loss`, or a setting was given that none of the losses reads.
     """
-    loss = depth_loss(settings)
-    if settings.kind is not None and settings.kind.has_confidence and not loss.knows_overlap:
-        raise ValueError(
-            f"--mtp-loss is {settings.mtp_loss}, from which the confidence of --drafter {settings.drafter} cannot "
-            "learn how many drafts are accepted; give tv, nla, lk or a mix with one of them."
-        )
+    phases = settings.phases()
+    losses = [depth_loss(phase) for phase in phases]
+    for phase, loss in zip(phases, losses, strict=True):
+        if settings.kind is not None and settings.kind.has_confidence and not loss.knows_overlap:
+            raise ValueError(
+                f"--mtp-loss is {phase.mtp_loss}, from which the confidence of --drafter {settings.drafter} cannot "
+                "learn how many drafts are accepted; give tv, nla, lk or a mix with one of them."
+            )
     for field in fields(settings):
         if field.name in READ_BY_LOSSES and getattr(settings, field.name) != field.default:
             by_default: dict[str, Any] = {field.name: field.default}
-            if depth_loss(replace(settings, **by_default)) == loss:
+            if [depth_loss(replace(phase, **by_default)) for phase in phases] == losses:
                 raise ValueError(
                     f"{flag_of(field.name)} is {getattr(settings, field.name)}, which --mtp-loss "
                     f"{settings.mtp_loss} does not read; drop the flag, or choose a loss that does."

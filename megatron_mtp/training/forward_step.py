@@ -8,7 +8,7 @@ Letters in names: D depths, S sequence, B batch.
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from megatron_mtp.model.packed_rows import PackedRows
 from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
+from megatron_mtp.training.short_log import say
 
 SPIKE = 10
 """`--check-for-spiky-loss` reports a loss that is this many times the largest so far."""
@@ -90,17 +91,34 @@ class ForwardStep:
 
     settings: MTPConfig
     metrics: Metrics
+    _named: int | None = field(default=None, init=False)  # the phase that the log named last
 
     @cached_property
-    def _learners(self) -> list[_Learner]:
-        """One for every draft head."""
+    def _phases(self) -> list[list[_Learner]]:
+        """The learners of every phase of --mtp-loss: one for every draft head."""
         args = get_args()
-        return [_Learner.of(head) for head in heads_of(self.settings, trained_depths(args), drafted_steps(args))]
+        sizes = trained_depths(args), drafted_steps(args)
+        return [[_Learner.of(head) for head in heads_of(phase, *sizes)] for phase in self.settings.phases()]
+
+    @property
+    def _learners(self) -> list[_Learner]:
+        """Those of this step's phase."""
+        return self._phases[self._phase]
+
+    @property
+    def _phase(self) -> int:
+        """The phase of this step, in an evaluation of the step before it; --skip-train has the last one."""
+        args = get_args()
+        if len(self._phases) == 1 or args.skip_train:
+            return -1
+        step = max(args.curr_iteration, args.iteration)  # a run that goes on behind its last step begins to count at 0
+        return self.settings.phase_at(step, args.train_iters)
 
     def __call__(
         self, data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Any], Any]]:
         """The model's output, or Megatron's plan of the forward pass, and the function that makes a loss of it."""
+        self._name_phase()
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         most = max((learner.head.depths for learner in self._learners), default=0)
@@ -145,6 +163,15 @@ class ForwardStep:
         self.metrics.add(report, counts, documents)
         tokens = output.main.tokens if per_token else output.main.whole_tokens
         return loss, tokens.detach().int(), report
+
+    def _name_phase(self) -> None:
+        """Where a phase of several begins, or a run goes on in it, let the log name its loss: its figures change."""
+        if len(self._phases) == 1 or not torch.is_grad_enabled() or self._phase == self._named:
+            return
+        args, self._named = get_args(), self._phase
+        if args.rank == 0:
+            name = self.settings.phases()[self._phase].mtp_loss
+            say(f"> from step {args.curr_iteration + 1} on --mtp-loss is {name}")
 
     def _batches(self, whole: DepthBatch) -> list[DepthBatch]:
         """The microbatch of every head, with what it draws in this step; of a trunk alone as it is."""

@@ -1,4 +1,7 @@
-"""Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted."""
+"""Whole commands: a run that stops, or is killed, and resumes ends with the bits of one that was never interrupted.
+
+Its losses change after the second step, so that it stops, or is killed, in the second phase.
+"""
 
 import json
 import re
@@ -14,7 +17,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 TRACKER = "latest_checkpointed_iteration.txt"
-STEPS, HALF = 6, 3
+STEPS, HALF, FIRST = 6, 3, 2
+SCHEDULE = ("--mtp-loss", "ce:0.34,e2e_tv:0.66")
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def uninterrupted_and_stopped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Run, Run]:
     """A whole run, and half of one, which ended after the third step; side by side, since one keeps one core busy."""
-    whole, half = (Run(tmp_path_factory.mktemp(name), request.param) for name in ("uninterrupted", "stopped"))
+    flags = (*SCHEDULE, *request.param)
+    whole, half = (Run(tmp_path_factory.mktemp(name), flags) for name in ("uninterrupted", "stopped"))
     of_whole = launch.start(whole.command(), whole.log)
     of_half = launch.start(half.command("--exit-interval", str(HALF)), half.log)
     assert printed_steps(launch.finish(of_whole, whole.log)) == [1, 2, 3, 4, 5, 6]
@@ -101,6 +106,19 @@ def test_a_stopped_run_resumes_to_the_same_bits(uninterrupted_and_stopped: tuple
     assert stopped.saved_step == str(HALF)
     run = stopped.copy(tmp_path / "resumed")
     assert printed_steps(run.run()) == [4, 5, 6]
+    assert_same_end(run, uninterrupted)
+
+
+def test_a_schedule_of_losses_is_one_loss_and_a_resumed_run_by_the_other(
+    uninterrupted_and_stopped: tuple[Run, Run], tmp_path: Path
+) -> None:
+    uninterrupted, _ = uninterrupted_and_stopped
+    said = [line for line in uninterrupted.log.read_text().splitlines() if "--mtp-loss is" in line]
+    assert said == ["> from step 1 on --mtp-loss is ce", "> from step 3 on --mtp-loss is e2e_tv"]
+    run = Run(tmp_path, uninterrupted.flags)
+    launch.run(run.command("--mtp-loss", "ce", "--exit-interval", str(FIRST)), run.log)
+    assert run.saved_step == str(FIRST)
+    assert printed_steps(launch.run(run.command("--mtp-loss", "e2e_tv"), run.log)) == [3, 4, 5, 6]
     assert_same_end(run, uninterrupted)
 
 

@@ -171,6 +171,7 @@ BAD_TRAIN = """
 --mtp-architecture x
 --mtp-unroll 3
 --mtp-loss mix
+--mtp-loss lk:0.7,kd:0.2 -> add up to 1
 --mtp-loss-mix 1,1,1
 --mtp-lk-eta x
 --mtp-loss-weights 0,0

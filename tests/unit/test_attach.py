@@ -313,6 +313,22 @@ def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
     assert start[start.index("--mtp-init") + 1] == "last-layer"
 
 
+def test_a_schedule_of_losses_reaches_the_training(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = attach.command_of("train", settings(model, tmp_path / "run", "--loss", "lk:0.7,e2e_tv:0.3")) or []
+    assert train[train.index("--mtp-loss") + 1] == "lk:0.7,e2e_tv:0.3"
+    for loss, says in (
+        ("lk:0.7", "--loss is 'lk:0.7'; give one loss, or several with their parts of the training steps, numbers"),
+        ("lk:0.7,mix:0.3", "--loss is 'lk:0.7,mix:0.3'; choose among ce, kd, tv, nla, lk, e2e_tv."),
+        ("mse", "--loss is 'mse'; choose among ce, kd, tv, nla, lk, e2e_tv."),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--loss", loss])
+        said = capsys.readouterr().err
+        assert (says in said, said.count("\n")) == (True, 1), said
+
+
 def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation, whichever command cuts them

@@ -362,6 +362,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "others": ({"depths": 2}, {"depths": 3}, "the model has 2 MTP layers, and depths is 3; give None"),
     "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for attached MTP layers; megatron-mtp"),
     "drafter": ({}, {"settings": MTPConfig(drafter="eagle3")}, "drafter in the settings is not for attached"),
+    "schedule": (
+        {},
+        {"settings": MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3")},
+        "--mtp-loss is 'lk:0.7,e2e_tv:0.3', but only megatron-mtp train knows the step",
+    ),
     "pattern": ({}, {"block": "*-"}, r"block is '\*-', which is the pattern of a hybrid's new MTP layers; give 'own'"),
 }
 

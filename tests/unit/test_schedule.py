@@ -1,11 +1,17 @@
-"""losses/objective.py: what the depths weigh, step by step, and which slots are drawn."""
+"""What the depths learn and weigh, step by step, and which slots are drawn."""
 
 from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.config import MTPConfig, loss_parts
+from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.training import forward_step
+from megatron_mtp.training.metrics import Metrics
 
 
 def factors(steps: list[int], **settings: object) -> list[float]:
@@ -46,3 +52,122 @@ def test_positions_are_drawn_from_run_and_step_alone() -> None:
     assert len(set(first.tolist())) == 3  # 0.25 of 10, rounded up
     assert first.tolist() == again.tolist()
     assert first.tolist() != other.tolist()
+
+
+# --- a schedule of losses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("kd", [("kd", 1.0)]),
+        ("kd:1", [("kd", 1.0)]),
+        ("lk:0.7,e2e_tv:0.3", [("lk", 0.7), ("e2e_tv", 0.3)]),
+        ("ce:0.2,kd:0.5,ce:0.3", [("ce", 0.2), ("kd", 0.5), ("ce", 0.3)]),
+    ],
+)
+def test_losses_have_parts_of_the_steps(given: str, parts: list[tuple[str, float]]) -> None:
+    assert loss_parts(given) == parts
+
+
+WRONG_PARTS = "lk:0.7 lk:0.7,e2e_tv:0.2 lk:0.7,e2e_tv:0.4 lk,e2e_tv lk:0.7,e2e_tv lk:1.5,kd:-0.5 lk:1,kd:0 lk:nan,kd:1"
+
+
+@pytest.mark.parametrize("given", [*WRONG_PARTS.split(), "lk:0.5,,kd:0.5", "lk:x,kd:1", "lk:0.5:kd:0.5"])
+def test_wrong_parts_are_named_with_the_remedy(given: str) -> None:
+    with pytest.raises(ValueError, match="--mtp-loss") as caught:
+        MTPConfig(mtp_loss=given)
+    assert str(caught.value) == (
+        f"--mtp-loss is '{given}'; give one loss, or several with their parts of the training steps, numbers above 0 "
+        "that add up to 1, as in lk:0.7,e2e_tv:0.3."
+    )
+
+
+def phases(given: str, steps: int) -> list[int]:
+    return [MTPConfig(mtp_loss=given).phase_at(step, steps) for step in range(steps)]
+
+
+def test_a_phase_has_its_part_of_the_steps() -> None:
+    assert phases("kd", 3) == [0, 0, 0]
+    assert phases("lk:0.7,e2e_tv:0.3", 10) == [0] * 7 + [1] * 3
+    assert phases("lk:0.34,e2e_tv:0.66", 6) == [0, 0, 1, 1, 1, 1]
+    assert phases("ce:0.2,kd:0.5,ce:0.3", 10) == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+    assert phases("ce:0.1,kd:0.9", 3) == [1, 1, 1]  # a tenth of three steps is none
+    assert MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3").phase_at(10, 10) == 1  # behind the last step
+
+
+def test_a_mix_can_be_a_phase() -> None:
+    settings = MTPConfig(mtp_loss="mix:0.5,tv:0.5", mtp_loss_mix="ce=0.1,tv=0.9")
+    assert settings.phases() == [MTPConfig(mtp_loss="mix", mtp_loss_mix="ce=0.1,tv=0.9"), MTPConfig(mtp_loss="tv")]
+    check_loss(settings)
+    with pytest.raises(ValueError, match=r"--mtp-loss is mix:0\.5,tv:0\.5 and --mtp-loss-mix None; 'mix' needs"):
+        MTPConfig(mtp_loss="mix:0.5,tv:0.5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mtp_lk_eta": 1.0}, None),
+        ({"mtp_temperature": 2.0}, None),
+        ({"mtp_z_loss": 0.1}, "--mtp-z-loss is 0.1, which --mtp-loss lk:0.7,e2e_tv:0.3 does not read; drop the flag, "),
+        ({"mtp_loss": "lk:0.7,mse:0.3"}, "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix."),
+        ({"mtp_loss": "lk:0.7,kd:0.3", "drafter": "dspark"}, "--mtp-loss is kd, from which the confidence of"),
+        ({"mtp_loss": "lk:0.7,tv:0.3", "drafter": "dspark"}, None),
+    ],
+)
+def test_a_setting_is_read_in_one_phase_and_a_confidence_learns_in_all(
+    settings: dict[str, Any], said: str | None
+) -> None:
+    made = MTPConfig(**{"mtp_loss": "lk:0.7,e2e_tv:0.3", **settings})
+    if said is None:
+        check_loss(made)
+        return
+    with pytest.raises(ValueError, match="--") as caught:
+        check_loss(made)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_drafter_beside_mtp_layers_keeps_its_own_loss() -> None:
+    of_layers, of_drafter = MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3", drafter="eagle3").apart()
+    assert (of_layers.mtp_loss, of_drafter.mtp_loss) == ("lk:0.7,e2e_tv:0.3", "kd")
+
+
+def test_a_loop_that_knows_no_steps_refuses_a_schedule() -> None:
+    assert depth_loss(MTPConfig(mtp_loss="kd:1")) == depth_loss(MTPConfig(mtp_loss="kd"))
+    with pytest.raises(ValueError, match="but only megatron-mtp train knows the step") as caught:
+        depth_loss(MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3"))
+    assert str(caught.value) == (
+        "--mtp-loss is 'lk:0.7,e2e_tv:0.3', but only megatron-mtp train knows the step that chooses among losses; give "
+        "one of them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"curr_iteration": 6, "iteration": 0}, "lk"),
+        ({"curr_iteration": 7, "iteration": 0}, "e2e_tv"),
+        ({"curr_iteration": 0, "iteration": 10}, "e2e_tv"),  # an evaluation of a run that has ended already
+        ({"skip_train": True, "train_iters": None}, "e2e_tv"),
+    ],
+)
+def test_a_forward_step_learns_by_the_loss_of_its_step(
+    state: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(mtp_num_layers=2, **{"train_iters": 10, "skip_train": False, **state})
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    step = forward_step.ForwardStep(MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3"), Metrics(None))
+    (learner,) = step._learners
+    assert learner.loss == depth_loss(MTPConfig(mtp_loss=expected))
+    assert sum(learner.weights) == 1
+
+
+def test_the_log_names_each_loss_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    args = SimpleNamespace(mtp_num_layers=2, train_iters=4, skip_train=False, iteration=1, rank=0)
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    step = forward_step.ForwardStep(MTPConfig(mtp_loss="lk:0.5,e2e_tv:0.5"), Metrics(None))
+    for args.curr_iteration in (1, 1, 2, 3):
+        step._name_phase()
+        with torch.no_grad():
+            step._name_phase()
+    assert capsys.readouterr().out == "> from step 2 on --mtp-loss is lk\n> from step 3 on --mtp-loss is e2e_tv\n"

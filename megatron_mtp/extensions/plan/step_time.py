@@ -12,6 +12,7 @@ their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (d
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron_mtp.config import loss_parts
 from megatron_mtp.extensions.plan.hardware import Card
 from megatron_mtp.extensions.plan.memory import States, sequence_ranks, tokens_of
 from megatron_mtp.extensions.plan.placement import Loads, Placement, StageChunk
@@ -189,9 +190,10 @@ class Clock:
             moved = WHOLE_LOGIT_BYTES * wide * logits / memory
             cost.add("head and losses", product + moved / 2, 2 * product + moved / 2)
         rows = depths * line.mtp_token_fraction * tokens * self.model.drafted / tensor
-        each = 3 * 2 * hidden / rate + LOGIT_BYTES.get(line.mtp_loss, 14) * wide / memory
-        taught = 2 * logits * hidden / rate if depths and line.mtp_loss != "ce" else 0
-        cost.add("head and losses", rows * each + taught, 0)
+        for name, part in loss_parts(line.mtp_loss):
+            each = 3 * 2 * hidden / rate + LOGIT_BYTES.get(name, 14) * wide / memory
+            taught = 2 * logits * hidden / rate if depths and name != "ce" else 0
+            cost.add("head and losses", part * (rows * each + taught), 0)
         return cost
 
     def chunk(self, chunk: StageChunk) -> PassCost:

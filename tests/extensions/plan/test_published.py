@@ -62,6 +62,16 @@ def test_the_head_of_an_h200() -> None:
         assert 1000 * own == pytest.approx(milliseconds, rel=0.05)
 
 
+def test_a_schedule_of_losses_takes_the_mean_of_its_parts() -> None:
+    words = "--hidden-size 64 --num-layers 1 --num-attention-heads 4 --vocab-size 1024 --seq-length 64".split()
+
+    def seconds(loss: str) -> float:
+        return Clock(model_of(read([*words, "--mtp-loss", loss])), CARDS["H200"], 1).losses(1).total
+
+    assert seconds("ce") < seconds("kd") < seconds("lk")
+    assert seconds("ce:0.25,lk:0.75") == pytest.approx(0.25 * seconds("ce") + 0.75 * seconds("lk"), rel=1e-12)
+
+
 H200_DRAFTING = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --swiglu
     --vocab-size 32768 --seq-length 512 --bf16 --normalization RMSNorm --disable-bias-linear
     --untie-embeddings-and-output-weights --mtp-num-layers 4""".split()

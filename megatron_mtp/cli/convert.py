@@ -1,8 +1,8 @@
 """Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
 
 It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user's mistake;
-`verify` exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1 for what is
-damaged in part, and `--dry-run` for what does not fit on the disk.
+`verify`, also as a flag, exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1
+for what is damaged in part, and `--dry-run` for what does not fit on the disk.
 """
 
 import json
@@ -41,8 +41,7 @@ EXAMPLES = """examples:
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
   # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP, and the proof
-  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported
-  megatron-mtp convert verify exported runs/mine/checkpoint
+  megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported --verify
 
   # the trunk in FP8, and what that costs in acceptance
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported-fp8 --quantize fp8 --mtp-dtype bfloat16 --text a.txt
@@ -90,7 +89,7 @@ def convert(args: Namespace) -> int:
     free = result.get("bytes free")
     if not result.get("ok", True) or (free is not None and free <= result["bytes written"]):
         return DIFFERENT
-    return 0 if result.get("compared", True) or args.allow_uncompared else UNCOMPARED
+    return 0 if result.get("compared", True) or getattr(args, "allow_uncompared", False) else UNCOMPARED
 
 
 def write(args: Namespace) -> dict[str, Any]:
@@ -107,6 +106,10 @@ def write(args: Namespace) -> dict[str, Any]:
     if args.dry_run:
         return plan.described(args.target)
     done = plan.write(args.target, how)
+    if getattr(args, "verify", False):
+        imports = args.command == "hf-to-mcore"
+        folder, checkpoint = (local_folder(args.source), args.target) if imports else (args.target, args.source)
+        done |= proof(folder, checkpoint, trust_remote_code=getattr(args, "trust_remote_code", False))
     if text is not None and graft:
         sides = {"on the donor's trunk": local_folder(args.donor), "on the new trunk": args.target}
         done["acceptance"] = acceptances(sides, args.target, length, args)
@@ -275,21 +278,33 @@ def prove(args: Namespace) -> dict[str, Any]:
     """`convert verify`."""
     from megatron_mtp.checkpoint.hf.folder import drafter_kind
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+
+    source = local_folder(args.source)
+    if args.text is not None and (is_checkpoint(source) or drafter_kind(source) is not None):
+        raise ValueError(f"--text is {args.text}, but {source} is no model's folder; leave --text out.")
+    return proof(source, args.target, args.text, args.drafter_layer_ids_count, args.trust_remote_code)
+
+
+def proof(
+    source: Path,
+    checkpoint: Path,
+    text: Path | None = None,
+    layer_ids_count: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Whether the source, the folder of a model or of a drafter or another checkpoint, is the same as a checkpoint."""
+    from megatron_mtp.checkpoint.hf.folder import drafter_kind
+    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+    from megatron_mtp.checkpoint.verify.drafters import verify_drafter
     from megatron_mtp.checkpoint.verify.forms import verify_forms
     from megatron_mtp.checkpoint.verify.verify import verify
 
-    source = local_folder(args.source)
-    drafts = drafter_kind(source) is not None
-    if args.text is not None and (drafts or is_checkpoint(source)):
-        raise ValueError(f"--text is {args.text}, but {source} is no model's folder; leave --text out.")
-    if drafts:
-        from megatron_mtp.checkpoint.verify.drafters import verify_drafter
-
-        checks = verify_drafter(source, args.target, count=args.drafter_layer_ids_count)
-    elif not is_checkpoint(source):
-        checks = verify(source, args.target, args.text, trust_remote_code=args.trust_remote_code)
+    if drafter_kind(source) is not None:
+        checks = verify_drafter(source, checkpoint, count=layer_ids_count)
+    elif is_checkpoint(source):
+        checks = verify_forms(source, checkpoint)
     else:
-        checks = verify_forms(source, args.target)
+        checks = verify(source, checkpoint, text, trust_remote_code=trust_remote_code)
     ok = all(check.ok for check in checks if check.made)
     return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
 
@@ -367,6 +382,7 @@ WRITES = {
 }
 DTYPE = {"--dtype": _value("type of the floating-point tensors written (default: as stored)", choices=DTYPES)}
 TRUSTS = {"--trust-remote-code": _switch("run the Python code of the tokenizer folder")}
+PROVES = {"--verify": _switch("then prove that both are the same model, as verify does, with its exit status")}
 IMPORTS = {"--trunk-only": _switch("convert the trunk without the folder's MTP layers, also where they are lost")}
 EXPORTS = {
     "--max-shard-size": _value(f"largest safetensors file (default: {SHARD})", "SIZE", default=SHARD),
@@ -433,12 +449,12 @@ COMMANDS = {
     "hf-to-mcore": Command(
         "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
         IN_OUT,
-        WRITES | DTYPE | IMPORTS,
+        WRITES | DTYPE | PROVES | IMPORTS,
     ),
     "mcore-to-hf": Command(
         "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",
         IN_OUT,
-        WRITES | DTYPE | TRUSTS | EXPORTS,
+        WRITES | DTYPE | TRUSTS | PROVES | EXPORTS,
     ),
     "inspect": Command(
         "Show what a folder or checkpoint holds: family, MTP layers, conventions, and whether Megatron can train it.",

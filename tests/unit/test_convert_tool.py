@@ -321,6 +321,28 @@ def test_commands_from_import_to_proof(source: Path, tmp_path: Path, capsys: pyt
     assert said("inspect", tmp_path / "back")["depths"] == 3
 
 
+def test_what_is_written_is_proved_in_the_same_command(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mcore = tmp_path / "mcore"
+    for command, written, target in (("hf-to-mcore", source, mcore), ("mcore-to-hf", mcore, tmp_path / "back")):
+        assert run(command, written, target, "--verify", "--json") == 0
+        assert json.loads(capsys.readouterr().out).items() >= {"depths": 2, "ok": True, "compared": True}.items()
+
+    whole = stream.Conversion.write
+
+    def damaged(self: stream.Conversion, target: Path, how: stream.Options) -> dict[str, Any]:
+        done = whole(self, target, how)
+        tensors = read(target)
+        tensors["model.norm.weight"] += 1
+        write(target, tensors)
+        return done
+
+    monkeypatch.setattr(stream.Conversion, "write", damaged)
+    assert run("mcore-to-hf", mcore, tmp_path / "other", "--verify", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
 def test_a_catalogue_with_foreign_classes_is_not_loaded(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,11 +39,13 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
-# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it. Compiled modules make every process
-# start in a third of the time, also where Python may not write them itself (PYTHONDONTWRITEBYTECODE).
+# uv installs in seconds what takes pip minutes; where it cannot be had, pip does it.
 if .venv/bin/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null &&
-    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --compile-bytecode --constraint "$constraints" --editable '.[dev]'; then
-    :
+    VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --constraint "$constraints" --editable '.[dev]'; then
+    # Compiled modules make every process start in a third of the time, also where Python may not write them itself
+    # (PYTHONDONTWRITEBYTECODE). Half of the source is left out: of these packages, a process reads a file or two.
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib \
+        -x '/(transformers/models|plotly|openai|networkx|matplotlib|fontTools|pygments|mypyc?|pip|setuptools)/' || true
 else
     .venv/bin/python -m pip install --disable-pip-version-check --constraint "$constraints" --editable '.[dev]'
 fi

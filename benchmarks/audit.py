@@ -1,7 +1,7 @@
 """Audit of two equal folders against reading both once, and the peak of memory; a pair that differs beside it.
 
-    python benchmarks/audit.py [--gigabytes 2] [--repeats 5] [--folder DIR]
-    python benchmarks/audit.py --quick     does it run? (small experts; the figures mean nothing)
+    python benchmarks/audit.py --folder DIR    two folders of 2 GB
+    python benchmarks/audit.py --quick         does it run? (small experts; the figures mean nothing)
 
 `read` reads every file of both folders once, from front to end. `audit` compares the folders, which are copies, and
 looks at every number. `differing` is the audit of a folder with other numbers in the middle of its last file, for which
@@ -9,9 +9,7 @@ an explanation is sought. All sides run in one process, in turns, and the files 
 allows. The peak is that of a process that audits alone, above what importing needs.
 """
 
-import json
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.convert import EXPERTS, HIDDEN, VOCABULARY, WIDTH, write_experts, write_model
-from benchmarks.harness import MIB, Found, Goal, interleave, main, resident
+from benchmarks.harness import MIB, Found, Goal, in_own_process, interleave, main, resident
 
 LARGEST = 2 * max(VOCABULARY, WIDTH) * HIDDEN
 """Bytes of the largest tensor, the embedding."""
@@ -32,23 +30,17 @@ PIECE = 2**23
 ALLOWANCE = 256.0
 """MiB that a process may hold beside two tensors."""
 
-
-FLAGS: dict[str, dict[str, Any]] = {
-    "--gigabytes": {"type": float, "default": 2.0, "help": "size of a folder (default: 2)"},
-    "--folder": {"type": Path, "default": Path("runs/benchmark-audit"), "help": "scratch, removed at the end"},
-    "--side": {"action": "store_true"},
-}
+GIGABYTES = 2.0
+"""Of a folder."""
 
 
 def audit(wanted: Namespace) -> Found:
     """Seconds of every side, and the peaks of a process that audits alone."""
-    if wanted.side:
-        print(json.dumps(run_alone(wanted.folder)))
-        sys.exit()
-    wanted.folder.mkdir(parents=True, exist_ok=True)
-    size = write_folders(wanted.folder, None if wanted.quick else wanted.gigabytes)
-    timed = interleave(work(wanted.folder), wanted.repeats, warm_up=1)
-    peak = (run_alone if wanted.quick else in_own_process)(wanted.folder)
+    folder = wanted.folder / "audit"
+    folder.mkdir()
+    size = write_folders(folder, None if wanted.quick else GIGABYTES)
+    timed = interleave(work(folder), wanted.repeats, warm_up=1)
+    peak = run_alone(folder) if wanted.quick else in_own_process(run_alone, folder)
     two, seconds = 2 * LARGEST / MIB, timed.medians()
     results = {
         "bytes of a folder": size,
@@ -59,7 +51,7 @@ def audit(wanted: Namespace) -> Found:
         "two largest tensors, MiB": two,
     }
     ratio = timed.compare("audit", "read").paired_ratio
-    shutil.rmtree(wanted.folder)
+    shutil.rmtree(folder)
     return Found(
         results,
         [
@@ -113,13 +105,6 @@ def read(*folders: Path) -> None:
                     pass
 
 
-def in_own_process(folder: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--side", "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def run_alone(folder: Path) -> dict[str, Any]:
     """MiB of resident memory at most, above what was there before."""
     sides = work(folder)
@@ -131,4 +116,4 @@ def run_alone(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(audit, __doc__, repeats={"cpu": 5, "quick": 1}, flags=FLAGS)
+    main(audit, __doc__, repeats={"cpu": 5, "quick": 1})

@@ -1,7 +1,8 @@
 """Conversion in both directions: few large tensors against a copy of the same files, and 4,000 small ones.
 
-    python benchmarks/convert.py [--part fp8|size|count] [--gigabytes 8] [--folder DIR]
-    python benchmarks/convert.py --quick     does it run? (a few experts; the figures mean nothing)
+    python benchmarks/convert.py --folder DIR    all parts, in a folder that has room for 24 GB
+    python benchmarks/convert.py --part count    one of fp8, size and count
+    python benchmarks/convert.py --quick         does it run? (a few experts; the figures mean nothing)
 
 `fp8` reads 2 GB of FP8 in blocks of 128, decoded weight by weight, beside a copy of the same files. `size` converts a
 synthetic model of 8 GB. Each side is a process of its own, so that its peak of resident memory is its own: `copy` reads
@@ -11,7 +12,6 @@ tensors, most of them experts, in one file and in twenty. Importing Megatron is 
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -23,36 +23,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.harness import MIB, Found, Goal, main, resident
+from benchmarks.harness import MIB, Found, Goal, in_own_process, main, resident
 
 HIDDEN, WIDTH, VOCABULARY = 4096, 14336, 32000
-SIDES = ("copy", "import", "export", "read")
-ROUNDS = 3
+SIDES = ("copy", "import", "export")
+ROUNDS, GIGABYTES = 3, 8.0
 LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 """Bytes of a layer in bfloat16, the largest part of the model."""
 
 
 def convert(wanted: Namespace) -> Found:
     """The part in --part, or all; two with --quick."""
-    if wanted.side is not None:
-        print(json.dumps(run_side(wanted.side, wanted.folder)))
-        sys.exit()
     results: dict[str, Any] = {}
     goals: list[Goal] = []
     for part in ("fp8", "count") if wanted.quick else PARTS if wanted.part is None else (wanted.part,):
-        wanted.folder.mkdir(parents=True, exist_ok=True)
-        found, promised = PARTS[part](wanted)
-        results[part], goals = found, goals + promised
-        shutil.rmtree(wanted.folder)
+        folder = wanted.folder / part
+        folder.mkdir()
+        results[part], promised = PARTS[part](wanted, folder)
+        goals += promised
+        shutil.rmtree(folder)
     return Found(results, goals)
 
 
-def compare_sizes(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_sizes(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
     """Throughput and peaks of a large model."""
-    size = write_model(args.folder / "source", args.gigabytes)
+    size = write_model(folder / "source", GIGABYTES)
     seconds, peaks = {}, {}
-    for side in SIDES[:3]:
-        found = in_own_process(side, args.folder)
+    for side in SIDES:
+        found = in_own_process(run_side, side, folder)
         seconds[side], peaks[side] = found["seconds"], found["peak"]
     results = {
         "bytes": size,
@@ -64,37 +62,31 @@ def compare_sizes(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     goals = [
         *(
             Goal(f"{side}: throughput over that of a copy", seconds["copy"] / seconds[side], 0.5, ">=")
-            for side in SIDES[1:3]
+            for side in SIDES[1:]
         ),
-        *(
-            Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0)
-            for side in SIDES[1:3]
-        ),
+        *(Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0) for side in SIDES[1:]),
     ]
     return results, goals
 
 
-def compare_counts(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_counts(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
     """Seconds of both directions, the tensors being in one file or in many."""
     seconds: dict[str, float] = {}
-    config = EXPERTS | {"n_routed_experts": 4} if args.quick else EXPERTS
+    config = EXPERTS | {"n_routed_experts": 4} if wanted.quick else EXPERTS
     for files in (1, FILES):
-        folder = args.folder / str(files)
-        write_experts(folder / "source", files, config)
+        place = folder / str(files)
+        write_experts(place / "source", files, config)
         for side in ("import", "export"):
-            ran = (run_side if args.quick else in_own_process)(side, folder)
-            seconds[f"{side}, {files} file(s)"] = ran["seconds"]
+            seconds[f"{side}, {files} file(s)"] = ran(side, place, wanted.quick)["seconds"]
     results = {"tensors": len(experts_shapes(config)), "seconds": seconds}
     return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
 
 
-def compare_fp8(args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def compare_fp8(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
     """Reading quantized weights against a copy of their files, in turns; the best round of each counts."""
-    size = write_fp8(args.folder / "source", part=16 if args.quick else 1, layers=1 if args.quick else 10)
-    rounds = [
-        {side: (run_side if args.quick else in_own_process)(side, args.folder) for side in ("copy", "read")}
-        for _ in range(1 if args.quick else ROUNDS)
-    ]
+    quick = wanted.quick
+    size = write_fp8(folder / "source", part=16 if quick else 1, layers=1 if quick else 10)
+    rounds = [{side: ran(side, folder, quick) for side in ("copy", "read")} for _ in range(1 if quick else ROUNDS)]
     seconds = {side: [one[side]["seconds"] for one in rounds] for side in ("copy", "read")}
     peak = max(one["read"]["peak"] for one in rounds)
     ratio = min(seconds["copy"]) / min(seconds["read"])
@@ -124,7 +116,7 @@ def write_fp8(folder: Path, part: int, layers: int) -> int:
     return size
 
 
-PARTS: dict[str, Callable[[Namespace], tuple[dict[str, Any], list[Goal]]]] = {
+PARTS: dict[str, Callable[[Namespace, Path], tuple[dict[str, Any], list[Goal]]]] = {
     "fp8": compare_fp8,
     "size": compare_sizes,
     "count": compare_counts,
@@ -133,9 +125,6 @@ PARTS: dict[str, Callable[[Namespace], tuple[dict[str, Any], list[Goal]]]] = {
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--part": {"choices": PARTS, "help": "run this part alone (default: all)"},
-    "--gigabytes": {"type": float, "default": 8.0, "help": "size of the model (default: 8)"},
-    "--folder": {"type": Path, "default": Path("runs/benchmark-convert"), "help": "scratch, removed at the end"},
-    "--side": {"choices": SIDES},
 }
 
 
@@ -202,11 +191,8 @@ def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape or () for rule in rules for tensor in rule.hf}
 
 
-def in_own_process(side: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def ran(side: str, folder: Path, quick: bool) -> dict[str, Any]:
+    return run_side(side, folder) if quick else in_own_process(run_side, side, folder)
 
 
 def run_side(side: str, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ each, and take turns. The last line of a report is one JSON object
     {"benchmark": ..., "command": ..., "hardware": ..., "versions": ..., "results": ..., "goals": [...],
      "tables": [{"title": ..., "header": [...], "rows": [...]}]}
 
-Nothing here imports Megatron.
+What has no device needs no torch, so that torch is imported where it is used; Megatron never is.
 """
 
 import gc
@@ -18,16 +18,16 @@ import shlex
 import statistics
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 MIB = 2**20
 PACKAGES = ("torch", "megatron-core", "megatron-mtp", "transformer-engine")
@@ -55,6 +55,9 @@ class Goal:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "met": self.met}
+
+    def __str__(self) -> str:
+        return f"{'' if self.met else 'UNMET '}{self.what}: {_written(self.value)} {self.op} {self.goal}"
 
 
 @dataclass(frozen=True)
@@ -88,25 +91,20 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
 
     def __str__(self) -> str:
-        """Columns flush right; floats with three decimals."""
-        cells = [list(self.header), *([_cell(value) for value in row] for row in self.rows)]
+        """Columns flush right."""
+        cells = [list(self.header), *([_written(value) for value in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         return "\n".join([self.title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
     def markdown(self) -> list[str]:
-        """Lines of Markdown without the title; floats with four digits that count."""
+        """Lines of Markdown without the title."""
         cells = [[_written(value) for value in row] for row in self.rows]
         return ["| " + " | ".join(row) + " |" for row in (list(self.header), ["---"] * len(self.header), *cells)]
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 def _written(value: Any) -> str:
+    """Floats with four digits that count."""
     if isinstance(value, float):
         return f"{value:,.4g}"
     return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
@@ -121,6 +119,21 @@ class Found:
     tables: Sequence[Table] = ()
     not_run: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Found":
+        """From a report or a record."""
+        goals = [Goal(one["what"], one["value"], one["goal"], one["op"]) for one in record["goals"]]
+        tables = [Table(**table) for table in record["tables"]]
+        return cls(record["results"], goals, tables, record.get("not run", {}))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As reports and records have it."""
+        return {
+            "results": self.results,
+            "goals": [goal.as_dict() for goal in self.goals],
+            "tables": [table._asdict() for table in self.tables],
+        }
+
 
 def main(
     measure: Callable[[Namespace], Found],
@@ -132,26 +145,34 @@ def main(
     """A benchmark's command: parse the flags, measure, report under the name of the script.
 
     Args:
-        measure: is given the flags with `place` ("quick", "cpu" or "cuda") and, if `repeats` has the place, `repeats`.
+        measure: is given the flags with `place` ("quick", "cpu" or "cuda"), a `folder` for files and, if `repeats` has
+            the place, `repeats`.
         doc: the text of --help.
         repeats: default rounds by place, or by what else a benchmark calls them.
-        flags: own flags, to what `add_argument` takes; one without help is hidden.
+        flags: own flags, to what `add_argument` takes.
     """
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     for name, given in (flags or {}).items():
-        parser.add_argument(name, **{"help": SUPPRESS, **given})
+        parser.add_argument(name, **given)
     if repeats:
         values = ", ".join(f"{number} ({place})" for place, number in repeats.items())
         parser.add_argument("--repeats", type=count, metavar="N", help=f"timed rounds of every side; default: {values}")
+    kept = "takes what is written; default: a temporary folder, removed at the end"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=kept)
     parser.add_argument("--threads", type=count, metavar="N", help="of the CPU; default: all cores (with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     wanted, command = parser.parse_args(), sys.argv
     wanted.place = "quick" if wanted.quick else "cpu" if on_cpu else "cuda"
     if repeats and wanted.repeats is None:
         wanted.repeats = repeats.get(wanted.place)
+    import torch
+
     if wanted.threads or wanted.quick:  # threads that wait for each other starve on a busy machine
         torch.set_num_threads(wanted.threads or 1)
-    found = measure(wanted)
+    with TemporaryDirectory(prefix="benchmark-") as temporary:
+        wanted.folder = Path(wanted.folder or temporary).absolute()
+        wanted.folder.mkdir(parents=True, exist_ok=True)
+        found = measure(wanted)
     sys.argv = command
     report(Path(command[0]).stem, hardware(on_cpu), found)
 
@@ -169,6 +190,8 @@ def count(text: str) -> int:
 
 def hardware(on_cpu: bool) -> dict[str, Any]:
     """The machine in words, and how busy others keep it."""
+    import torch
+
     return {
         "device": cpu_name() if on_cpu else torch.cuda.get_device_name(),
         "cpu": cpu_name(),
@@ -283,6 +306,8 @@ def allocated_peak(step: Callable[[], object], on_cpu: bool) -> float:
 
 
 def _cuda_peak(step: Callable[[], object]) -> int:
+    import torch
+
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -293,12 +318,20 @@ def _cuda_peak(step: Callable[[], object]) -> int:
 
 def _profiled_peak(step: Callable[[], object]) -> int:
     """The CPU's allocator keeps no peak; the profiler notes every allocation and release."""
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(sizes, initial=0))
+
+
+def in_own_process(work: Callable[..., Any], *given: object) -> Any:
+    """What it returns in a new process, whose peak of resident memory is its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(work, *given).result()
 
 
 def resident(field: str) -> int:
@@ -318,15 +351,12 @@ def report(benchmark: str, machine: dict[str, Any], found: Found) -> None:
     print()
     for piece, why in found.not_run.items():
         print(f"not run: {piece}: {why}")
-    for goal in found.goals:
-        print(f"{'met  ' if goal.met else 'UNMET'}  {goal.what}: {_cell(goal.value)} {goal.op} {goal.goal}")
+    print("\n".join(map(str, found.goals)))
     summary = {
         "benchmark": benchmark,
         "command": command,
         "hardware": machine,
         "versions": versions(),
-        "results": found.results,
-        "goals": [goal.as_dict() for goal in found.goals],
-        "tables": [one._asdict() for one in found.tables],
+        **found.as_dict(),
     }
     print(json.dumps(summary), flush=True)

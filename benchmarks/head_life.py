@@ -22,25 +22,22 @@ beyond twice the error of the difference.
 """
 
 import json
-import os
 import random
 import statistics
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Found, Goal, Table, count, main
+from benchmarks.verbs import VerbError, run
 from megatron_mtp.acceptance import EXPECTED_LENGTH
 from megatron_mtp.files import remove, written_beside
-from megatron_mtp.runtime import prepare
 from megatron_mtp.training.run_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,30 +115,24 @@ class Texts:
     judged: Path
 
 
-def measure(wanted: Namespace) -> Found:
+def head_life(wanted: Namespace) -> Found:
     """All trials."""
-    prepare()
-
-    import megatron_mtp.training.run  # noqa: F401  (once, for all processes that are forked from here)
-
     quick = wanted.place == "quick"
     steps = wanted.steps or (4 if quick else 150)
     model = wanted.trunk and wanted.trunk.model
     trunks = [wanted.trunk.name] if wanted.trunk else list(TRUNKS)
     more = ("--batch", str(wanted.batch)) if wanted.batch else ()
     chosen = [Trial(*each, steps, more) for each in product(trunks, CORPORA, DONORS)][: 1 if quick else None]
-    with TemporaryDirectory(prefix="head-life-") as temporary:
-        place = Path(temporary) if wanted.folder is None else wanted.folder.absolute() / wanted.place
-        place = place / wanted.trunk.name if model else place  # its texts have other tokens
-        texts = make_texts(place / "texts", 24 if quick else 640 if model else 160, model)
-        for trunk in dict.fromkeys(trial.trunk for trial in chosen):
-            if model:
-                attach_layer(place / trunk, model, 2 * steps, texts["same"], more)
-            else:
-                train_trunk(place, trunk, 4 if quick else 300, texts["same"])
-        trials = [finished(place, trial, texts) for trial in chosen]
-        failed = finished(place, Trial(trunks[0], "same", "good", steps, (*more, *FAILURE)), texts)
-        probed = None if quick or model else finished(place, Trial(trunks[0], "code", "stale", PROBED, more), texts)
+    place = wanted.folder / wanted.place / (wanted.trunk.name if model else "")  # its texts have other tokens
+    texts = make_texts(place / "texts", 24 if quick else 640 if model else 160, model)
+    for trunk in dict.fromkeys(trial.trunk for trial in chosen):
+        if model:
+            attach_layer(place / trunk, model, 2 * steps, texts["same"], more)
+        else:
+            train_trunk(place, trunk, 4 if quick else 300, texts["same"])
+    trials = [finished(place, trial, texts) for trial in chosen]
+    failed = finished(place, Trial(trunks[0], "same", "good", steps, (*more, *FAILURE)), texts)
+    probed = None if quick or model else finished(place, Trial(trunks[0], "code", "stale", PROBED, more), texts)
     exported = [trial for trial in trials if trial["exported"]]
     below = [trial for trial in exported if trial["gain"] < -trial["error"]]
     header = ("trunk", "corpus", "donor", "graft", "attached", "error of the gain", "exported", "seconds")
@@ -306,7 +297,11 @@ def run_trial(place: Path, folder: Path, trial: Trial, text: Texts) -> dict[str,
     while probes and not (folder / "probe.json").exists():  # a candidate each, and last the table
         run("attach", *given, "--only", "probe")
     run("attach", *given, "--only", "train")
-    is_exported = run("attach", *given, "--only", "export", may_fail=True) == 0
+    try:
+        run("attach", *given, "--only", "export")
+        is_exported = True
+    except VerbError:
+        is_exported = False
     seconds = time.monotonic() - began
     flags = precision(trial.trunk)
     before, after = (judged(place, folder / name, text, flags) for name in ("start", "checkpoint"))
@@ -340,48 +335,15 @@ def judged(place: Path, checkpoint: Path, text: Texts, more: list[str]) -> dict[
     return found
 
 
-def run(verb: str, *words: object, may_fail: bool = False) -> int:
-    """Run a verb in a fork of this process, which has imported Megatron; returns its exit status.
-
-    Raises:
-        RuntimeError: it failed, unless that is allowed; the message has the end of what it printed.
-    """
-    import torch
-
-    from megatron_mtp.cli.main import main as program
-
-    with TemporaryFile() as log:
-        child = os.fork()
-        if child == 0:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            torch.set_num_threads(torch.get_num_threads())  # makes torch's pool anew, before several threads ask for it
-            os._exit(_status(lambda: program([verb, *map(str, words)])))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status and not may_fail:
-            log.seek(0)
-            end = "\n".join(log.read().decode(errors="replace").splitlines()[-40:])
-            raise RuntimeError(f"megatron-mtp {verb} {' '.join(map(str, words))} ended with status {status}:\n{end}")
-    return status
-
-
-def _status(work: Callable[[], int]) -> int:
-    try:
-        return work()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        return 1
-
+FLAGS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"},
+    "--batch": {"type": count, "metavar": "N", "help": "sequences of 64 tokens a step of these trainings; default: 8"},
+    "--trunk": {
+        "type": Trunk.parse,
+        "metavar": "NAME",
+        "help": f"this one alone: {', '.join(TRUNKS)}, or NAME=DIR, a folder of a Hugging Face model",
+    },
+}
 
 if __name__ == "__main__":
-    steps = {"type": count, "metavar": "N", "help": "of a training of the layers; default: 150"}
-    batch = {"type": count, "metavar": "N", "help": "sequences of 64 tokens in a step of these trainings; default: 8"}
-    alone = f"this one alone: {', '.join(TRUNKS)}, or NAME=DIR, a folder of a Hugging Face model"
-    trunk = {"type": Trunk.parse, "metavar": "NAME", "help": alone}
-    kept = "texts, trunks and finished trials are kept there, and a cut run goes on; default: a temporary folder"
-    folder = {"type": Path, "metavar": "DIR", "help": kept}
-    main(measure, __doc__, flags={"--steps": steps, "--batch": batch, "--trunk": trunk, "--folder": folder})
+    main(head_life, __doc__, flags=FLAGS)

@@ -1,7 +1,7 @@
 """The methods of arXiv:2407.09722 on one trunk: tokens a forward, perplexity and energy of sampled texts.
 
     python benchmarks/joint.py                        the quickstart's trunk; a small model is trained first (a minute)
-    python benchmarks/joint.py --batch-sizes 1 4 16   energy and speed by batch size too
+    python benchmarks/joint.py --folder DIR           the small model is kept there
     python benchmarks/joint.py --quick                does it run? (the figures mean nothing)
 
     speculative   chains of the small model, the rule of rejection
@@ -15,7 +15,6 @@ plain decoding, as `generate --compare` does. Speculative, SpecTr and SpecInfer 
 perplexity is that of plain sampling but for chance. BiLD and MTAD move it.
 """
 
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.agreeing import agreeing_model
-from benchmarks.harness import Found, Goal, Table, count, main
+from benchmarks.harness import Found, Goal, Table, main
+from benchmarks.verbs import run
 from megatron_mtp.cli.cost import NO_METER, Workload, summary
 from megatron_mtp.data.prompts import Beginnings
 from megatron_mtp.decoding import load_runner
@@ -55,49 +55,39 @@ SMALL = (
     "--save-interval 270 --tokenizer-type HuggingFaceTokenizer"
 ).split()
 """The small model: one layer, trained for as many steps as the quickstart's trunk."""
-PROMPT_TOKENS = 32
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 128
 
 OWN, DATA = Path("runs/quickstart/checkpoint"), Path("runs/quickstart/data/corpus")
 FLAGS: dict[str, dict[str, Any]] = {
     "--checkpoint": {"type": Path, "default": OWN, "help": f"the trunk; default: {OWN}"},
     "--data": {"type": Path, "default": DATA, "metavar": "PREFIX", "help": f"its corpus; default: {DATA}"},
-    "--small": {
-        "type": Path,
-        "default": Path("runs/joint/small"),
-        "help": "the small model's checkpoint, trained on the corpus where there is none; default: runs/joint/small",
-    },
-    "--prompts": {"type": count, "default": 32, "metavar": "N", "help": "default: 32"},
-    "--new-tokens": {"type": count, "default": 128, "metavar": "N", "help": "of every text; default: 128"},
-    "--batch-sizes": {"type": count, "nargs": "+", "default": [1], "metavar": "B", "help": "default: 1"},
 }
 
 
 def joint(wanted: Namespace) -> Found:
-    """Every method at every batch size, in turns with plain decoding."""
+    """Every method, in turns with plain decoding."""
+    if not wanted.quick:  # in a fork, before this process is one of a group
+        small_model(wanted.folder / "small", wanted.data)
     join_world()
     if wanted.quick:
         sizes: dict[str, Any] = {"hidden": 64, "vocabulary": 128, "noise": 0.5}
         runner, small = (Runner(agreeing_model(layers=layers, depths=1, **sizes)) for layers in (2, 1))
         prompts, new = [[5, 6, 7], [8, 9]], 8
     else:
-        if not wanted.small.is_dir():
-            train_small(wanted.small, wanted.data)
-        runner, small = load_runner(wanted.checkpoint), load_runner(wanted.small)
+        runner, small = load_runner(wanted.checkpoint), load_runner(wanted.folder / "small")
         drawn = Beginnings(str(wanted.data), PROMPT_TOKENS, 1, "98,2,0", "validation", anywhere=True)
-        prompts, new = [drawn.prompt(number) for number in range(wanted.prompts)], wanted.new_tokens
-    figures: dict[str, dict[str, Any]] = {}
-    for batch in wanted.batch_sizes:
-        work = Workload(runner, prompts, new, Sampling(1.0), frozenset(), small, None, batch, 0)
-        figures |= {_called(name, batch, wanted): measured(work, given) for name, given in METHODS.items()}
+        prompts, new = [drawn.prompt(number) for number in range(PROMPTS)], NEW_TOKENS
+    work = Workload(runner, prompts, new, Sampling(1.0), frozenset(), small, None, 1, 0)
+    figures = {name: measured(work, given) for name, given in METHODS.items()}
     not_run = {"energy": NO_METER} if all(one["energy_joules_per_token"] is None for one in figures.values()) else {}
     results = {"prompts": len(prompts), "new_tokens": new, "figures": figures}
     return Found(results, goals(figures), [table(figures)], not_run)
 
 
-def train_small(folder: Path, data: Path) -> None:
-    """Train the small model with the trunk's tokenizer."""
-    given = ["--data-path", str(data), "--tokenizer-model", f"{data}-tokenizer", "--save", str(folder)]
-    subprocess.run([sys.executable, "-m", "megatron_mtp", "train", *SMALL, *given], check=True, stdout=sys.stderr)
+def small_model(folder: Path, data: Path) -> None:
+    """Train the small model with the trunk's tokenizer, unless it is there."""
+    if not folder.is_dir():
+        run("train", *SMALL, "--data-path", data, "--tokenizer-model", f"{data}-tokenizer", "--save", folder)
 
 
 def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
@@ -112,12 +102,9 @@ def measured(work: Workload, given: dict[str, Any]) -> dict[str, Any]:
 
 def goals(figures: dict[str, dict[str, Any]]) -> list[Goal]:
     """What the paper promises of MTAD: more tokens a forward than speculative decoding, of lower perplexity."""
-    of = {
-        name: next(one for called, one in figures.items() if called.startswith(name))
-        for name in ("speculative", "MTAD")
-    }
-    length = of["MTAD"]["accepted_length"] / of["speculative"]["accepted_length"]
-    perplexity = of["MTAD"]["perplexity"] / of["MTAD"]["plain_perplexity"]
+    mtad = figures["MTAD, tau 0.5"]
+    length = mtad["accepted_length"] / figures["speculative"]["accepted_length"]
+    perplexity = mtad["perplexity"] / mtad["plain_perplexity"]
     return [
         Goal("tokens a forward of MTAD (tau 0.5) over speculative decoding's", length, 1.0, ">="),
         Goal("perplexity of MTAD (tau 0.5) over that of plain sampling", perplexity, 1.0),
@@ -132,10 +119,6 @@ def table(figures: dict[str, dict[str, Any]]) -> Table:
     plain = ("plain", 1.0, first["plain_perplexity"], 1.0, first["plain_joules_per_token"])
     rows = [(name, *(one[figure] for figure in names)) for name, one in figures.items()]
     return Table("Sampled texts at temperature 1", header, [plain, *rows])
-
-
-def _called(name: str, batch: int, wanted: Namespace) -> str:
-    return name if len(wanted.batch_sizes) == 1 else f"{name}, batch {batch}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
-from benchmarks.harness import Found, Goal, Table, count, interleave, main
+from benchmarks.harness import Found, Goal, Table, interleave, main
 from megatron_mtp.data.batch import depth_batch, documents_from_offsets
 from megatron_mtp.runtime import prepare
 
@@ -32,16 +32,12 @@ GOAL = 20.0
 OURS, THEIRS = "megatron-mtp", "Megatron"
 NAMES = ("tokens", "labels", "loss_mask")
 
-
-FLAGS = {
-    "--documents": {"type": count, "default": 512, "help": "default: 512"},
-    "--depths": {"type": count, "default": 4, "help": "default: 4"},
-}
+DOCUMENTS, DEPTHS = 512, 4
 
 
 def shift(wanted: Namespace) -> Found:
     """Seconds of both sides; raises ValueError where they disagree."""
-    documents, depths = 8 if wanted.quick else wanted.documents, wanted.depths
+    documents, depths = 8 if wanted.quick else DOCUMENTS, DEPTHS
     cu_seqlens, batch = packed_batch(documents)
     sides: dict[str, Callable[[], dict[str, Tensor]]] = {
         OURS: lambda: our_shifts(batch, cu_seqlens, depths),
@@ -102,4 +98,4 @@ def megatron_shifts(batch: dict[str, Tensor], cu_seqlens: Tensor, depths: int) -
 
 
 if __name__ == "__main__":
-    main(shift, __doc__, ON_CPU, {"cpu": 15, "cuda": 15, "quick": 2}, FLAGS)
+    main(shift, __doc__, ON_CPU, {"cpu": 15, "cuda": 15, "quick": 2})

@@ -13,19 +13,19 @@ drafters  Trained on 512 tokens at a time, behind the frozen trunk: one attends 
 """
 
 import json
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 from benchmarks.harness import Found, Goal, Table, main
+from benchmarks.verbs import run
 from megatron_mtp.acceptance import EXPECTED_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
+DATA = Path("runs/quickstart/data/corpus")
 WINDOW = 64
 DRAFTERS = {"all positions": [], f"window of {WINDOW}": ["--drafter-window-size", WINDOW]}
 TRUNK = (
@@ -42,24 +42,23 @@ TRAINING = (
 ).split()
 
 
-def measure(wanted: Namespace) -> Found:
+def windows(wanted: Namespace) -> Found:
     """The trunk, its drafters and what is accepted of them."""
     quick = wanted.quick
     lengths = [16, 32, 64, 128] if quick else [512, 1024, 2048, 4096, 8192, 16384]
     split = "80,20,0" if quick else "98,2,0"
     trained, trunk_steps, steps, sequences = (32, 4, 4, 2) if quick else (512, 240, 120, 6)
-    with TemporaryDirectory(prefix="windows-") as temporary:
-        place = wanted.folder or Path(temporary)
-        corpus = small_corpus(place) if quick else wanted.data
-        data = ["--data-path", corpus, "--tokenizer-model", f"{corpus}-tokenizer", "--split", split]
-        of_training = [*TRAINING, *data, "--seq-length", trained]
-        train(place / "trunk", [*TRUNK, "--max-position-embeddings", lengths[-1], *of_training], trunk_steps)
-        found = {}
-        for name, flags in DRAFTERS.items():
-            folder = place / name.replace(" ", "-")
-            train(folder, [*DRAFTER, "--load", place / "trunk", *flags, *of_training], steps)
-            given = [*data, "--context-lengths", *lengths, "--eval-iters", sequences, "--json"]
-            found[name] = json.loads(run("evaluate", "--load", folder, *given))
+    place = wanted.folder
+    corpus = small_corpus(place) if quick else wanted.data
+    data = ["--data-path", corpus, "--tokenizer-model", f"{corpus}-tokenizer", "--split", split]
+    of_training = [*TRAINING, *data, "--seq-length", trained]
+    train(place / "trunk", [*TRUNK, "--max-position-embeddings", lengths[-1], *of_training], trunk_steps)
+    found = {}
+    for name, flags in DRAFTERS.items():
+        folder = place / name.replace(" ", "-")
+        train(folder, [*DRAFTER, "--load", place / "trunk", *flags, *of_training], steps)
+        given = [*data, "--context-lengths", *lengths, "--eval-iters", sequences, "--json"]
+        found[name] = json.loads(run("evaluate", "--load", folder, *given))
     names = list(next(iter(found.values()))["contexts"])
     by_context = {name: [one["contexts"][context] for context in names] for name, one in found.items()}
     rows = [
@@ -96,21 +95,7 @@ def train(folder: Path, flags: list[Any], steps: int) -> None:
         run("train", *flags, *ends, "--save", folder, "--save-interval", steps)
 
 
-def run(verb: str, *words: object) -> str:
-    """Run a verb in a process of its own; returns what it prints.
-
-    Raises:
-        CalledProcessError: it failed.
-    """
-    command = [sys.executable, "-m", "megatron_mtp", verb, *map(str, words)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
+FLAGS = {"--data": {"type": Path, "default": DATA, "metavar": "PREFIX", "help": f"the corpus; default: {DATA}"}}
 
 if __name__ == "__main__":
-    kept = "trunk and drafters are kept there, and a cut run goes on; default: a temporary folder"
-    data = Path("runs/quickstart/data/corpus")
-    flags = {
-        "--data": {"type": Path, "default": data, "metavar": "PREFIX", "help": f"the corpus; default: {data}"},
-        "--folder": {"type": Path, "metavar": "DIR", "help": kept},
-    }
-    main(measure, __doc__, flags=flags)
+    main(windows, __doc__, flags=FLAGS)

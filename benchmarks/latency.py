@@ -10,12 +10,10 @@ A strict request has temperature 0. A relaxed one has the fields of --relaxed to
                             "think_start": 5, "think_end": 6}}
 
 Where acceptance is a flag of the server (TensorRT-LLM), run the benchmark against a server of each. Prompts are random
-tokens, the same in every run, so texts differ from those of users and so does what drafts gain; --prompts takes lines
-of token ids instead. Every request has a connection of its own, and the model is warm: one request of each kind comes
-before those that count.
+tokens, the same in every run, so texts differ from those of users and so does what drafts gain. Every request has a
+connection of its own, and the model is warm: one request of each kind comes before those that count.
 """
 
-import http.client
 import json
 import random
 import statistics
@@ -28,7 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
@@ -38,6 +37,8 @@ from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 
+VOCABULARY = 1000
+"""Prompts have ids below."""
 SHOWN = ("to the first token, ms", "between tokens, ms", "whole request, s", "tokens a second")
 RELAXED = {"method": "mtp", "num_speculative_tokens": 1, "verifier": "relaxed", "think_start": 1, "think_end": 2}
 """Of --quick."""
@@ -48,8 +49,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--requests": {"type": count, "default": 10, "metavar": "N", "help": "of each kind; default: 10"},
     "--prompt-tokens": {"type": count, "default": 1024, "metavar": "N", "help": "default: 1024"},
     "--new-tokens": {"type": count, "default": 2048, "metavar": "N", "help": "default: 2048"},
-    "--vocabulary": {"type": count, "default": 1000, "metavar": "N", "help": "prompts have ids below; default: 1000"},
-    "--prompts": {"type": Path, "metavar": "FILE", "help": "lines of token ids, as 1,2,3, in the place of random ones"},
     "--fields": {
         "type": json.loads,
         "default": {"ignore_eos": True},
@@ -82,8 +81,8 @@ class Answer:
 def latency(wanted: Namespace) -> Found:
     """Requests of both kinds, one after another and in turns."""
     if wanted.quick:
-        wanted = Namespace(**vars(wanted) | {"requests": 2, "prompt_tokens": 8, "new_tokens": 12, "vocabulary": 100})
-        wanted.relaxed = {"speculative_config": RELAXED}
+        tiny = {"requests": 2, "prompt_tokens": 8, "new_tokens": 12}
+        vars(wanted).update(tiny, relaxed={"speculative_config": RELAXED})
         with own_server() as wanted.server:
             return measured(wanted)
     if wanted.server is None:
@@ -93,8 +92,9 @@ def latency(wanted: Namespace) -> Found:
 
 def measured(wanted: Namespace) -> Found:
     """What a server's requests took."""
-    prompts = prompts_of(wanted)
-    model = wanted.model or get(wanted, "/v1/models")["data"][0]["id"]
+    chance = random.Random(1)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(wanted.prompt_tokens)] for _ in range(wanted.requests)]
+    model = wanted.model or json.loads(answer_of(wanted, "/v1/models").read())["data"][0]["id"]
     usual = {"model": model, "max_tokens": wanted.new_tokens, "temperature": 0, **wanted.fields}
     kinds = {"strict": usual} | ({} if wanted.relaxed is None else {"relaxed": {**usual, **wanted.relaxed}})
     for fields in kinds.values():
@@ -113,7 +113,6 @@ def measured(wanted: Namespace) -> Found:
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "new_tokens": {kind: [one.tokens for one in of] for kind, of in answers.items()},
         "seconds": {kind: [[round(one.first, 5), round(one.last, 5)] for one in of] for kind, of in answers.items()},
-        "least_seconds": {kind: round(min(one.last for one in of), 5) for kind, of in answers.items()},
     }
     goals = []
     if len(rows) == 2:
@@ -123,29 +122,12 @@ def measured(wanted: Namespace) -> Found:
     return Found(results, goals, [Table("One request at a time, medians", ("requests", *SHOWN), rows)], not_run)
 
 
-def prompts_of(wanted: Namespace) -> list[list[int]]:
-    """Prompts of all requests of a kind."""
-    if wanted.prompts is not None:
-        lines = wanted.prompts.read_text(encoding="utf-8").split()
-        return [[int(token) for token in line.split(",")] for line in lines[: wanted.requests]]
-    chance = random.Random(1)
-    return [[chance.randrange(wanted.vocabulary) for _ in range(wanted.prompt_tokens)] for _ in range(wanted.requests)]
-
-
-def get(wanted: Namespace, path: str) -> Any:
-    """The object at a path."""
-    with connection(wanted.server) as (line, before):
-        line.request("GET", before + path, headers=headers_of(wanted))
-        return json.loads(checked(line.getresponse()).read())
-
-
 def ask(wanted: Namespace, fields: dict[str, Any]) -> Answer:
     """Send a streamed completion, and note when its pieces come."""
     body = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}})
-    with connection(wanted.server) as (line, before):
-        began, times, tokens = time.perf_counter(), list[float](), 0
-        line.request("POST", f"{before}/v1/completions", body, headers_of(wanted))
-        for piece in checked(line.getresponse()):
+    began, times, tokens = time.perf_counter(), list[float](), 0
+    with answer_of(wanted, "/v1/completions", body.encode()) as answer:
+        for piece in answer:
             text = piece.decode().removeprefix("data:").strip()
             if not text or text == "[DONE]":
                 continue
@@ -156,29 +138,14 @@ def ask(wanted: Namespace, fields: dict[str, Any]) -> Answer:
     return Answer(times[0], times[-1], tokens)
 
 
-def headers_of(wanted: Namespace) -> dict[str, str]:
-    """Of every request."""
+def answer_of(wanted: Namespace, path: str, body: bytes | None = None) -> Any:
+    """The server's answer, on a connection of its own; an error ends the benchmark with the server's words."""
     key = {} if wanted.api_key is None else {"Authorization": f"Bearer {wanted.api_key}"}
-    return {"Content-Type": "application/json", **key}
-
-
-def checked(answer: http.client.HTTPResponse) -> http.client.HTTPResponse:
-    """The answer, unless it is an error, which ends the benchmark with the server's words."""
-    if answer.status != http.client.OK:
-        raise SystemExit(f"latency: the server says {answer.status}: {answer.read().decode()[:500]}")
-    return answer
-
-
-@contextmanager
-def connection(server: str) -> Iterator[tuple[http.client.HTTPConnection, str]]:
-    """A connection, and what stands before the API's paths."""
-    parts = urlsplit(server)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    line = kind(parts.hostname or "", parts.port, timeout=600)
+    request = Request(wanted.server.rstrip("/") + path, body, {"Content-Type": "application/json", **key})
     try:
-        yield line, parts.path.rstrip("/")
-    finally:
-        line.close()
+        return build_opener(ProxyHandler({})).open(request, timeout=600)
+    except HTTPError as error:
+        raise SystemExit(f"latency: the server says {error.code}: {error.read().decode()[:500]}") from None
 
 
 @contextmanager
@@ -194,7 +161,7 @@ def own_server() -> Iterator[str]:
     from megatron_mtp.server.codec import Codec
 
     join_world()
-    runner = Runner(agreeing_model(layers=2, hidden=64, vocabulary=128, depths=1, noise=0.5))
+    runner = Runner(agreeing_model(layers=2, hidden=64, vocabulary=VOCABULARY, depths=1, noise=0.5))
     engine = AsyncEngine(Engine(runner, EngineSettings(running=1), SpeculativeConfig("mtp")))
     served, listening = Served("tiny", Codec(None), runner.positions, runner.vocab_size, 1, 0), listener("127.0.0.1", 0)
     is_ready = threading.Event()

@@ -72,6 +72,13 @@ def agreeing_model(
     return model.cuda().eval()
 
 
+def bytes_of_a_step(model: GPTModel) -> int:
+    """Of the weights that a plain step reads: layers, last norm and head; of the embedding only rows of tokens."""
+    tied = model.share_embeddings_and_output_weights
+    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
+    return sum(weight.nbytes for weight in (*model.decoder.parameters(), head))
+
+
 @torch.no_grad()
 def _set_weights(model: GPTModel, noise: float, zeros: bool, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)

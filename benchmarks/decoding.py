@@ -24,17 +24,16 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 
-from benchmarks.agreeing import SMOLLM2, agreeing_model
+from benchmarks.agreeing import SMOLLM2, agreeing_model, bytes_of_a_step
 from benchmarks.harness import Found, Goal, Table, Timed, interleave, main
 from benchmarks.llama import greedy, llama_of
 from megatron_mtp.acceptance import AcceptanceStats
@@ -80,10 +79,11 @@ QUICK = Shape(
 PROMPT = list(range(5, 37))
 
 
+CHECKPOINT = {"type": Path, "default": Path("runs/quickstart/checkpoint"), "help": "of the small model"}
 FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"choices": [*SHAPES, "all"], "default": "all", "help": "default: all"},
     "--dtype": {"choices": [*DTYPES, "all"], "default": "all", "help": "default: all"},
-    "--checkpoint": {"type": Path, "default": Path("runs/quickstart/checkpoint"), "help": "of the small model"},
+    "--checkpoint": CHECKPOINT,
     "--gguf": {"type": Path, "metavar": "FOLDER", "help": "with large-float32.gguf and so on, for llama-bench"},
 }
 
@@ -102,63 +102,53 @@ def decoding(wanted: Namespace) -> Found:
     return Found(results, goals, [rates_table(results)])
 
 
-def measured(model: str, dtype: str, args: Namespace) -> tuple[dict[str, Any], list[Goal]]:
+def measured(model: str, dtype: str, wanted: Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Tokens a second of every side of a case, and its goals."""
-    shape = QUICK if args.quick else SHAPES[model]
-    runner = _runner(model, shape, DTYPES[dtype], None if args.quick else args.checkpoint)
-    made = Generations(runner, llama_of(runner.model, DTYPES[dtype]), shape.new_tokens)
+    shape = shape_of(model, wanted)
+    runner = runner_of(model, DTYPES[dtype], wanted)
+    trunk, depths = llama_of(runner.model, DTYPES[dtype])
+    texts, drafts = dict[str, list[int]](), list[AcceptanceStats]()
+
+    def ours(side: str, config: dict[str, Any] | None) -> None:
+        made = generate(runner, [PROMPT], shape.new_tokens, None, config)
+        texts[side] = made.token_ids[0]
+        if config:
+            drafts.append(made.stats)
+
+    def theirs(side: str, depths: Any) -> None:
+        texts[side] = greedy(trunk, depths, PROMPT, shape.new_tokens)
+
     sides = {
-        "plain": made.ours("plain", [PROMPT], None),
-        "draft": made.ours("draft", [PROMPT], shape.drafts),
-        "transformers": made.theirs("transformers", PROMPT, False),
-        "transformers mtp": made.theirs("transformers mtp", PROMPT, True),
+        "plain": partial(ours, "plain", None),
+        "draft": partial(ours, "draft", shape.drafts),
+        "transformers": partial(theirs, "transformers", None),
+        "transformers mtp": partial(theirs, "transformers mtp", depths),
     }
-    timed = interleave(sides, args.repeats or shape.rounds, warm_up=1)
-    check_tokens(f"{model} {dtype}", made.texts, runner.dtype)
+    timed = interleave(sides, wanted.repeats or shape.rounds, warm_up=1)
+    check_tokens(f"{model} {dtype}", texts, runner.dtype)
     weights = bytes_of_a_step(runner.model)
     read = read_rate(weights)
-    drafts = made.stats["draft"][-1]
     results = {
         "tokens_per_second": {side: round(shape.new_tokens / median, 1) for side, median in timed.medians().items()},
         "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in timed.items()},
-        "accepted_length": round((drafts.emitted - 1) / (drafts.target_forwards - 1), 3),
+        "accepted_length": round((drafts[-1].emitted - 1) / (drafts[-1].target_forwards - 1), 3),
         "read_gb_per_second": round(read / 1e9, 1),
         "bound": round(read / weights, 1),
-        "llama.cpp": llama_bench(args.gguf, f"{model}-{dtype}", shape.new_tokens),
+        "llama.cpp": llama_bench(wanted.gguf, f"{model}-{dtype}", shape.new_tokens),
     }
     return results, goals_of(model, dtype, timed, results)
 
 
-class Generations:
-    """What `new` tokens after a prompt cost, ours and transformers', by the names of the sides.
+def shape_of(model: str, wanted: Namespace) -> Shape:
+    return QUICK if wanted.quick else SHAPES[model]
 
-    Attributes:
-        stats: of each of our runs.
-        texts: what a side last emitted for the first prompt.
-    """
 
-    def __init__(self, runner: Runner, llama: Any, new: int) -> None:
-        self.runner, self.llama, self.new = runner, llama, new
-        self.stats: dict[str, list[AcceptanceStats]] = {}
-        self.texts: dict[str, list[int]] = {}
-
-    def ours(self, side: str, batch: list[list[int]], config: dict[str, Any] | None) -> Callable[[], None]:
-        """Drafting by this configuration; plain decoding for None."""
-
-        def run() -> None:
-            made = generate(self.runner, batch, self.new, None, config)
-            self.stats.setdefault(side, []).append(made.stats)
-            self.texts[side] = made.token_ids[0]
-
-        return run
-
-    def theirs(self, side: str, prompt: list[int], with_depths: bool) -> Callable[[], None]:
-        trunk, depths = self.llama
-
-        def run() -> None:
-            self.texts[side] = greedy(trunk, depths if with_depths else None, prompt, self.new)
-
-        return run
+def runner_of(model: str, dtype: torch.dtype, wanted: Namespace) -> Runner:
+    """The model, small or large; the small one's checkpoint where there is one, else random weights."""
+    shape = shape_of(model, wanted)
+    if model == "small" and wanted.checkpoint.is_dir() and not wanted.quick:
+        return load_runner(wanted.checkpoint, dtype=dtype)
+    return Runner(agreeing_model(depths=shape.depths, noise=shape.noise, **shape.sizes).to(dtype))
 
 
 def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> None:
@@ -169,19 +159,6 @@ def check_tokens(name: str, texts: dict[str, list[int]], dtype: torch.dtype) -> 
             print(f"{name}: {side} parts from plain decoding after {same} of {len(text)} tokens")
             if dtype == torch.float32 and not side.startswith("transformers"):
                 raise SystemExit("ours must not")
-
-
-def _runner(model: str, shape: Shape, dtype: torch.dtype, checkpoint: Path | None) -> Runner:
-    if model == "small" and checkpoint is not None and checkpoint.is_dir():
-        return load_runner(checkpoint, dtype=dtype)
-    return Runner(agreeing_model(depths=shape.depths, noise=shape.noise, **shape.sizes).to(dtype))
-
-
-def bytes_of_a_step(model: GPTModel) -> int:
-    """Of the weights that a plain step reads: layers, last norm and head; of the embedding only rows of tokens."""
-    tied = model.share_embeddings_and_output_weights
-    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
-    return sum(weight.nbytes for weight in (*model.decoder.parameters(), head))
 
 
 def read_rate(size: int, calls: int = 20) -> float:

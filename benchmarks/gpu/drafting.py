@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.agreeing import agreeing_model
+from benchmarks.agreeing import agreeing_model, bytes_of_a_step
 from benchmarks.gpu.part import DEVICE, ON_CPU, NotRunError, Setting
 from benchmarks.harness import Found, Goal, Table, interleave
 from megatron_mtp.cli.cost import NO_METER, start_meter
@@ -82,7 +82,7 @@ def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None)
     """One text, bfloat16, medians over rounds in which all sides take turns; the prompt's time is left out."""
     size, runner = model_of(setting)
     recorded = steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0)
-    bound = bytes_read(runner) / copy_bandwidth(2**20 if setting.quick else 2**30)
+    bound = bytes_of_a_step(runner.model) / copy_bandwidth(2**20 if setting.quick else 2**30)
     sides = [(count, graphed) for count in counts for graphed in (False, True)]
     runs: dict[tuple[int, bool], list[dict[str, Any]]] = {side: [] for side in sides}
     found = Found({})
@@ -170,13 +170,6 @@ def drafting_table(found: list[dict[str, Any]]) -> Table:
     columns = ("K", "graphs", "tokens_per_second", "accepted_length", "speed_up", "joules_per_token", "as plain")
     header = ("K", "graphs", "tokens/s", "tokens a forward", "over plain likewise", "J/token", "same tokens")
     return Table("Drafting", header, [tuple(each[column] for column in columns) for each in found])
-
-
-def bytes_read(runner: Runner) -> int:
-    """Weights that a forward of the trunk reads: its layers and the head; of the embedding one row."""
-    model: Any = runner.model
-    weights = [*model.decoder.parameters(), model.output_layer.weight]
-    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def copy_bandwidth(size: int) -> float:

@@ -35,6 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))  # nor `fork_server`
 
 from benchmarks.gpu import PARTS, record
+from benchmarks.gpu.page import page, records_of
+from benchmarks.harness import Found, Goal, Table, cpu_name
+from benchmarks.harness import report as report_of
+from megatron_mtp.errors import sentences
+from megatron_mtp.files import written_beside
 
 SKIPPED = 77
 FOLLOWED = "followed"
@@ -49,8 +54,6 @@ sys.exit(driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not
 
 def main() -> int:
     """Run the parts and print what they found, begin or follow a run, or merge what several have found."""
-    from megatron_mtp.errors import sentences
-
     args = parse(sys.argv[1:])
     with sentences("gpu_check"):
         if args.list:
@@ -200,24 +203,18 @@ def settle(folder: Path) -> None:
 
 def in_words(at: float, what: str, part: str = "", status: str = "", why: str | None = None, **more: Any) -> str:
     """An event as a line: when, what, and the figures that have goals."""
-    goals = more.pop("goals", [])
+    goals = [Goal(one["what"], one["value"], one["goal"], one["op"]) for one in more.pop("goals", [])]
     said = [time.strftime("%H:%M:%S", time.localtime(at)), what, part, status]
     said += [f"{key} {value}" for key, value in more.items()]
-    figures = []
-    for each in goals:
-        value = "-" if each["value"] is None else f"{each['value']:.4g}"
-        figures.append(f"{'' if each['met'] else 'UNMET '}{each['what']}: {value} {each['op']} {each['goal']}")
-    return "  ".join(filter(None, [*said, why and f"({why})", "; ".join(figures)]))
+    return "  ".join(filter(None, [*said, why and f"({why})", "; ".join(map(str, goals))]))
 
 
 def pack(folder: Path, archive: Path) -> None:
     """All files of the run in one, beside and renamed."""
-    beside = archive.with_name(f"{archive.name}.partial")
-    with tarfile.open(beside, "w:gz") as packed:
+    with written_beside(archive) as beside, tarfile.open(beside, "w:gz") as packed:
         for file in sorted(folder.iterdir()):
             if file.is_file() and file.suffix != ".partial" and file.resolve() != archive.resolve():
                 packed.add(file, file.name)
-    beside.replace(archive)
 
 
 def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
@@ -231,28 +228,20 @@ def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
 
 def report(records: list[dict[str, Any]]) -> None:
     """Print all tables and goals."""
-    from benchmarks.harness import Found, Goal, Table, cpu_name
-    from benchmarks.harness import report as report_of
-
+    found = [Found.of(one) for one in records]
     machine = next((one["hardware"] for one in records if one["hardware"]), None) or {"device": cpu_name()}
-    found = [goal for one in records for goal in one["goals"]]
-    goals = [Goal(goal["what"], goal["value"], goal["goal"], goal["op"]) for goal in found]
-    tables = [Table(**table) for one in records for table in one["tables"]]
     rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in records]
-    tables.append(Table("Parts", ("part", "outcome", "s", "why"), rows))
+    tables = [*(table for one in found for table in one.tables), Table("Parts", ("part", "outcome", "s", "why"), rows)]
     left_out = {f"{one['part']}: {piece}": why for one in records for piece, why in one["not run"].items()}
     results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in records}
-    report_of("gpu_check", machine, Found(results, goals, tables, left_out))
+    report_of("gpu_check", machine, Found(results, [goal for one in found for goal in one.goals], tables, left_out))
 
 
 def merge(folders: list[Path], target: Path) -> int:
     """Write the page of several runs, beside and renamed."""
-    from benchmarks.gpu.page import page, records_of
-
     text = page(records_of(folders))
-    beside = target.with_name(f"{target.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(target)
+    with written_beside(target) as beside:
+        beside.write_text(text, encoding="utf-8")
     print(f"gpu_check: wrote {target}")
     return 0
 

@@ -5,26 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import PARTS, record
-from benchmarks.harness import Table
+from benchmarks.harness import Found, Table
 
-HEAD = """# On a GPU
-
-Written by `scripts/gpu_check.sh --merge` from the records of its runs. Every part names its own card, versions, date
-and command; a part with a dash has not run yet.
-
-## How to run
-
-| command | what it does |
-| --- | --- |
-| `scripts/gpu_check.sh` | all parts; `scripts/gpu_check.sh --list` names them, with their limits |
-| `scripts/gpu_check.sh start --out runs/gpu --minutes 13` | begins, and returns at once |
-| `scripts/gpu_check.sh follow --out runs/gpu --seconds 170 --pack gpu.tgz` | what happened since; packs the figures |
-| `scripts/gpu_check.sh --device cpu --quick` | tries the parts on a CPU; its figures mean nothing |
-| `scripts/gpu_check.sh --merge runs/gpu` | writes this page |
-
-For a machine that reaches no registry, collect wheels elsewhere: `python -m pip download --dest wheels PACKAGE`. There,
-`python -m pip install --no-index --find-links wheels --target site PACKAGE` and `export PYTHONPATH=$PWD/site`.
-"""
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -49,19 +32,20 @@ def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    """The page as Markdown."""
+    """The page as Markdown; what stands above its records is kept."""
     ran = [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records]
     never = [(name, *[None] * 4) for name in PARTS if name not in {one["part"] for one in records}]
     header = ("part", "card", "date", "seconds", "outcome")
-    lines = [*HEAD.splitlines(), "", "## Parts", "", *Table("Parts", header, [*ran, *never]).markdown()]
+    head = PAGE.read_text(encoding="utf-8").split("## Parts\n")[0]
+    lines = [*head.splitlines(), "## Parts", "", *Table("Parts", header, [*ran, *never]).markdown()]
     for one in records:
+        found = Found.of(one)
         lines += ["", f"## {one['part']}", "", *_about(one)]
-        for table in one["tables"]:
-            lines += ["", f"{table['title']}:", "", *Table(**table).markdown()]
-        if one["goals"]:
+        for table in found.tables:
+            lines += ["", f"{table.title}:", "", *table.markdown()]
+        if found.goals:
             rows = [
-                (goal["what"], goal["value"], f"{goal['op']} {goal['goal']}", "yes" if goal["met"] else "no")
-                for goal in one["goals"]
+                (goal.what, goal.value, f"{goal.op} {goal.goal}", "yes" if goal.met else "no") for goal in found.goals
             ]
             lines += ["", *Table("Goals", ("goal", "measured", "wanted", "met"), rows).markdown()]
         lines += ["", *(f"Not run: {piece}: {why}" for piece, why in one["not run"].items())] if one["not run"] else []

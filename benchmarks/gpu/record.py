@@ -4,7 +4,7 @@
      "results", "tables", "goals", "not run"}
 
 `status` is running, ran, failed, killed or not run. A part that fails or is killed keeps the figures that it had.
-Beside them `events` has a line for everything that happened. Nothing here imports torch before it has to.
+Beside them `events` has a line for everything that happened.
 """
 
 import json
@@ -12,6 +12,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import Found, versions
+from megatron_mtp.files import written_beside
 
 EVENTS, SCRATCH = "events", ".scratch"
 """The file of what happened, and how folders end that go with their part."""
@@ -34,18 +37,14 @@ BLANK: dict[str, Any] = {
 
 def begin(part: str, command: str) -> dict[str, Any]:
     """The record of a part that has just started; `hardware` is added once torch has found the device."""
-    from benchmarks.harness import versions
-
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return BLANK | {"part": part, "command": command, "date": now, "versions": versions()}
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
     """As PART.json, beside and renamed."""
-    target = folder / f"{record['part']}.json"
-    beside = target.with_name(f"{target.name}.partial")
-    beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    beside.replace(target)
+    with written_beside(folder / f"{record['part']}.json") as beside:
+        beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -60,14 +59,9 @@ def read(file: Path) -> dict[str, Any]:
     return record
 
 
-def with_found(record: dict[str, Any], found: Any) -> dict[str, Any]:
-    """The record with what a part has `Found` so far."""
-    return record | {
-        "results": found.results,
-        "tables": [table._asdict() for table in found.tables],
-        "goals": [goal.as_dict() for goal in found.goals],
-        "not run": found.not_run,
-    }
+def with_found(record: dict[str, Any], found: Found) -> dict[str, Any]:
+    """The record with what a part has found so far."""
+    return record | found.as_dict() | {"not run": found.not_run}
 
 
 def end(folder: Path, record: dict[str, Any]) -> None:

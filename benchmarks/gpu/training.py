@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.lines import CPU
 from benchmarks.gpu.part import ROOT, Command, Setting
@@ -113,9 +112,6 @@ def distance(ours: Steps, theirs: Steps) -> float:
 
 
 def benchmark(setting: Setting, script: str, flags: str, quick: str) -> Found:
-    """A benchmark of its own, with `flags` or in a quick run with `quick`."""
+    """What another benchmark reports, with `flags` or in a quick run with `quick`."""
     own = f"--quick {quick}".split() if setting.quick else flags.split()
-    summary: dict[str, Any] = json.loads(setting.run(script, [ROOT / "benchmarks" / script, *own]).splitlines()[-1])
-    goals = [Goal(f"{script}: {g['what']}", g["value"], g["goal"], g["op"]) for g in summary["goals"]]
-    rows = [(goal.what, goal.value, f"{goal.op} {goal.goal}") for goal in goals]
-    return Found(summary["results"], goals, [Table(script, ("figure", "measured", "wanted"), rows)])
+    return Found.of(json.loads(setting.run(script, [ROOT / "benchmarks" / script, *own]).splitlines()[-1]))

@@ -87,6 +87,16 @@ def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str])
     assert table.markdown() == ["| side | s |", "| --- | --- |", "| ours | 0.25 |", "| theirs | - |"]
     assert "UNMET ratio at D=1: 1.5 <= 1.05" in words
     assert "ratio at D=2: 1 <= 1.05" in words
+    assert harness.Found.of(json.loads(last)).goals == goals
+
+
+def test_a_verb_runs_in_a_fork_and_its_failure_shows_what_it_printed() -> None:
+    code = "from benchmarks import verbs; print('said', verbs.run('--version')); verbs.run('no-such-verb')"
+    run = fork_server.run([sys.executable, "-c", code], cwd=REPOSITORY)
+    assert run.returncode == 1
+    assert run.stdout.startswith("said megatron-mtp ")
+    assert "VerbError: megatron-mtp no-such-verb ended with status 2:" in run.stderr
+    assert "invalid choice: 'no-such-verb'" in run.stderr
 
 
 SMOKE = {

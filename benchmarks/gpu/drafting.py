@@ -1,7 +1,6 @@
 """Plain decoding against drafting: CUDA graphs on and off, compiled or not, cuDNN attention, energy, a profile."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.agreeing import agreeing_model, bytes_of_a_step
 from benchmarks.gpu.part import DEVICE, ON_CPU, NotRunError, Setting
 from benchmarks.harness import Found, Goal, Table, interleave
-from megatron_mtp.cli.cost import NO_METER, start_meter
+from megatron_mtp.cli.cost import NO_METER, Cost, Workload, start_meter
 from megatron_mtp.decoding import batch as steps
 from megatron_mtp.decoding import cached_attention, dense_layer, generate
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.model.build import join_world
 
 
@@ -54,19 +54,19 @@ def cudnn(setting: Setting) -> Found:
 
 def fused(setting: Setting) -> Found:
     """K = 0 and 3 with CUDA graphs: with what stands between products compiled, and one operation after the other."""
-    size, runner = model_of(setting)
-    counts, rows, speeds, texts = (0, 3), list[tuple[Any, ...]](), dict[tuple[str, int], float](), list[list[int]]()
+    size, work = workload(setting)
+    counts, rows, speeds, texts = (0, 3), list[tuple[Any, ...]](), dict[tuple[str, int], float](), list[Any]()
     for name, way in (("one by one", lambda function, _: function), ("compiled", dense_layer.fused)):
         with mock.patch.object(dense_layer, "fused", way):
-            runner.read_weights()
+            work.runner.read_weights()
         for count in counts:
             began = time.perf_counter()
-            decoded(runner, size.new_tokens, count, True)
+            text, _ = timed(work, count)
             first = time.perf_counter() - began
-            found = summary(count, True, [decoded(runner, size.new_tokens, count, True) for _ in range(size.rounds)])
-            speed = speeds[name, count] = found["tokens_per_second"]
-            rows.append((name, count, round(first, 2), speed, round(1e6 * found["accepted_length"] / speed, 1)))
-            texts.append(found["tokens"])
+            cost = median([timed(work, count)[1] for _ in range(size.rounds)])
+            speed = speeds[name, count] = cost.tokens_per_second
+            rows.append((name, count, round(first, 2), speed, round(1e6 * cost.stats.accepted_length / speed, 1)))
+            texts.append(text)
     ratios = {count: speeds["compiled", count] / speeds["one by one", count] for count in counts}
     other = sum(text != texts[0] for text in texts)
     goals = [Goal(f"fused: tokens/s over one by one, K = {count}", ratio, 1.0, ">=") for count, ratio in ratios.items()]
@@ -79,74 +79,78 @@ def fused(setting: Setting) -> Found:
 
 
 def drafting(setting: Setting, counts: Sequence[int], rounds: int | None = None) -> Found:
-    """One text, bfloat16, medians over rounds in which all sides take turns; the prompt's time is left out."""
-    size, runner = model_of(setting)
-    recorded = steps.can_record(runner, Proposer(runner, SpeculativeConfig("mtp")), 0)
-    bound = bytes_of_a_step(runner.model) / copy_bandwidth(2**20 if setting.quick else 2**30)
-    sides = [(count, graphed) for count in counts for graphed in (False, True)]
-    runs: dict[tuple[int, bool], list[dict[str, Any]]] = {side: [] for side in sides}
-    found = Found({})
+    """One text, bfloat16, medians over rounds in which all sides take turns."""
+    size, work = workload(setting)
+    recorded = steps.can_record(work.runner, Proposer(work.runner, SpeculativeConfig("mtp")), 0)
+    bound = bytes_of_a_step(work.runner.model) / copy_bandwidth(2**20 if setting.quick else 2**30)
+    costs: dict[tuple[int, bool], list[Cost]] = {(count, graphed): [] for count in counts for graphed in (False, True)}
+    texts, found = dict[tuple[int, bool], Any](), Found({})
     for number in range((rounds or size.rounds) + 1):
-        for side in sides:
-            one = decoded(runner, size.new_tokens, *side)
+        for side, spent in costs.items():
+            texts[side], cost = timed(work, *side)
             if number:  # the first round warms up
-                runs[side].append(one)
+                spent.append(cost)
         if number:
-            found = found_of(runs, recorded, bound, size)
+            found = found_of(costs, texts, recorded, bound, size)
             setting.keep(found)
     return found
 
 
-def model_of(setting: Setting, zeros: bool = True) -> tuple[Model, Runner]:
+def workload(setting: Setting, zeros: bool = True) -> tuple[Model, Workload]:
+    """A text of the model's size, as `generate --compare` times it."""
     join_world()
     size = QUICK_MODEL if setting.quick else MODEL
     model = agreeing_model(size.layers, size.hidden, size.vocabulary, DEPTHS, NOISE, zeros=zeros)
-    return size, Runner(model.to(torch.bfloat16))
+    runner = Runner(model.to(torch.bfloat16))
+    return size, Workload(runner, [PROMPT], size.new_tokens, Sampling(), frozenset(), None, None, 1, 0)
 
 
-def found_of(runs: dict[tuple[int, bool], list[dict[str, Any]]], recorded: bool, bound: float, size: Model) -> Found:
+def timed(work: Workload, count: int, graphed: bool = True) -> tuple[list[list[int]], Cost]:
+    """The text with K = `count` and its cost; with graphs where they can be."""
+    with contextlib.nullcontext() if graphed else mock.patch.object(steps, "can_record", return_value=False):
+        return work.timed(config_of(count))
+
+
+def config_of(count: int) -> SpeculativeConfig | None:
+    return SpeculativeConfig("mtp", count) if count else None
+
+
+def median(costs: list[Cost]) -> Cost:
+    return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
+
+
+def found_of(
+    costs: dict[tuple[int, bool], list[Cost]],
+    texts: dict[tuple[int, bool], Any],
+    recorded: bool,
+    bound: float,
+    size: Model,
+) -> Found:
     """Of the rounds so far; `bound` is the least seconds of a forward."""
-    found = [summary(count, graphed and recorded, rounds) for (count, graphed), rounds in runs.items()]
-    plain = {each["graphs"]: each for each in found if each["K"] == 0}
-    for each in found:
-        each["speed_up"] = round(each["tokens_per_second"] / plain[each["graphs"]]["tokens_per_second"], 3)
-        each["as plain"] = each.pop("tokens") == runs[0, False][0]["tokens"]
+    medians = {side: median(spent) for side, spent in costs.items()}
+    plain = {graphed: medians[0, graphed].tokens_per_second for graphed in (False, True)}
+    found: list[dict[str, Any]] = [
+        {
+            "K": count,
+            "graphs": graphed and recorded,
+            "tokens_per_second": round(cost.tokens_per_second, 2),
+            "accepted_length": round(cost.stats.accepted_length, 3),
+            "speed_up": round(cost.tokens_per_second / plain[graphed], 3),
+            "joules_per_token": None if cost.joules is None else round(cost.joules / cost.stats.emitted, 4),
+            "as plain": texts[count, graphed] == texts[0, False],
+        }
+        for (count, graphed), cost in medians.items()
+    ]
     results = {
         "sizes": vars(size),
         "graphs": recorded,
         "energy": NO_METER if start_meter()() is None else "measured",
         "sides": found,
-        "plain_forward_against_bandwidth": round(bound * plain[recorded]["tokens_per_second"], 3),
+        "plain_forward_against_bandwidth": round(bound * plain[True], 3),
     }
-    return Found(results, drafting_goals(found, recorded), [drafting_table(found)], without_graphs(recorded))
-
-
-def decoded(runner: Runner, new_tokens: int, count: int, graphed: bool) -> dict[str, Any]:
-    """A text with K = `count`; with graphs where they can be."""
-    config = {"method": "mtp", "num_speculative_tokens": count} if count else None
-    joules = start_meter()
-    with contextlib.nullcontext() if graphed else mock.patch.object(steps, "can_record", return_value=False):
-        made = generate(runner, [PROMPT], new_tokens, None, config)
-    stats = made.stats
-    return {
-        "seconds": stats.target_seconds + stats.drafter_seconds,
-        "tokens": made.token_ids[0],
-        "accepted_length": stats.accepted_length,
-        "joules": joules(),
-    }
-
-
-def summary(count: int, graphed: bool, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    tokens = len(rounds[0]["tokens"]) - 1  # the first is the prompt's
-    joules = [one["joules"] for one in rounds]
-    return {
-        "K": count,
-        "graphs": graphed,
-        "tokens_per_second": round(tokens / statistics.median(one["seconds"] for one in rounds), 2),
-        "accepted_length": round(rounds[0]["accepted_length"], 3),
-        "joules_per_token": None if None in joules else round(statistics.median(joules) / (tokens + 1), 4),
-        "tokens": rounds[0]["tokens"],
-    }
+    header = ("K", "graphs", "tokens/s", "tokens a forward", "over plain likewise", "J/token", "same tokens")
+    table = Table("Drafting", header, [tuple(each.values()) for each in found])
+    return Found(results, drafting_goals(found, recorded), [table], without_graphs(recorded))
 
 
 def drafting_goals(found: list[dict[str, Any]], graphs: bool) -> list[Goal]:
@@ -164,12 +168,6 @@ def drafting_goals(found: list[dict[str, Any]], graphs: bool) -> list[Goal]:
 
 def without_graphs(graphs: bool) -> dict[str, str]:
     return {} if graphs else {"CUDA graphs": "there are none on this device; their sides ran as the others"}
-
-
-def drafting_table(found: list[dict[str, Any]]) -> Table:
-    columns = ("K", "graphs", "tokens_per_second", "accepted_length", "speed_up", "joules_per_token", "as plain")
-    header = ("K", "graphs", "tokens/s", "tokens a forward", "over plain likewise", "J/token", "same tokens")
-    return Table("Drafting", header, [tuple(each[column] for column in columns) for each in found])
 
 
 def copy_bandwidth(size: int) -> float:
@@ -193,8 +191,8 @@ def energy(setting: Setting) -> Found:
     """
     if start_meter()() is None:
         raise NotRunError(NO_METER)
-    size, runner = model_of(setting, zeros=False)
-    spent = {count: joules_a_token(runner, size, count, 0.1 if setting.quick else STRETCH) for count in (0, 3)}
+    _, work = workload(setting, zeros=False)
+    spent = {count: joules_a_token(work, count, 0.1 if setting.quick else STRETCH) for count in (0, 3)}
     rows = [(count, *of_count) for count, of_count in spent.items()]
     ratio = spent[3][0] / spent[0][0]
     return Found(
@@ -204,25 +202,25 @@ def energy(setting: Setting) -> Found:
     )
 
 
-def joules_a_token(runner: Runner, size: Model, count: int, least: float) -> tuple[float, float, float]:
+def joules_a_token(work: Workload, count: int, least: float) -> tuple[float, float, float]:
     """The mean power in watts over at least so many seconds, and tokens a forward, too."""
-    accepted_length = decoded(runner, size.new_tokens, count, True)["accepted_length"]
+    _, cost = timed(work, count)
     spent, begun, tokens = start_meter(), time.monotonic(), 0
     while time.monotonic() - begun < least:
-        tokens += len(decoded(runner, size.new_tokens, count, True)["tokens"])
+        tokens += len(generate(work.runner, [PROMPT], work.new_tokens, None, config_of(count)).token_ids[0])
     joules = spent() or 0.0
-    return joules / tokens, joules / (time.monotonic() - begun), round(accepted_length, 3)
+    return joules / tokens, joules / (time.monotonic() - begun), round(cost.stats.accepted_length, 3)
 
 
 def profiled(setting: Setting) -> Found:
     """What the device does in a step of K = 3 with CUDA graphs: kernels by their time, over a text's steps."""
-    size, runner = model_of(setting)
-    config = {"method": "mtp", "num_speculative_tokens": 3}
+    size, work = workload(setting)
     new_tokens = min(size.new_tokens, 128)
-    generate(runner, [PROMPT], new_tokens, None, config)
+    given = (work.runner, [PROMPT], new_tokens, None, config_of(3))
+    generate(*given)
     activities = [ProfilerActivity.CPU] if ON_CPU else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiler:
-        stats = generate(runner, [PROMPT], new_tokens, None, config).stats
+        stats = generate(*given).stats
     steps = max(round(new_tokens / stats.accepted_length), 1)
     rows = kernels(profiler.key_averages(), steps)
     total = sum(microseconds for *_, microseconds in rows)

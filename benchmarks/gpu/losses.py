@@ -1,6 +1,5 @@
 """The chunked losses on this device: values and gradients against float64, then memory and time beside all logits."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,10 +71,8 @@ def defined(
 ) -> tuple[Tensor | None, ...]:
     """Loss and gradients by the definition, all logits at once."""
     own_NH, own_VH = (each.detach().to(dtype).requires_grad_() for each in (states_NH, weight_VH))
-    ones = torch.ones_like(labels_N, dtype=dtype)
-    targets = Targets(labels_N[None], ones[None], _scale(len(labels_N)).to(dtype)[None], _taught(len(labels_N))[None])
-    drafted_K = torch.arange(len(weight_VH), device=DEVICE)
-    trunk_NH = own_NH.detach()
+    drafted_K, trunk_NH = torch.arange(len(weight_VH), device=DEVICE), own_NH.detach()
+    targets = targets_of(labels_N, dtype)
     total = plain_loss(MTPConfig(mtp_loss=name), [own_NH], targets, own_VH, 1.0, drafted_K, trunk_NH)
     total.backward()
     return total, own_NH.grad, own_VH.grad
@@ -100,22 +97,20 @@ def problem(tokens: int, hidden: int, entries: int, dtype: torch.dtype) -> tuple
 
 
 def chunked(name: str, states_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    """One depth's loss, with its gradients; the teacher's states are the depth's in another order."""
+    """One depth's loss, with its gradients."""
     token_loss = depth_loss(MTPConfig(mtp_loss=name))
     teacher = Teacher(states_NH.detach()) if token_loss.needs_teacher else None
-    ones = torch.ones(len(labels_N), device=DEVICE)
-    targets = Targets(labels_N[None], ones[None], _scale(len(labels_N))[None], _taught(len(labels_N))[None])
+    targets = targets_of(labels_N, torch.float32)
     total, _ = linear_loss(token_loss, [states_NH], targets, weight_VH, Vocabulary(len(weight_VH)), teacher)
     total.backward()
     return total
 
 
-def _taught(tokens: int) -> Tensor:
-    return torch.arange(tokens, device=DEVICE).flip(0)
-
-
-def _scale(tokens: int) -> Tensor:
-    return torch.tensor(1.0 / tokens, device=DEVICE)
+def targets_of(labels_N: Tensor, dtype: torch.dtype) -> Targets:
+    """Every position counts the same, and the teacher's states are the depth's in another order."""
+    tokens = len(labels_N)
+    ones, scale = torch.ones(tokens, dtype=dtype, device=DEVICE), torch.tensor([1 / tokens], dtype=dtype, device=DEVICE)
+    return Targets(labels_N[None], ones[None], scale, torch.arange(tokens, device=DEVICE).flip(0)[None])
 
 
 def memory_and_time(setting: Setting) -> Found:
@@ -134,12 +129,15 @@ def memory_and_time(setting: Setting) -> Found:
     sides: dict[str, Callable[[], None]] = {name: (lambda name=name: in_chunks(name)) for name in LOSSES}  # type: ignore[misc]
     sides[ALL_LOGITS] = whole
     spent = interleave(sides, 1 if setting.quick else 3, 1, torch.cuda.synchronize)
-    seconds = {name: round(statistics.median(one.wall for one in spent[name]), 5) for name in sides}
+    seconds = {name: round(median, 5) for name, median in spent.medians().items()}
     mib = {name: allocated_peak(step, ON_CPU) for name, step in sides.items()}
-    ratio = (mib["ce"] or 0.0) / (mib[ALL_LOGITS] or 1.0)
     rows = [(name, mib[name], 1000 * seconds[name]) for name in sides]
+    goals = []
+    if not setting.quick:  # whose sizes are less than a chunk
+        ratio = mib["ce"] / mib[ALL_LOGITS]
+        goals.append(Goal("losses: memory of ce in chunks over that of all logits", ratio, 0.25))
     return Found(
         {"tokens": tokens, "hidden": hidden, "entries": entries, "MiB": mib, "seconds": seconds},
-        [] if setting.quick else [Goal("losses: memory of ce in chunks over that of all logits", ratio, 0.25)],
+        goals,
         [Table(f"Memory of a loss, {tokens} tokens x {entries} entries", ("loss", "MiB", "ms"), rows)],
     )

@@ -10,7 +10,7 @@ import torch
 from benchmarks.agreeing import agreeing_model
 from benchmarks.gpu.drafting import without_graphs
 from benchmarks.gpu.part import Setting
-from benchmarks.gpu.training import TRAINED, pretrain
+from benchmarks.gpu.training import TRAINED, saved
 from benchmarks.harness import Found, Goal, Table
 from megatron_mtp.decoding import batch, generate, load_runner
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -40,11 +40,9 @@ def replays(setting: Setting) -> Found:
 
 def expert_replays(setting: Setting, flags: str) -> Found:
     """Of a model with experts after some steps of training, float32."""
-    saved, steps = setting.folder / "saved", 2 if setting.quick else 20
-    saving = f"--mtp-num-layers 2 --train-iters {steps} --save-interval {steps} --save {saved}"
-    setting.run("train", pretrain(f"{TRAINED} {flags} {saving}"))
+    checkpoint = saved(setting, f"{TRAINED} {flags} --mtp-num-layers 2", 2 if setting.quick else 20)
     with mock.patch.dict(os.environ, {STATIC_EXPERTS: "1"}):
-        runner = load_runner(saved, dtype=torch.float32)
+        runner = load_runner(checkpoint, dtype=torch.float32)
     return replayed(setting, runner, "experts")
 
 

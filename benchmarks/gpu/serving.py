@@ -6,23 +6,22 @@ import time
 import urllib.request
 
 from benchmarks.gpu.part import Command, Setting
-from benchmarks.gpu.training import TRAINED, pretrain
+from benchmarks.gpu.training import TRAINED, saved
 from benchmarks.harness import Found, Goal, Table
 
 PROMPTS = [[1, 2, 3], [9, 8], [*range(40, 60)], [7]]
 TOKENS = 32
+VERB = ("-m", "megatron_mtp")
 
 
 def serve(setting: Setting) -> Found:
     """Token ids of `serve --speculative-config` against those of `generate`, float32."""
-    saved, steps = setting.folder / "saved", 2 if setting.quick else 40
-    flags = f"{TRAINED} --mtp-num-layers 2 --train-iters {steps} --save-interval {steps} --save {saved}"
-    setting.run("train", pretrain(flags))
+    checkpoint = saved(setting, f"{TRAINED} --mtp-num-layers 2", 2 if setting.quick else 40)
     prompts = [f"--prompt-ids={','.join(map(str, prompt))}" for prompt in PROMPTS]
-    generate = ["-m", "megatron_mtp", "generate", "--load", saved, *prompts, "--max-new-tokens", str(TOKENS), "--json"]
+    generate = [*VERB, "generate", "--load", checkpoint, *prompts, "--max-new-tokens", str(TOKENS), "--json"]
     plain = json.loads(setting.run("generate", generate).splitlines()[-1])["token_ids"]
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
-    served = ["-m", "megatron_mtp", "serve", "--load", saved, "--port", "0", "--speculative-config", drafts]
+    served = [*VERB, "serve", "--load", checkpoint, "--port", "0", "--speculative-config", drafts]
     server = setting.start("serve", served)
     try:
         began = time.monotonic()

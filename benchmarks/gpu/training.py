@@ -44,9 +44,9 @@ def eight_bits(setting: Setting, recipe: str, form: str) -> Found:
 
 def compared(setting: Setting, sides: dict[str, str], on_cpu: str, depths: int, flags: str, allowed: float) -> Found:
     """Losses of trunk and depths, step by step, of sides with flags of their own, from weights that the CPU drew."""
-    steps, begin_at = 2 if setting.quick else 50, setting.folder / "start"
+    steps = 2 if setting.quick else 50
     both = f"{TRAINED} {flags} " + (f"--mtp-num-layers {depths}" if depths else "")
-    setting.run("start", pretrain(f"{both} --train-iters 1 --save-interval 1 --save {begin_at}"), CPU)
+    begin_at = saved(setting, both, 1, CPU)
     both += f" --train-iters {steps} --load {begin_at} --finetune --bf16"
     other_state = OTHER_STATE if transformer_engine_works() else ""
     started = {"CPU": trained(setting, "cpu", f"{both} {on_cpu}", CPU)}
@@ -64,6 +64,13 @@ def compared(setting: Setting, sides: dict[str, str], on_cpu: str, depths: int, 
     if failed:
         raise RuntimeError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     return found
+
+
+def saved(setting: Setting, flags: str, steps: int, line: str | None = None) -> Path:
+    """A checkpoint after so many steps."""
+    folder = setting.folder / "saved"
+    setting.run("save", pretrain(f"{flags} --train-iters {steps} --save-interval {steps} --save {folder}"), line)
+    return folder
 
 
 def trained(setting: Setting, name: str, flags: str, line: str | None = None) -> tuple[Command, Path]:

@@ -13,7 +13,7 @@ from benchmarks.gpu import PARTS
 from benchmarks.gpu import record as records
 from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.part import ON_CPU, NotRunError, Setting
-from benchmarks.harness import hardware
+from benchmarks.harness import Found, hardware
 
 
 def main(name: str, folder: str, scratch: str, seconds: str, address: str, line: str, *quick: str) -> int:
@@ -21,7 +21,7 @@ def main(name: str, folder: str, scratch: str, seconds: str, address: str, line:
     target, part, begun = Path(folder), PARTS[name], time.monotonic()
     record = records.read(target / f"{name}.json")
 
-    def keep(found: object) -> None:
+    def keep(found: Found) -> None:
         nonlocal record
         record = records.with_found(record, found)
         record["seconds"] = round(time.monotonic() - begun, 1)

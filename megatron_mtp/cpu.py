@@ -199,6 +199,11 @@ def _megatron_rows() -> list[Substitution]:
             _set_cuda_rng_state=set_rng_state,
         ),
         *_rows(
+            random,
+            "recomputed activations are shared by an extension in C++, which Megatron compiles at its first use",
+            _get_share_storage=lambda: copy_storage,
+        ),
+        *_rows(
             training,
             "it sums up packed lengths on the device 'cuda:' + the current device, and 'cuda:cpu' does not exist",
             _seqlen_stats_in_iteration=torch.zeros(2, dtype=torch.float64),
@@ -380,6 +385,13 @@ def type_name(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     if dtype is None:
         return _ORIGINAL_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
     return _ORIGINAL_TYPE(tensor, dtype, **kwargs)
+
+
+def copy_storage(emptied: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill the storage of a tensor, and of its views, without a new version for autograd."""
+    storage, filled = emptied.untyped_storage(), source.untyped_storage()
+    storage.resize_(filled.nbytes())
+    storage.copy_(filled)
 
 
 def itself(value: Any, *_: Any, **__: Any) -> Any:

@@ -140,9 +140,7 @@ def gradients(model: GPTModel, states: list[Tensor], hidden_SBH: Tensor) -> dict
         ({}, {**SELECTIVE, "recompute_modules": ["core_attn"]}),
         (LATENT, {}),
         (LATENT, FULL),
-        pytest.param(
-            LATENT, {**SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj"]}, marks=pytest.mark.matrix
-        ),
+        (LATENT, {**SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj"]}),
     ],
     ids=["gqa", "gqa-full", "gqa-core", "latent", "latent-full", "latent-selective"],
 )

@@ -17,12 +17,9 @@ Told = dict[str, dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return found(tmp_path_factory.mktemp("cases"))
-
-
-def found(folder: Path, *flags: str) -> Told:
-    words = [sys.executable, str(WORKER), str(folder), *flags]
+def told(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Told:
+    flags = ["--all"] if pytestconfig.getoption("--all") else []
+    words = [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("cases")), *flags]
     done = fork_server.run(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -35,20 +32,9 @@ def refused(case: dict[str, Any]) -> bool:
     return case["status"] == 2 and len(sentences) == 1 and said[-1] == sentences[0] and sentences[0].endswith(".")
 
 
-def test_planted_code_is_never_run(told: Told) -> None:
-    assert_none_ran(told, planted=25)
-
-
-@pytest.mark.matrix
-def test_no_verb_runs_planted_code_or_takes_what_is_damaged(tmp_path: Path) -> None:
-    told = found(tmp_path, "--all")
-    assert_none_ran(told, planted=90)
-    assert_refused(told)
-
-
-def assert_none_ran(told: Told, planted: int) -> None:
+def test_planted_code_is_never_run(told: Told, pytestconfig: pytest.Config) -> None:
     cases = {f"{fault}, {verb}": case for fault, verbs in told.items() for verb, case in verbs.items()}
-    assert len([name for name in cases if "pickle" in name]) > planted
+    assert len([name for name in cases if "pickle" in name]) > (90 if pytestconfig.getoption("--all") else 25)
     assert [name for name, case in cases.items() if case["ran"]] == []
 
 
@@ -57,10 +43,6 @@ DESCRIBED = ("pickle: arguments in .distcp", "pickle: common.pt", "pickle: .dist
 
 
 def test_every_damage_is_one_sentence_with_status_2(told: Told) -> None:
-    assert_refused(told)
-
-
-def assert_refused(told: Told) -> None:
     by_verb = {
         f"{fault}, {verb}": case
         for fault, verbs in told.items()

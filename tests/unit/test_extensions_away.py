@@ -22,7 +22,7 @@ sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__modul
 """
 """Forgets where an editable installation has the package: what the copy lacks would be found there."""
 
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "extensions", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "extensions")
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
     done = fork_server.run([sys.executable, "-m", "megatron_mtp", "inspect", folder])
 
-A fork gets what a new process would: arguments, folder, environment, standard streams, a session of its own; it runs
-the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a pytest run share one
-server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a new process, unless
-the server has not touched the device, as those of benchmarks/gpu/lines.py.
+A fork gets what a new process would: arguments, `sys.executable`, folder, environment, standard streams, a session of
+its own; it runs the script, module (`-m`) or code (`-c`) as `__main__` and ends as Python would. All workers of a
+pytest run share one server, which ends with the run. A fork cannot share a CUDA device: a command that may use one is a
+new process, unless the server has not touched the device, as those of benchmarks/gpu/lines.py.
 
 What must be a new process starts one itself: tests of what is imported and when, of torchrun, Ctrl-C, broken pipes, and
 whatever asks torch for a device, for which forks have stand-ins already.
@@ -50,6 +50,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect({address!r})
     request = {{"words": [*{words!r}, *sys.argv[1:]], "folder": os.getcwd()}}
     request["environment"] = {{**os.environ, "CUDA_VISIBLE_DEVICES": ""}}
+    request["executable"] = {executable!r}
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
     server.recv(32)
     status = int(server.recv(32) or b"1")
@@ -135,6 +136,7 @@ def fork(
         OSError: the server has ended, or does not answer.
     """
     request = {"words": list(words[1:]), "folder": str(cwd or os.getcwd()), "environment": {**environment}}
+    request["executable"] = words[0]
     with open(os.devnull, "r+b") as null:
         streams = [null if each == subprocess.DEVNULL else each for each in (stdin, stdout, stderr)]
         numbers = [each if isinstance(each, int) else each.fileno() for each in streams]
@@ -172,7 +174,8 @@ def run(
 def program(file: Path, *words: str) -> Path:
     """Write a program that does in forks, without a device, what `python WORDS ARGUMENTS` would."""
     _connect().close()
-    file.write_text(PROGRAM.format(python=PYTHON, address=_address(), words=words))
+    executable = PYTHON if words else str(file)
+    file.write_text(PROGRAM.format(python=PYTHON, address=_address(), words=words, executable=executable))
     file.chmod(0o755)
     return file
 
@@ -317,6 +320,7 @@ def become(request: dict[str, Any], streams: list[int], connection: socket.socke
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         numpy.random.seed()
+        sys.executable = request["executable"]
         status = status_of(request["words"], run)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
         atexit._run_exitfuncs()

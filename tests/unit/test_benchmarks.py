@@ -122,6 +122,7 @@ def test_every_benchmark_is_run() -> None:
     assert programs == {*SMOKE, "gpu_check"}
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("name", tiered(SMOKE, ("train_step",)))
 def test_a_benchmark_runs_and_ends_with_its_report(name: str, tmp_path: Path) -> None:
     flags = ["--quick", *(str(tmp_path / "work") if flag == "FOLDER" else flag for flag in SMOKE[name])]

@@ -64,6 +64,19 @@ def test_scripts_and_modules_find_their_own_folder(tmp_path: Path) -> None:
         assert fork[0] == 0
 
 
+def test_what_a_fork_starts_is_a_fork_as_well(tmp_path: Path) -> None:
+    """`sys.executable` there is what the command begins with; a program of another name has Python's."""
+    said = "import os, sys; print(sys.executable, os.getppid())"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {said!r}])"
+    python = fork_server.program(tmp_path / "python")
+    named = fork_server.program(tmp_path / "named", "-c", said)
+    words = [str(python), "-c", code]
+    inside = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    alone = subprocess.run([str(named)], capture_output=True, text=True, check=True).stdout.split()
+    assert [inside[0], alone[0]] == [str(python), sys.executable]
+    assert inside[1] == alone[1]  # the server's
+
+
 def gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -137,10 +137,10 @@ def p_value_of(settings: dict[str, Any], drafted: list[int] | None = None, pair:
     assert texts.stats.accepted > seeds / 4 or not texts.stats.drafted
     expected: dict[tuple[int, ...], float] = {(): float(seeds)}
     for _ in range(4):
+        logits_PV = trained_forwards(twin, [[*prompt, *path] for path in expected])[0][-1, :, :3]
         expected = {
             (*path, token): count * chance
-            for path, count in expected.items()
-            for logits_V in [trained_forward(twin, [*prompt, *path])[0][-1, :3]]
+            for (path, count), logits_V in zip(expected.items(), logits_PV, strict=True)
             for token, chance in enumerate(sampling.probabilities(logits_V).tolist())
         }
     observed = Counter(map(tuple, texts.token_ids))
@@ -155,19 +155,25 @@ def prompts_of(batch: int, longest: int = 12, seed: int = 5) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-@torch.no_grad()
 def trained_forward(twin: GPTModel, text: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Logits of the trunk and of every depth at all slots, each [S, V], by the forward of training."""
+    logits_S1V, drafted = trained_forwards(twin, [text])
+    return logits_S1V[:, 0], [each_S1V[:, 0] for each_S1V in drafted]
+
+
+@torch.no_grad()
+def trained_forwards(twin: GPTModel, texts: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
+    """The same of several texts of one length, each [S, B, V]."""
 
     def capture(stage: StageOutput) -> Any:
-        logits_SV = stage.head.project(stage.hidden_SBH)[:, 0]
-        return logits_SV, [draft_logits(one.head, state)[:, 0] for one in stage.drafted for state in one.hidden]
+        logits_SBV = stage.head.project(stage.hidden_SBH)
+        return logits_SBV, [draft_logits(one.head, state) for one in stage.drafted for state in one.hidden]
 
-    tokens = torch.tensor([text], device="cuda")
-    slots = len(text)
+    tokens = torch.tensor(texts, device="cuda")
+    slots = tokens.size(1)
     batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens).float()}
     mask = torch.ones(1, 1, slots, slots, device="cuda").tril().logical_not()
-    positions = torch.arange(slots, device="cuda").unsqueeze(0)
+    positions = torch.arange(slots, device="cuda").expand_as(tokens)
     shifted = depth_batch(batch, twin.config.mtp_num_layers or 1)
     return twin(tokens, positions, mask, labels=tokens, output_processor=capture, output_processor_context=[shifted])
 

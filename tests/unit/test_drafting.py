@@ -66,7 +66,7 @@ METHODS = {**CHAINS, **TREES}
 DRAFTERS = {kind: method_of(kind) for kind in KINDS if "drafter_layers" in KINDS[kind]}
 WINDOWED = ("windows", "windows-sinks")
 DRAFTING = [*DRAFTERS.items(), ("eagle3", "eagle3_tree")]
-ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (16, 84)) for one in DRAFTING]
+ARRIVING = [(*one, *sizes) for sizes in ((6, 16), (1, 16), (32, 84)) for one in DRAFTING]
 """A kind, a method, how many requests run at once, and how many come: 84 of them are 10,000 tokens."""
 
 

@@ -368,6 +368,7 @@ def test_attach_trains_exports_and_drafts(kind: str, tmp_path: Path, monkeypatch
 
     def run(command: list[str]) -> SimpleNamespace:
         started.append(command[3])
+        command += ["--max-new-tokens", "16"] if started[-1] == "generate" else []
         return SimpleNamespace(returncode=launch.start(command, tmp_path / started[-1]).wait(launch.TIMEOUT))
 
     monkeypatch.setattr(attach, "subprocess", SimpleNamespace(run=run))

@@ -19,7 +19,7 @@ from megatron_mtp.cli.convert import main
 pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 
 
-@pytest.fixture(scope="module", params=[RUN[0], *(pytest.param(form, marks=pytest.mark.matrix) for form in RUN[1:])])
+@pytest.fixture(scope="module", params=RUN)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("quantized")
     (folder / "text.txt").write_text("some words to make a vocabulary of " * 60)
@@ -71,6 +71,7 @@ def trunk_of(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.matrix
 def test_evaluate_and_attach_of_what_convert_reads(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

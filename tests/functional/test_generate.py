@@ -102,7 +102,8 @@ SPREAD = ["--expert-model-parallel-size", "2"]
 
 @pytest.mark.parametrize("dispatcher", tiered(["alltoall", "allgather"], ("alltoall",)))
 def test_experts_spread_over_two_ranks_emit_what_one_process_does(dispatcher: str, tmp_path: Path) -> None:
-    flags = ["--load", str(of_experts(tmp_path, dispatcher)), *PROMPTS, "--json", "--batch-size", "2"]
+    flags = ["--load", str(of_experts(tmp_path, dispatcher)), *PROMPTS, "--max-new-tokens", "8", "--json"]
+    flags += ["--batch-size", "2"]
     one = printed(generate(*flags), tmp_path / "log1")
     two = printed(generate(*flags, *MTP, *SPREAD, "--compare", processes=2), tmp_path / "log2")
     assert two["same_tokens"] is True

@@ -186,13 +186,17 @@ def narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RECORDABLE = [name for name, method in PROPOSERS.items() if method.recordable and name != "plain"]
+FEW = ("mtp", "mtp_eagle", "mtp_tree", "mtp_beam", "draft_model", "ngram", "eagle3_tree", "dspark", "exhaustive")
+"""Of the first tier; the steps of the others are made of the same parts."""
 
 
 MATRIX = pytest.mark.matrix
 
 
-@pytest.mark.parametrize("count", [pytest.param(0, marks=MATRIX), pytest.param(1, marks=MATRIX), 3])
-@pytest.mark.parametrize("method", RECORDABLE)
+@pytest.mark.parametrize(
+    ("method", "count"),
+    tiered([(method, count) for method in RECORDABLE for count in (0, 1, 3)], [(method, 3) for method in FEW]),
+)
 def test_repeated_steps_emit_what_plain_decoding_does(method: str, count: int, request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(kind_for(method)), prompts_of(4)
     answers = generate(target, prompts, 25).token_ids
@@ -348,11 +352,9 @@ def test_a_second_request_records_nothing(
 
 def test_another_method_and_other_sampling_have_graphs_of_their_own(request: pytest.FixtureRequest) -> None:
     target, prompts = runner_of(), prompts_of(2)
-    asked = [
-        (settings_of(method, count), sampling)
-        for method, count in (("mtp", 3), ("mtp", 2), ("mtp_eagle", 3))
-        for sampling in (Sampling(), Sampling(2.0), Sampling(2.0, top_k=3))
-    ]
+    samplings = Sampling(), Sampling(2.0), Sampling(2.0, top_k=3)
+    asked = [(settings_of("mtp"), sampling) for sampling in samplings]
+    asked += [(settings_of(method, count), Sampling()) for method, count in (("mtp", 2), ("mtp_eagle", 3))]
     wanted = [generate(target, prompts, 9, sampling, settings).token_ids for settings, sampling in asked]
     request.getfixturevalue("on_tape")
     recorded = list[int]()

@@ -21,18 +21,25 @@ from gpu_targets import SHARED, assert_compiles
 
 from megatron_mtp.losses import triton_kernels
 
+SOME = {"losses": "a case of losses", "exchanges": "exchanges", "bytes": "bytes"}
+EVERY = {"losses": "losses", "exchanges": "all exchanges", "bytes": "all bytes"}
+OF_RANKS = ("ranks", "faults", "faults of ranks")
+
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    parts = ("a case of losses", "rounded", "masked", "empty", "exchanges", "bytes", "used")
-    return found_by("triton_cases.py", *parts)
+def interpreted(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """What one process finds: of a loss of every class, with --all of every loss, two ranks and faults as well."""
+    every = pytestconfig.getoption("--all")
+    sizes, more = (EVERY, OF_RANKS) if every else (SOME, ())
+    found = found_by("triton_cases.py", *sizes.values(), "rounded", "masked", "empty", *more, "used")
+    return found | {name: found[part] for name, part in sizes.items()}
 
 
 def test_values_and_gradients_are_those_of_the_definition(interpreted: dict[str, Any]) -> None:
     """All tokens and a draft vocabulary, masks, temperatures, odd sizes."""
     losses = "AcceptedLength AdaptiveDivergence CrossEntropy Divergence NegativeLogOverlap TotalVariation"
     assert interpreted["used"] == losses.split()
-    assert_close(interpreted["a case of losses"])
+    assert_close(interpreted["losses"])
 
 
 def assert_close(found: dict[str, tuple[float, float]]) -> None:
@@ -42,32 +49,20 @@ def assert_close(found: dict[str, tuple[float, float]]) -> None:
 
 
 @pytest.mark.matrix
-def test_one_rank_and_two_find_the_values_and_gradients_of_the_definition() -> None:
+def test_two_ranks_find_the_values_and_gradients_of_the_definition(interpreted: dict[str, Any]) -> None:
     """Also with a factor of the logits, padding, and where the last rank has padding alone."""
-    found = found_by("triton_cases.py", "losses", "ranks", "used", "all exchanges", "all bytes")
-    assert len(found["ranks"]) == len(found["used"])
-    assert_close(found["losses"])
-    assert_close(found["ranks"])
-    assert_few_exchanges(found["all exchanges"])
-    assert_few_bytes(found["all bytes"])
-
-
-def assert_few_exchanges(found: dict[str, int]) -> None:
-    for name, exchanges in found.items():
-        assert exchanges == (1 if name.startswith(("ce", "kd")) else 2), name
-
-
-def assert_few_bytes(found: dict[str, float]) -> None:
-    for name, moved in found.items():
-        assert moved <= (8 if name.startswith("ce") else 20), name
+    assert len(interpreted["ranks"]) == len(interpreted["used"])
+    assert_close(interpreted["ranks"])
 
 
 def test_ranks_exchange_once_a_chunk_and_once_more_for_the_overlap(interpreted: dict[str, Any]) -> None:
-    assert_few_exchanges(interpreted["exchanges"])
+    for name, exchanges in interpreted["exchanges"].items():
+        assert exchanges == (1 if name.startswith(("ce", "kd")) else 2), name
 
 
 def test_a_logit_is_read_and_written_seldom(interpreted: dict[str, Any]) -> None:
-    assert_few_bytes(interpreted["bytes"])
+    for name, moved in interpreted["bytes"].items():
+        assert moved <= (8 if name.startswith("ce") else 20), name
 
 
 def test_products_in_half_precision_get_a_gradient_that_is_rounded_once(interpreted: dict[str, Any]) -> None:
@@ -87,10 +82,10 @@ def test_a_block_without_any_probability_counts_nothing(interpreted: dict[str, A
 
 
 @pytest.mark.matrix
-def test_the_comparison_sees_a_wrong_kernel() -> None:
-    found = found_by("triton_cases.py", "faults", "faults of ranks")
-    assert [len(faults) > 3 for faults in found.values()] == [True, True]
-    for fault, difference in (found["faults"] | found["faults of ranks"]).items():
+def test_the_comparison_sees_a_wrong_kernel(interpreted: dict[str, Any]) -> None:
+    found = [interpreted[part] for part in ("faults", "faults of ranks")]
+    assert min(map(len, found)) > 3
+    for fault, difference in (found[0] | found[1]).items():
         assert difference > 1e-4, fault
 
 

@@ -57,7 +57,9 @@ LISTED_CODE = {"import convert_hf_to_gguf": "needs a checkout of llama.cpp (scri
 SHORTER = {
     "train": ("--exit-interval", "2"),
     "sample": ("--texts", "3", "--max-new-tokens", "8"),
+    "evaluate": ("--eval-iters", "2"),
     "attach": "--steps 2 --sequence 64 --batch 16 --evaluated-batches 1 --max-new-tokens 8".split(),
+    "generate": ("--max-new-tokens", "16"),
     "foretell": "--prompts 4 --prompt-tokens 8 --new-tokens 8".split(),
     "serve": ("--cache-gib", "0.01"),
     "plan": ("--global-batch-size", "1024"),
@@ -122,9 +124,10 @@ def run_verb(verb: str, arguments: Sequence[str]) -> None:
     """The verb with few steps and tokens."""
     from megatron_mtp.cli.main import main
 
-    if IS_SHORT not in os.environ:
+    is_first = IS_SHORT not in os.environ
+    os.environ[IS_SHORT] = "1"
+    if is_first or verb == "generate":  # with which `attach` ends
         arguments = shorter(verb, arguments)
-        os.environ[IS_SHORT] = "1"
         if verb == "serve":
             return start_server([sys.executable, "-m", "megatron_mtp", verb, *arguments])
     if verb == "serve":

@@ -16,7 +16,7 @@ import psutil
 from torch.distributed import TCPStore
 
 ROOT, TIMEOUT = fork_server.ROOT, fork_server.TIMEOUT
-GRACE = 5.0
+GRACE = 2.0
 """Seconds that the other ranks have to end after one that failed."""
 
 PLAIN_RUN = (

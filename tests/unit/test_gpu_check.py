@@ -31,6 +31,8 @@ SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 SMALL = ["parity_2", "te_parity_2", "replays", "serve"]
 """Parts of the first tier: a training on two sides, one that needs a device, decoding, a server."""
+OF_TESTS = "unit_engine"
+"""One of the parts that run unit tests, which differ in the names of their files alone."""
 
 
 def check(*flags: str | Path, before: str = "pass") -> "subprocess.CompletedProcess[str]":
@@ -78,20 +80,26 @@ def test_small_parts_run_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_all_parts_run_on_the_cpu(tmp_path: Path) -> None:
-    results = results_of(list(PARTS), tmp_path)
+    results = results_of([name for name in PARTS if name == OF_TESTS or not name.startswith("unit_")], tmp_path)
     sides = results["graphs"]["results"]["sides"]
     assert [side["K"] for side in sides] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert all(side["as plain"] for side in sides)
     assert sides[-1]["accepted_length"] > 2
-    for name in (name for name in PARTS if name.startswith("unit_")):
-        assert results[name]["results"]["tests"] > 1
-        assert results[name]["results"]["failed"] == 0
+    assert results[OF_TESTS]["results"]["tests"] > 1
+    assert results[OF_TESTS]["results"]["failed"] == 0
     for name in ("parity_1", "packed", "experts", "recompute", "kd", "eagle3", "dflash"):
         assert results[name]["results"]["largest distance from the CPU"] == {"device": 0.0}
     errors = {(side, dtype): float(error) for side, dtype, error, *_ in results["losses"]["results"]["against float64"]}
     assert max(error for (_, dtype), error in errors.items() if dtype == "float32") < 1e-5
     assert results["profile"]["results"]["microseconds a step"] > 0
     assert [row["texts that part"] for row in results["divergence"]["results"]["rows"][:2]] == [0, 0]
+
+
+def test_unit_tests_of_a_part_are_there() -> None:
+    named = " ".join(part.given["names"] for name, part in PARTS.items() if name.startswith("unit_"))
+    files = [REPOSITORY / f"tests/unit/test_{name}.py" for name in named.split()]
+    assert len(files) > 30
+    assert [file.name for file in files if not file.exists()] == []
 
 
 def test_energy_is_counted_over_layers_that_are_not_zeros(

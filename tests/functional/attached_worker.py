@@ -1,6 +1,6 @@
 """A rank of a layout: stock models with attached depths, through Megatron's schedule, DDP and optimizer.
 
-    torchrun --nproc-per-node 2 attached_worker.py FILE tp2-sp dense
+    torchrun --nproc-per-node 2 attached_worker.py FILE tp2-sp dense "tied adopted rows"
 
 Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any rank}; test_attached_layouts.py reads
 it. Every rank compares its own part of the tensors, and weights depend on their names alone.
@@ -8,7 +8,7 @@ it. Every rank compares its own part of the tensors, and weights depend on their
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,19 +55,12 @@ WEIGHT = 0.3
 EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 
 
-def cases(kind: str) -> Iterator[tuple[bool, int | None, str]]:
-    """Whether the head is tied, depths of the model's own block, and the form of the batches."""
-    for tied in (False, True):
-        for own in (None,) if kind == "hybrid" else (None, 2):
-            for form in ("rows", "packed"):
-                yield tied, own, form
-
-
-def compare(layout: str, kind: str) -> dict[str, dict[str, list[str]]]:
-    """Of every case what differs."""
+def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Of every case what differs: its head, the origin of its depths, and the form of its batches."""
     found, rounding = {}, 1e-4 if kind == "hybrid" else 1e-5  # gradients of decays are small sums of large terms
-    for tied, own, form in cases(kind):
-        name = f"{'tied' if tied else 'untied'} {'adopted' if own else 'new'} {form}"
+    for name in cases:
+        head, origin, form = name.split()
+        tied, own = head == "tied", 2 if origin == "adopted" else None
         build = partial(chunks, kind, tied, **LAYOUTS[layout])
         plain, model, joint, riding = build(), build(depths=own), build(depths=own), build(depths=own)
         for each in model:
@@ -226,12 +219,12 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def main(file: str, layout: str, kind: str) -> None:
+def main(file: str, layout: str, kind: str, *cases: str) -> None:
     torch.distributed.init_process_group("gloo")
     sizes = {name: LAYOUTS[layout][name] for name in SIZES if name in LAYOUTS[layout]}
     mpu.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(0)
-    found = compare(layout, kind)
+    found = compare(layout, kind, cases)
     if torch.distributed.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     torch.distributed.barrier()

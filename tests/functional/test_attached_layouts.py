@@ -4,6 +4,7 @@ Two microbatches, of three rows each or of a packed row of four documents.
 """
 
 import json
+from itertools import combinations, product
 from pathlib import Path
 
 import launch
@@ -17,24 +18,58 @@ CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind
 CASES += [("ep2", "moe"), ("pp2-vpp2", "dense"), ("pp2-vpp2", "moe"), *(("dp2-sharded", kind) for kind in KINDS)]
 """Megatron trains experts under tensor parallelism with sequence parallelism alone."""
 
+HEADS, DEPTHS, FORMS = ("untied", "tied"), ("new", "adopted"), ("rows", "packed")
+"""What is compared in a layout with a kind: heads, depths that `attach` makes or Megatron's block has, and batches."""
+
+
+def compared(layout: str, kind: str) -> list[tuple[str, str, str]]:
+    """A head with depths has rows or packed rows, whichever a neighboring layout, and another kind, does not have.
+
+    All pairs have both where no neighbor would have the other: a layout of one kind, and hybrids, which Megatron's
+    block does not know.
+    """
+    if kind == "hybrid":
+        return list(product(HEADS, DEPTHS[:1], FORMS))
+    if layout == "ep2":
+        return list(product(HEADS, DEPTHS, FORMS))
+    turn = (*LAYOUTS, "pp2-vpp2", "dp2-sharded").index(layout) + (kind == "dense")
+    forms = {
+        (head, depths): FORMS[(turn + i + j) % 2] for i, head in enumerate(HEADS) for j, depths in enumerate(DEPTHS)
+    }
+    return [(*case, form) for case, form in forms.items()]
+
+
+def test_any_four_of_layout_kind_head_depths_and_batches_meet() -> None:
+    met = {(layout, kind, *case) for layout, kind in CASES for case in compared(layout, kind)}
+    whole = {
+        (layout, kind, *case)
+        for layout, kind in CASES
+        for case in product(HEADS, DEPTHS[:1] if kind == "hybrid" else DEPTHS, FORMS)
+    }
+    for four in combinations(range(5), 4):
+        of_met, of_whole = ({tuple(case[place] for place in four) for case in cases} for cases in (met, whole))
+        assert of_whole - of_met == set()
+
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     tiered(CASES, [("pp2", "dense")]),
 )
 def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kind: str, tmp_path: Path) -> None:
-    """With new depths and with those of Megatron's block, head tied and untied:
+    """With new depths and with those of Megatron's block, head tied and untied (`compared`):
 
     - trunk: logits, gradients and weights after a step are bit by bit those of the model without depths;
     - ours: gradients of a loss that trains all are those of this package's own model and `mtp_loss`;
     - weight: of the loss that rides along, those of the explicit one;
     - copies: a last stage that has no embedding gets the first stage's, and one with a tied head no second copy.
     """
-    launch.run(launch.torchrun(2, WORKER, str(tmp_path / "found.json"), layout, kind), tmp_path / "log")
+    cases = [" ".join(case) for case in compared(layout, kind)]
+    launch.run(launch.torchrun(2, WORKER, str(tmp_path / "found.json"), layout, kind, *cases), tmp_path / "log")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == (4 if kind == "hybrid" else 8)
+    assert list(found) == cases
     wrong = {(case, what): names for case, each in found.items() for what, names in each.items() if names}
     if layout.startswith("pp2") and kind != "hybrid":  # Megatron 0.19.2 cannot save the head of its own block either
-        for form in ("rows", "packed"):
-            assert wrong.pop((f"tied adopted {form}", "saved"))[0].startswith("AssertionError")
+        for case in cases:
+            if case.startswith("tied adopted"):
+                assert wrong.pop((case, "saved"))[0].startswith("AssertionError")
     assert wrong == {}

@@ -1,17 +1,23 @@
 """A framework's model of a Hugging Face folder with attached layers: steps of training, and an export.
 
-    PYTHONPATH=ENVIRONMENT:REPOSITORY python tests/functional/stack_worker.py JOB FRAMEWORK FOLDER CORPUS OUT new|own
+    PYTHONPATH=ENVIRONMENT:REPOSITORY python tests/functional/stack_worker.py FRAMEWORK
 
-JOB is a key of JOBS, and FRAMEWORK one of BUILDERS; `new` attaches a layer to the model without its own, `own` trains
-those of the folder. The rows of CORPUS are those that `megatron-mtp train` reads with the same seed. Prints a line of
-JSON, and writes folders into OUT.
+FRAMEWORK is one of BUILDERS. It is imported once; a fork does each job that comes as a line of JSON on standard input:
+
+    [JOB, FOLDER, CORPUS, OUT, "new" or "own"]
+
+JOB is a key of JOBS; `new` attaches a layer to the model without its own, `own` trains those of the folder. The rows of
+CORPUS are those that `megatron-mtp train` reads with the same seed. A job prints a line of JSON, {} if it failed, and
+writes folders into OUT.
 """
 
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +50,7 @@ OFF = {
 class Bridge:
     """Megatron-Bridge: a provider with hooks."""
 
-    name, builds_layers = "megatron-bridge", False
+    name, module, builds_layers = "megatron-bridge", "megatron.bridge", False
 
     def __init__(self, folder: Path) -> None:
         import megatron.bridge
@@ -83,7 +89,7 @@ class Bridge:
 class McoreBridge:
     """mcore-bridge, the models of ms-swift: the layers are its own, and are adopted."""
 
-    name, builds_layers = "mcore-bridge", True
+    name, module, builds_layers = "mcore-bridge", "mcore_bridge", True
 
     def __init__(self, folder: Path) -> None:
         import mcore_bridge
@@ -317,10 +323,36 @@ def write(tensors: dict[str, Tensor], config: dict[str, Any], out: Path) -> None
     save_file({name: each.detach().clone().contiguous() for name, each in tensors.items()}, out / "model.safetensors")
 
 
-def main(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> None:
+def main(framework: str) -> None:
     te_names.install()
+    import_module(BUILDERS[framework].module)  # before the CPU's substitutions
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"a fork would lack {threads - 1} threads of this process"
+    for line in sys.stdin:
+        job, folder, corpus, out, head = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            be(job, framework, Path(folder), Path(corpus), Path(out), head)
+        os.waitpid(child, 0)
+
+
+def be(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> None:
+    """The process of a job."""
+    record: dict[str, Any] = {}
+    printed = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        record = record_of(job, framework, folder, corpus, out, head)
+    except BaseException:  # else the fork would go on as if it were its parent
+        traceback.print_exc()
+    finally:
+        os.write(printed, f"{json.dumps(record)}\n".encode())
+        os._exit(0)
+
+
+def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    made = BUILDERS[framework](folder)  # a framework is imported before the CPU's substitutions
+    made = BUILDERS[framework](folder)
     from megatron_mtp import cpu
 
     cpu.install()
@@ -332,9 +364,9 @@ def main(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: 
     parallel_state.initialize_model_parallel(1)
     model_parallel_cuda_manual_seed(3)
     record = JOBS[job](made, folder, batches_of(corpus), out, head)
-    print(json.dumps({"framework": made.name, "version": made.version, **record}))
+    return {"framework": made.name, "version": made.version, **record}
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6])
+    main(sys.argv[1])

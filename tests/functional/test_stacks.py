@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
 from hf_models import make
@@ -64,24 +66,44 @@ def needs(framework: str) -> None:
         pytest.skip(f"{framework} is not installed; run bash scripts/test_stacks.sh {framework}")
 
 
-def ran(*command: str | Path, paths: tuple[Path, ...] = (ROOT,)) -> str:
-    """What a Python program printed, with these folders of modules."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def with_modules(*folders: Path) -> dict[str, str]:
+    """The environment of a Python program that finds its modules in these folders."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 
 
-def cpu_seconds() -> float:
-    """Of this process and of those that it has run."""
-    return sum(os.times()[:4])
+Worked = Callable[[str, str, Path, Path, Path, str], dict[str, Any]]
 
 
-def worked(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
-    """What stack_worker.py prints."""
-    words = (Path(__file__).with_name("stack_worker.py"), job, framework, folder, corpus, out, head)
-    record: dict[str, Any] = json.loads(ran(*words, paths=(ENVIRONMENTS / framework, ROOT)).splitlines()[-1])
-    return record
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
+    """The record of a job, from the process of its framework: stack_worker.py."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    logs = tmp_path_factory.mktemp("frameworks")
+
+    def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
+        log = logs / framework
+        if framework not in processes:
+            command = [sys.executable, str(Path(__file__).with_name("stack_worker.py")), framework]
+            with open(log, "w") as errors:
+                processes[framework] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=with_modules(ENVIRONMENTS / framework, ROOT),
+                )
+        process = processes[framework]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps([job, *map(str, (folder, corpus, out)), head]), file=process.stdin, flush=True)
+        record: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
+        assert record, log.read_text()[-3000:]
+        return record
+
+    yield record_of
+    for process in processes.values():
+        process.communicate()
 
 
 def converted(folder: Path, checkpoint: Path) -> Path:
@@ -99,7 +121,7 @@ def trained(folder: Path, corpus: Path, tmp_path: Path) -> tuple[Path, list[floa
     """The checkpoint of `megatron-mtp train` from a folder, and the layer's loss in the first and the last step."""
     start, saved, metrics = converted(folder, tmp_path / "start"), tmp_path / "saved", tmp_path / "metrics"
     paths = ("--load", start, "--save", saved, "--mtp-metrics-dir", metrics, "--data-path", corpus)
-    ran(ROOT / "pretrain_gpt.py", *TRAIN, *paths)
+    launch.run(launch.python("pretrain_gpt.py", *TRAIN, *map(str, paths)), tmp_path / "train.log")
     losses = [step["mtp_1 loss"] for step in learned(metrics).values()]
     assert len(losses) == STEPS
     return saved, [losses[0], losses[-1]]
@@ -108,10 +130,9 @@ def trained(folder: Path, corpus: Path, tmp_path: Path) -> tuple[Path, list[floa
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "head"), HEADS)
 def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_trainer(
-    framework: str, family: str, head: str, corpora: dict[str, Path], tmp_path: Path
+    framework: str, family: str, head: str, corpora: dict[str, Path], worked: Worked, tmp_path: Path
 ) -> None:
     needs(framework)
-    began = cpu_seconds()
     changes = {} if family == "qwen3" else {"n_shared_experts": 1}  # Bridge's GLM-4.5 has one
     folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
     record = worked("tune", framework, folder, corpora["tuned on"], tmp_path / "out", head)
@@ -119,7 +140,7 @@ def test_a_frameworks_model_trains_attached_layers_that_draft_as_those_of_our_tr
     record["accepted by transformers"] = accepted_by_transformers(tmp_path / "out" / "tuned", LINES["tuned on"])
     checkpoint, losses = trained(tmp_path / "out" / "start", corpora["tuned on"], tmp_path)
     record["accepted after megatron-mtp train"] = accepted(checkpoint, LINES["tuned on"])
-    print(json.dumps({"family": family, "head": head, **record, "CPU seconds": round(cpu_seconds() - began)}))
+    print(json.dumps({"family": family, "head": head, **record}))
     assert record["differ"] == []  # gradients and weights of the policy in three steps
     assert record["learned"] > 0
     assert record["lost without"]
@@ -145,10 +166,10 @@ def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(("framework", "head", "follows"), LORA)
 def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
-    framework: str, head: str, follows: bool, corpora: dict[str, Path], tuned: Path, tmp_path: Path
+    framework: str, head: str, follows: bool, corpora: dict[str, Path], tuned: Path, worked: Worked, tmp_path: Path
 ) -> None:
     needs(framework)
-    began, line = cpu_seconds(), LINES["adapted to"]
+    line = LINES["adapted to"]
     record = worked("lora", framework, tuned, corpora["adapted to"], tmp_path / "out", head)
     from megatron_mtp.checkpoint.convert.graft import plan_graft
     from megatron_mtp.checkpoint.convert.stream import Options
@@ -157,7 +178,7 @@ def test_lora_keeps_layers_that_are_attached_and_a_lost_one_is_grafted_back(
     plan_graft(tuned, tmp_path / "out" / "lost", quiet).write(tmp_path / "grafted", quiet)
     record["accepted"] = accepted(converted(tmp_path / "out" / "kept", tmp_path / "kept"), line)
     record["accepted of the graft"] = accepted(tmp_path / "grafted", line)
-    print(json.dumps({"head": head, **record, "CPU seconds": round(cpu_seconds() - began)}))
+    print(json.dumps({"head": head, **record}))
     assert record["differ"] == []  # gradients and weights of the trunk's adapters, and the frozen trunk
     assert record["changed"] == []  # merged tensors of the trunk
     assert record["learned"] > 0
@@ -176,7 +197,6 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     """Its Megatron engine, of the release and patched; the folder's own layer is loaded, and sent for rollouts."""
     needs("megatron_bridge")
     needs("verl")
-    began = cpu_seconds()
     changes = {} if family == "qwen3" else {"n_shared_experts": 1}
     folder = make(tmp_path / "hf", family, int(head == "own"), changes=changes)
     shutil.copytree(ENVIRONMENTS / "verl" / "verl", tmp_path / "patched" / "verl")
@@ -185,10 +205,12 @@ def test_verls_engine_trains_the_layers_beside_a_policy_that_does_not_change_by_
     for paths in ((), (tmp_path / "patched",)):
         out = tmp_path / f"{len(found)}.safetensors"
         installed = (ENVIRONMENTS / "verl", ENVIRONMENTS / "megatron_bridge", ROOT)
-        ran(Path(__file__).with_name("verl_worker.py"), folder, out, paths=(*paths, *installed))
+        command = [sys.executable, Path(__file__).with_name("verl_worker.py"), folder, out]
+        environment = with_modules(*paths, *installed)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
         found.append(load_file(out))
     plain, patched = found
-    print(json.dumps({"family": family, "head": head, "CPU seconds": round(cpu_seconds() - began)}))
     assert [name for name in plain if " of mtp." in name] == []
     assert [name for name, value in plain.items() if not torch.equal(patched[name], value)] == []
     layer = [name.removeprefix("start of ") for name in patched if name.startswith("start of mtp.")]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from layout_batches import MICROBATCHES, ROWS, SEQUENCE, VOCABULARY, microbatches
 from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources
@@ -116,6 +117,8 @@ def load(folder: Path, model_name: str, layout_name: str) -> dict[str, Any]:
         get_args().load = str(folder / "trained" / f"{model_name}-{source}")
         load_checkpoint(model, None, None)
         loaded = whole_tensors(model, "weights")
+        if torch.distributed.get_rank() > 0:
+            continue
         saved = torch.load(folder / "records" / f"train-{model_name}-{source}.pt")["weights"]
         differing[source] = [name for name in saved if not torch.equal(loaded["weights"][name], saved[name])]
         differing[source] += [f"copies of {name}" for name, far in loaded["weights apart"].items() if far]
@@ -302,18 +305,19 @@ def gradients_as_weights(model: list[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a whole tensor, as one rank holds it."""
+    """A part of a whole tensor, as one rank holds it; arrays are pickled faster than tensors."""
 
     key: str
     shape: tuple[int, ...]
     where: tuple[int | slice, ...]
-    data: torch.Tensor
+    data: numpy.ndarray
 
 
 def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
-    """Every tensor of the model put together from all ranks, by its key in checkpoints, as {name: tensors}.
+    """On rank 0 every tensor of the model put together from all ranks, by its key in checkpoints, as {name: tensors}.
 
-    `<name> apart` is beside it: by key, how far two ranks that hold the same part differ, relative to the whole.
+    `<name> apart` is beside it: by key, how far two ranks that hold the same part differ, relative to the whole. The
+    other ranks have no tensors.
     Rows that pad the vocabulary are left out, since their number depends on the layout; gradients must be zero there.
     """
     entries: dict[str, Any] = {
@@ -321,22 +325,25 @@ def whole_tensors(model: list[torch.nn.Module], name: str) -> dict[str, Any]:
     }
     apply_factories(entries)
     own = [
-        Piece(entry.key, tuple(entry.global_shape), entry.global_slice(), entry.data.detach().cpu().clone())
+        Piece(entry.key, tuple(entry.global_shape), entry.global_slice(), entry.data.detach().numpy())
         for entry in nested_values(entries)
         if isinstance(entry, ShardedTensor) and entry.data.is_floating_point()  # no list of drafted tokens
     ]
-    pieces = [piece for pieces in gather(own) for piece in pieces]
-    wholes = {piece.key: torch.full(piece.shape, float("nan"), dtype=piece.data.dtype) for piece in pieces}
-    for piece in pieces:
-        wholes[piece.key][piece.where] = piece.data
+    of_ranks = [list[Piece]() for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.gather_object(own, of_ranks if torch.distributed.get_rank() == 0 else None)
+    pieces = [(each, torch.from_numpy(each.data)) for pieces in of_ranks for each in pieces]
+    wholes = {each.key: torch.full(each.shape, float("nan"), dtype=data.dtype) for each, data in pieces}
+    for each, data in pieces:
+        wholes[each.key][each.where] = data
     missing = [key for key, whole in wholes.items() if whole.isnan().any()]
     if missing:
         raise ValueError(f"no rank holds a part of {missing}")
     apart = dict.fromkeys(wholes, 0.0)
-    for piece in pieces:
-        whole = wholes[piece.key]
-        difference = (whole[piece.where] - piece.data).abs().max() / whole.abs().max().clamp(min=1e-30)
-        apart[piece.key] = max(apart[piece.key], difference.item())
+    for each, data in pieces:
+        whole = wholes[each.key]
+        if not torch.equal(whole[each.where], data):
+            difference = (whole[each.where] - data).abs().max() / whole.abs().max().clamp(min=1e-30)
+            apart[each.key] = max(apart[each.key], difference.item())
     for key in PER_TOKEN & wholes.keys():
         if name == "gradients" and wholes[key][VOCABULARY:].any():
             raise ValueError(f"rows of {key} that pad the vocabulary have a gradient")

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 from zipfile import ZipFile
 
@@ -14,26 +16,43 @@ from documents import ROOT
 RELEASES = ("0.16.1", "0.17.1", "0.18.2")
 
 
-def steps(*paths: Path) -> dict[str, Any]:
-    """What release_steps.py prints with these folders first on the path."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("release_steps.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return made
+Steps = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def installed() -> list[float]:
-    losses: list[float] = steps()["losses"]
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    """What release_steps.py prints with a folder first on the path."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("release_steps.py"))]
+    log = tmp_path_factory.mktemp("releases") / "log"
+    with (
+        open(log, "w") as errors,
+        Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given, printed = process.stdin, process.stdout
+
+        def made(folder: str) -> dict[str, Any]:
+            print(folder, file=given, flush=True)
+            found: dict[str, Any] = json.loads(printed.readline() or "{}")
+            assert found, log.read_text()[-3000:]
+            return found
+
+        yield made
+        given.close()
+
+
+@pytest.fixture(scope="module")
+def installed(steps: Steps) -> list[float]:
+    losses: list[float] = steps("")["losses"]
     return losses
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("release", RELEASES)
 def test_attached_layers_learn_the_same_with_every_release(
-    release: str, installed: list[float], tmp_path: Path
+    release: str, steps: Steps, installed: list[float], tmp_path: Path
 ) -> None:
     words = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path), f"megatron-core=={release}"]
     got = subprocess.run([sys.executable, "-m", "pip", "download", *words], capture_output=True, text=True, check=False)
@@ -42,7 +61,7 @@ def test_attached_layers_learn_the_same_with_every_release(
         pytest.skip(f"no wheel of megatron-core {release}: {got.stderr.strip()[-200:]}")
     with ZipFile(wheels[0]) as packed:
         packed.extractall(tmp_path / "release")
-    made = steps(tmp_path / "release")
+    made = steps(str(tmp_path / "release"))
     assert made["version"] == release
     assert installed[1] < installed[0]
     assert made["losses"] == pytest.approx(installed, rel=1e-6)

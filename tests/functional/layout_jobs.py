@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from layouts import LAYOUTS, MODELS, SINGLE, Layout, sources
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.enums import ModelType
@@ -361,6 +363,7 @@ def gather(value: Any) -> list[Any]:
 def main(target: str, job: str) -> None:
     folder = Path(target)
     join_single_process()
+    filesystem_async._results_queue = Queue()  # else a process is started to hold it
     name, *arguments = job.split("/")
     record = JOBS[name](folder, *arguments)
     if torch.distributed.get_rank() == 0:

@@ -366,7 +366,7 @@ LATE = (
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text",
+    "megatron.core.tokenizers.text.models.default_tokenizer",
 )
 """What commands import when they need it."""
 
@@ -378,17 +378,22 @@ def import_all() -> None:
 
     prepare()
     import transformers
-    from megatron.training.arguments import parse_args
-    from quicker import parse_sources_once
+    from quicker import parse_sources_once, shorten_mock_data
 
     ours = (name for _, name, _ in pkgutil.walk_packages(megatron_mtp.__path__, "megatron_mtp."))
     for name in (*LATE, *(name for name in ours if not name.endswith("__main__"))):
         with contextlib.suppress(ImportError):
             import_module(name)
     transformers.AutoTokenizer, transformers.AutoModelForCausalLM  # noqa: B018  imported when it is named
-    sys.argv = ["pretrain_gpt.py"]
+    shorten_mock_data()
     parse_sources_once()
-    parse_args()  # once, so that forks know them
+    from megatron_mtp.training.flags import all_parser
+
+    own = sys.path[0]
+    for folder in (ROOT, ROOT / "tests" / "functional"):  # of scripts: what is installed is kept by path
+        sys.path[0] = str(folder)
+        all_parser("pretrain_gpt.py")  # once, so that forks know them
+    sys.path[0] = own
 
 
 def threads() -> int:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import launch
@@ -136,9 +137,13 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_three_arms_of_reinforcement_learning(tmp_path: Path) -> None:
+def test_three_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Path) -> None:
     """Two steps: what the engine says of its tokens' probabilities is what the trainer computes; all arms draft."""
-    launch.run(launch.python("examples/rl.py", "--quick", "--out", str(tmp_path)), tmp_path / "log")
+    script = str(launch.ROOT / "examples" / "rl.py")
+    code = (
+        f"import runpy, sys; sys.executable = {str(forked_python)!r}; runpy.run_path({script!r}, run_name='__main__')"
+    )
+    launch.run([sys.executable, "-c", code, "--quick", "--out", str(tmp_path)], tmp_path / "log")
     out = tmp_path / "quick"
     steps = [step for seeds in json.loads((out / "results.json").read_text()).values() for step in seeds["0"]]
     assert len(steps) == 6

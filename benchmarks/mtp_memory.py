@@ -30,7 +30,6 @@ from benchmarks import loss_alone
 from benchmarks.harness import Found, Goal, Table, Timed, allocated_peak, count, interleave, main
 from benchmarks.sides import ON_CPU, OURS, THEIRS, Sizes, both, megatron_gpt, our_gpt, set_up_megatron
 
-SIDES = (OURS, THEIRS)
 MARGINAL, MARGINAL_OF_MANY, STEP = 1.0, 0.25, 1.0
 """A depth of ours needs at most so much of the memory of one of Megatron's, with `MANY` H tokens and more at most so
 much, and a step at most so much of its time. The same holds for the loss alone."""
@@ -64,35 +63,40 @@ def mtp_memory(wanted: Namespace) -> Found:
         sys.exit(f"--tokens is {counts}; give multiples of {sequences}, the sequences of a step.")
     sizes = replace(sizes, vocab_size=max(vocabularies), seq_length=max(counts) // sequences)
     set_up_megatron(sizes, depths=1)
-    results: dict[str, Any] = {}
-    goals: list[Goal] = []
+    memory, times, goals = list[tuple[Any, ...]](), list[tuple[Any, ...]](), list[Goal]()
     for vocabulary, tokens in itertools.product(vocabularies, counts):
-        what = f"{tokens} x {vocabulary}"
-        result = measure(vocabulary, tokens, wanted.repeats)
-        result |= measure_alone(vocabulary, tokens, sizes.hidden_size)
-        results[what] = result
-        print(f"> {what}: {result}", flush=True)
-        goals += _goals(what, result, many=tokens >= MANY * sizes.hidden_size)
-    return Found({"sizes": asdict(sizes), **results}, goals, [_table(results)])
+        what, most = f"{tokens} x {vocabulary}", MARGINAL_OF_MANY if tokens >= MANY * sizes.hidden_size else MARGINAL
+        depth, timed = marginal(vocabulary, tokens, wanted.repeats)
+        pairs = {"a depth": depth} | {
+            f"the loss, {dtype}": loss_alone.peaks(tokens, vocabulary, sizes.hidden_size, dtype)
+            for dtype in loss_alone.DTYPES
+        }
+        memory.append((what, *(figure for ours, theirs in pairs.values() for figure in (ours, theirs, ours / theirs))))
+        goals += [Goal(f"memory of {kind}, {what}", ours / theirs, most) for kind, (ours, theirs) in pairs.items()]
+        wall, cpu = timed.compare(OURS, THEIRS), timed.compare(OURS, THEIRS, "cpu")
+        times.append((what, *timed.medians().values(), wall.ratio, wall.paired_ratio, cpu.paired_ratio))
+        goals.append(Goal(f"step with a depth, {what}", wall.ratio, STEP))
+        print(f"> {memory[-1]} {times[-1]}", flush=True)  # a run that is cut short has said this much
+    of_kinds = [word for kind in pairs for word in (f"MiB of {kind}", "Megatron's", "ratio")]
+    headed = ("tokens x entries", "s a step", "Megatron's", "ratio", "by round", "CPU time")
+    return Found(
+        {"sizes": asdict(sizes)},
+        goals,
+        [
+            Table("Memory that a depth adds to a step, and of the loss alone", ("tokens x entries", *of_kinds), memory),
+            Table("Time of a step with a depth", headed, times),
+        ],
+    )
 
 
-def measure(vocabulary: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Peaks without and with a depth, and the time of a step with one, of both sides."""
+def marginal(vocabulary: int, tokens: int, repeats: int) -> tuple[tuple[float, float], Timed]:
+    """MiB that a depth adds to a step of ours and of Megatron's, and what steps with a depth took."""
     args = get_args()
     args.seq_length = tokens // args.micro_batch_size
     args.padded_vocab_size, args.vocab_size = vocabulary, vocabulary - 1
     without, _ = peaks_and_times(None, 0)
     with_depth, timed = peaks_and_times(1, repeats)
-    marginal = {name: with_depth[name] - without[name] for name in SIDES}
-    return {
-        "MiB without and with a depth": {name: [without[name], with_depth[name]] for name in SIDES},
-        "marginal MiB": marginal,
-        "marginal ratio": round(marginal[OURS] / marginal[THEIRS], 4),
-        "seconds": {name: round(median, 4) for name, median in timed.medians().items()},
-        "step ratio": round(timed.compare(OURS, THEIRS).ratio, 4),
-        "step ratio by round": round(timed.compare(OURS, THEIRS).paired_ratio, 4),
-        "step ratio of CPU time": round(timed.compare(OURS, THEIRS, "cpu").paired_ratio, 4),
-    }
+    return (with_depth[OURS] - without[OURS], with_depth[THEIRS] - without[THEIRS]), timed
 
 
 def peaks_and_times(depths: int | None, repeats: int) -> tuple[dict[str, float], Timed]:
@@ -102,43 +106,6 @@ def peaks_and_times(depths: int | None, repeats: int) -> tuple[dict[str, float],
     steps = {name: side.step for name, side in sides.items()}
     peaks = {name: allocated_peak(step, ON_CPU) for name, step in steps.items()}
     return peaks, interleave(steps, repeats, 1, torch.cuda.synchronize)
-
-
-def measure_alone(vocabulary: int, tokens: int, hidden: int) -> dict[str, Any]:
-    """Peaks of the head and the loss of one depth, of both sides."""
-    found = {dtype: loss_alone.peaks(tokens, vocabulary, hidden, dtype) for dtype in loss_alone.DTYPES}
-    return {
-        "MiB of the loss alone": {dtype: dict(zip(SIDES, peaks, strict=True)) for dtype, peaks in found.items()},
-        "ratios alone": {dtype: round(ours / theirs, 4) for dtype, (ours, theirs) in found.items()},
-    }
-
-
-def _goals(what: str, result: dict[str, Any], many: bool) -> list[Goal]:
-    """`many`: whether the tokens are `MANY` H or more."""
-    goal = MARGINAL_OF_MANY if many else MARGINAL
-    return [
-        *(Goal(f"memory of the loss, {dtype}, {what}", ratio, goal) for dtype, ratio in result["ratios alone"].items()),
-        Goal(f"marginal memory of a depth, {what}", result["marginal ratio"], goal),
-        Goal(f"step with a depth, {what}", result["step ratio"], STEP),
-    ]
-
-
-def _table(results: dict[str, Any]) -> Table:
-    alone = [f"loss alone, {dtype}" for dtype in loss_alone.DTYPES]
-    depth, step = ("MiB a depth, ours", "Megatron's", "ratio"), ("s a step, ours", "Megatron's", "ratio")
-    header = ("tokens x entries", *alone, *depth, *step)
-    rows = [
-        (
-            what,
-            *result["ratios alone"].values(),
-            *(result["marginal MiB"][side] for side in SIDES),
-            result["marginal ratio"],
-            *(result["seconds"][side] for side in SIDES),
-            result["step ratio"],
-        )
-        for what, result in results.items()
-    ]
-    return Table("Memory of a depth", header, rows)
 
 
 if __name__ == "__main__":

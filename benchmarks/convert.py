@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 import torch
 
-from benchmarks.harness import MIB, Found, Goal, in_own_process, main, resident
+from benchmarks.harness import MIB, Found, Goal, Table, in_own_process, main, resident
 
 HIDDEN, WIDTH, VOCABULARY = 4096, 14336, 32000
-SIDES = ("copy", "import", "export")
 ROUNDS, GIGABYTES = 3, 8.0
 LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 """Bytes of a layer in bfloat16, the largest part of the model."""
@@ -34,67 +33,71 @@ LAYER = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)
 
 def convert(wanted: Namespace) -> Found:
     """The part in --part, or all; two with --quick."""
-    results: dict[str, Any] = {}
-    goals: list[Goal] = []
-    for part in ("fp8", "count") if wanted.quick else PARTS if wanted.part is None else (wanted.part,):
+    parts = ("fp8", "count") if wanted.quick else PARTS if wanted.part is None else (wanted.part,)
+    found = []
+    for part in parts:
         folder = wanted.folder / part
         folder.mkdir()
-        results[part], promised = PARTS[part](wanted, folder)
-        goals += promised
+        found.append(PARTS[part](folder, wanted.quick))
         shutil.rmtree(folder)
-    return Found(results, goals)
+    return Found(
+        {name: value for one in found for name, value in one.results.items()},
+        [goal for one in found for goal in one.goals],
+        [table for one in found for table in one.tables],
+    )
 
 
-def compare_sizes(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
+def compare_sizes(folder: Path, quick: bool) -> Found:
     """Throughput and peaks of a large model."""
     size = write_model(folder / "source", GIGABYTES)
-    seconds, peaks = {}, {}
-    for side in SIDES:
-        found = in_own_process(run_side, side, folder)
-        seconds[side], peaks[side] = found["seconds"], found["peak"]
-    results = {
-        "bytes": size,
-        "layer_bytes": LAYER,
-        "seconds": seconds,
-        "bytes_per_second": {side: round(size / seconds[side]) for side in SIDES},
-        "peak_bytes": peaks,
-    }
+    sides = {side: ran(side, folder, quick) for side in ("copy", "import", "export")}
+    rows = [(side, seconds, size / seconds / 1e6, peak / MIB) for side, (seconds, peak) in sides.items()]
+    copying, _ = sides.pop("copy")
     goals = [
         *(
-            Goal(f"{side}: throughput over that of a copy", seconds["copy"] / seconds[side], 0.5, ">=")
-            for side in SIDES[1:]
+            Goal(f"{side}: throughput over that of a copy", copying / one, 0.5, ">=")
+            for side, (one, _) in sides.items()
         ),
-        *(Goal(f"{side}: peak over the largest layer, MiB", (peaks[side] - LAYER) / MIB, 1024.0) for side in SIDES[1:]),
+        *(
+            Goal(f"{side}: peak over the largest layer, MiB", (peak - LAYER) / MIB, 1024.0)
+            for side, (_, peak) in sides.items()
+        ),
     ]
-    return results, goals
+    header = ("side", "s", "MB/s", "MiB resident at most")
+    title = f"A model of {size / 1e9:.1f} GB, largest layer {LAYER / MIB:.0f} MiB"
+    return Found({"bytes of the model": size}, goals, [Table(title, header, rows)])
 
 
-def compare_counts(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
+def compare_counts(folder: Path, quick: bool) -> Found:
     """Seconds of both directions, the tensors being in one file or in many."""
-    seconds: dict[str, float] = {}
-    config = EXPERTS | {"n_routed_experts": 4} if wanted.quick else EXPERTS
+    config = EXPERTS | {"n_routed_experts": 4} if quick else EXPERTS
+    rows = list[tuple[str, float]]()
     for files in (1, FILES):
         place = folder / str(files)
         write_experts(place / "source", files, config)
-        for side in ("import", "export"):
-            seconds[f"{side}, {files} file(s)"] = ran(side, place, wanted.quick)["seconds"]
-    results = {"tensors": len(experts_shapes(config)), "seconds": seconds}
-    return results, [Goal(f"{what}: seconds", value, 3.0) for what, value in seconds.items()]
+        rows += [(f"{side}, {files} file(s)", ran(side, place, quick)[0]) for side in ("import", "export")]
+    tensors = len(experts_shapes(config))
+    return Found(
+        {"small tensors": tensors},
+        [Goal(f"{what}: seconds", seconds, 3.0) for what, seconds in rows],
+        [Table(f"{tensors:,} small tensors", ("side", "s"), rows)],
+    )
 
 
-def compare_fp8(wanted: Namespace, folder: Path) -> tuple[dict[str, Any], list[Goal]]:
+def compare_fp8(folder: Path, quick: bool) -> Found:
     """Reading quantized weights against a copy of their files, in turns; the best round of each counts."""
-    quick = wanted.quick
     size = write_fp8(folder / "source", part=16 if quick else 1, layers=1 if quick else 10)
     rounds = [{side: ran(side, folder, quick) for side in ("copy", "read")} for _ in range(1 if quick else ROUNDS)]
-    seconds = {side: [one[side]["seconds"] for one in rounds] for side in ("copy", "read")}
-    peak = max(one["read"]["peak"] for one in rounds)
-    ratio = min(seconds["copy"]) / min(seconds["read"])
-    goals = [
-        Goal("read of FP8: throughput over that of a copy", ratio, 0.5, ">="),
-        Goal("read of FP8: peak over two layers, MiB", (peak - 2 * LAYER) / MIB, 1024.0),
-    ]
-    return {"bytes": size, "seconds": seconds, "peak_bytes": peak}, goals
+    best = {side: min(one[side][0] for one in rounds) for side in ("copy", "read")}
+    peak = max(one["read"][1] for one in rounds)
+    return Found(
+        {"bytes in FP8": size},
+        [
+            Goal("read of FP8: throughput over that of a copy", best["copy"] / best["read"], 0.5, ">="),
+            Goal("read of FP8: peak over two layers, MiB", (peak - 2 * LAYER) / MIB, 1024.0),
+        ],
+        [Table("Weights in FP8, the best round", ("side", "s"), [*best.items()])],
+    )
 
 
 def write_fp8(folder: Path, part: int, layers: int) -> int:
@@ -116,7 +119,7 @@ def write_fp8(folder: Path, part: int, layers: int) -> int:
     return size
 
 
-PARTS: dict[str, Callable[[Namespace, Path], tuple[dict[str, Any], list[Goal]]]] = {
+PARTS: dict[str, Callable[[Path, bool], Found]] = {
     "fp8": compare_fp8,
     "size": compare_sizes,
     "count": compare_counts,
@@ -191,12 +194,13 @@ def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape or () for rule in rules for tensor in rule.hf}
 
 
-def ran(side: str, folder: Path, quick: bool) -> dict[str, Any]:
+def ran(side: str, folder: Path, quick: bool) -> tuple[float, int]:
+    """Seconds and peak of a side, in a process of its own unless it is quick."""
     return run_side(side, folder) if quick else in_own_process(run_side, side, folder)
 
 
-def run_side(side: str, folder: Path) -> dict[str, Any]:
-    """Seconds of the work itself, and the peak of the whole process."""
+def run_side(side: str, folder: Path) -> tuple[float, int]:
+    """Seconds of the work itself, and the peak of the whole process in bytes."""
     if side != "copy":
         from megatron_mtp.runtime import prepare
 
@@ -204,8 +208,7 @@ def run_side(side: str, folder: Path) -> dict[str, Any]:
         import megatron_mtp.checkpoint.convert.import_hf  # noqa: F401  (importing Megatron is not what is timed)
     started = time.perf_counter()
     _WORK[side](folder)
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "peak": resident("VmHWM")}
+    return time.perf_counter() - started, resident("VmHWM")
 
 
 def _copy(folder: Path) -> None:

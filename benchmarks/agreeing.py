@@ -23,6 +23,7 @@ SMOLLM2: dict[str, Any] = {
     "layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True
 }  # fmt: skip
 """The shape of SmolLM2-135M."""
+POSITIONS = 512
 
 
 def agreeing_model(
@@ -31,7 +32,6 @@ def agreeing_model(
     vocabulary: int,
     depths: int,
     noise: float,
-    positions: int = 512,
     heads: int | None = None,
     groups: int | None = None,
     ffn: int | None = None,
@@ -63,7 +63,7 @@ def agreeing_model(
         transformer=transformer,
         mtp=MTPConfig(),
         vocab_size=vocabulary,
-        seq_length=positions,
+        seq_length=POSITIONS,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=tied,
     )

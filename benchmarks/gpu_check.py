@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))  # nor `fork_server`
 
 from benchmarks.gpu import PARTS, record
-from benchmarks.gpu.page import page, records_of
+from benchmarks.gpu.page import PAGE, page, records_of
 from benchmarks.harness import Found, Goal, Table, cpu_name
 from benchmarks.harness import report as report_of
 from megatron_mtp.errors import sentences
@@ -59,7 +59,7 @@ def main() -> int:
         if args.list:
             return list_parts()
         if args.merge:
-            return merge(args.merge, args.page)
+            return merge(args.merge, PAGE)
         if args.verb == "follow":
             return status_of(args.out, follow(args.out, args.seconds, args.pack))
         chosen = chosen_parts(args.parts)
@@ -94,8 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=float("inf"), metavar="S", help="how long to follow; default: to the end")
     add("--pack", type=Path, metavar="FILE", help=f"an archive (.tgz) of DIR, made anew every {PACK_EVERY:.0f} s")
     add("--list", action="store_true", help="print the parts, their kinds and limits")
-    add("--merge", nargs="+", type=Path, default=[], metavar="DIR", help="write the page, run nothing")
-    add("--page", type=Path, default=Path("docs/gpu.md"), metavar="FILE", help="default: docs/gpu.md")
+    add("--merge", nargs="+", type=Path, default=[], metavar="DIR", help="write docs/gpu.md, run nothing")
     return parser.parse_args(argv)
 
 

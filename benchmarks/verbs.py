@@ -5,7 +5,10 @@ import sys
 from multiprocessing import get_context
 from tempfile import TemporaryFile
 
+from megatron_mtp.runtime import prepare
+
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a fork cannot use a device that this process has started
+prepare()
 
 
 class VerbError(RuntimeError):
@@ -14,9 +17,6 @@ class VerbError(RuntimeError):
 
 def run(verb: str, *words: object) -> str:
     """What the verb prints; raises VerbError where it fails."""
-    from megatron_mtp.runtime import prepare
-
-    prepare()
     import megatron_mtp.training.run  # noqa: F401  (once, before the fork)
 
     given = [verb, *map(str, words)]

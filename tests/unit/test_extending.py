@@ -279,7 +279,7 @@ TWIN = {
 def test_a_kind_of_drafters_is_added_by_what_its_row_names(tmp_path: Path) -> None:
     """It is trained, attached, exported and drafts; and no other file of the package knows of it."""
     package = tmp_path / "megatron_mtp"
-    shutil.copytree(ROOT / "megatron_mtp", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "megatron_mtp", package)
     for name, change in TWIN.items():
         file = package / name
         if isinstance(change, str):

@@ -74,9 +74,7 @@ def example() -> tuple[str, str]:
 
 def in_the_package(path: Path) -> None:
     """A copy of the package with the rows of the family."""
-    package = shutil.copytree(
-        ROOT / "megatron_mtp", path / "megatron_mtp", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    package = shutil.copytree(ROOT / "megatron_mtp", path / "megatron_mtp")
     family, form = example()
     families, forms = package / "checkpoint/families", package / "checkpoint/verify/reference_forms.py"
     row, table = family.split("HERON = ")[1].rstrip(), "DENSE: tuple[Family, ...] = (\n"

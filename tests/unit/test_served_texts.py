@@ -57,7 +57,7 @@ def stub() -> Iterator[type[Stub]]:
     Own: Any = type("Own", (Stub,), {"failing": [], "bodies": [], "choice": {}, "models": models})
     server = ThreadingHTTPServer(("127.0.0.1", 0), Own)
     Own.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield Own
     server.shutdown()

@@ -30,7 +30,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from benchmarks import train_step
 from benchmarks.harness import MIB, Found, Goal, Table, Timed, allocated_peak, interleave, main
-from benchmarks.sides import ON_CPU, Side, Sizes, make_batches, our_gpt, set_up_megatron
+from benchmarks.sides import ON_CPU, Side, Sizes, launch_line, make_batches, our_gpt, set_up_megatron
 from megatron_mtp.extensions.plan.here import card_here
 from megatron_mtp.extensions.plan.launch import read
 from megatron_mtp.extensions.plan.planning import NAIVE, Option, plan
@@ -120,11 +120,8 @@ def added_arithmetic(depths: int, sizes: Sizes) -> float:
 
 
 def plans_of(sizes: Sizes, cpu_time: bool) -> dict[int, Option]:
-    """The plan of every D for the launch line of `set_up_megatron`, by rates that are measured now."""
-    given = {name: value for name, value in asdict(sizes).items() if name != "dtype"}
-    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += f"--global-batch-size {sizes.micro_batch_size} --swiglu --normalization RMSNorm".split()
-    words += "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --transformer-impl local".split()
+    """The plan of every D, by rates that are measured now."""
+    words = [*launch_line(sizes), "--transformer-impl", "local"]
     card = card_here(model_of(read(words)), time.process_time if cpu_time else time.perf_counter)
     made = plan(words, card, 1)
     return {depths: made.of(depths, NAIVE)[0] for depths in DEPTHS}

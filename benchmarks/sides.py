@@ -111,22 +111,23 @@ def set_up_megatron(sizes: Sizes, depths: int, *more: str) -> None:
     """Megatron's global arguments and process groups, as a run of `pretrain_gpt.py` with `more` flags has them."""
     join_single_process()
     atexit.register(leave_groups)
-    flags = {name: value for name, value in asdict(sizes).items() if name not in ("vocab_size", "dtype")}
-    flags |= {
-        "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document
-        "max_position_embeddings": sizes.seq_length,
-        "global_batch_size": sizes.micro_batch_size,
-        "mtp_num_layers": depths,
-    }
-    sys.argv = [sys.argv[0], *MEGATRON_FLAGS.split(), *more]
-    for name, value in flags.items():
-        sys.argv += ["--" + name.replace("_", "-"), str(value)]
-    if sizes.dtype == "bf16":
-        sys.argv.append("--bf16")
+    sys.argv = [sys.argv[0], *launch_line(sizes), "--mtp-num-layers", str(depths), *more]
     set_machine_flags(sys.argv, ON_CPU)
     parse_checked_args()
     initialize_megatron()
     set_jit_fusion_options(tp_size=get_args().tensor_model_parallel_size)
+
+
+def launch_line(sizes: Sizes) -> list[str]:
+    """Megatron's flags of a training of this size."""
+    given = asdict(sizes) | {
+        "vocab_size": sizes.vocab_size - 1,  # NullTokenizer adds its end of document
+        "max_position_embeddings": sizes.seq_length,
+        "global_batch_size": sizes.micro_batch_size,
+    }
+    dtype = ["--bf16"] if given.pop("dtype") == "bf16" else []
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [*MEGATRON_FLAGS.split(), *words, *dtype]
 
 
 def leave_groups() -> None:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -209,15 +208,11 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what is measured; None for a package that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    """Of Python and of what is measured, as it is imported; None for a package that is not installed."""
+    from megatron_mtp.patches.patch import installed
 
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    found = {name: installed(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **{name: None if of == "0" else of for name, of in found.items()}}
 
 
 class Timed(dict[str, list[Spent]]):

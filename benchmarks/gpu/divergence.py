@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu.part import ROOT, Setting
 from benchmarks.harness import Found, Goal, Table
+from megatron_mtp.data.prompts import Beginnings
 from megatron_mtp.decoding import generate
 from megatron_mtp.decoding.load import load_runner
-from megatron_mtp.decoding.runner import Runner
 
 MODEL = (
     "--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 "
@@ -33,7 +33,8 @@ def divergence(setting: Setting) -> Found:
     goals = []
     for dtype in (torch.float32, torch.bfloat16):
         runner = load_runner(saved, dtype=dtype)
-        starts = prompts_of(corpus, prompts, runner)
+        drawn = Beginnings(str(corpus), PROMPT, 1, "100,0,0", "training", anywhere=True)
+        starts = [drawn.prompt(number) for number in range(prompts)]
         plain = generate(runner, starts, tokens).token_ids
         for count in (1, 2):
             drafted = generate(runner, starts, tokens, None, {"method": "mtp", "num_speculative_tokens": count})
@@ -70,12 +71,3 @@ def trained(setting: Setting, steps: int) -> Path:
     data = f"--data-path {corpus} --tokenizer-model {corpus}-tokenizer --train-iters {steps} --save {saved}"
     setting.run("train", [ROOT / "pretrain_gpt.py", *MODEL, *data.split(), "--save-interval", str(steps)])
     return saved
-
-
-def prompts_of(corpus: Path, count: int, runner: Runner) -> list[list[int]]:
-    """The beginnings of pieces of the corpus, evenly spread."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    tokens = [int(token) for document in IndexedDataset(str(corpus)) for token in document]
-    starts = range(0, len(tokens) - PROMPT, len(tokens) // (count + 1))
-    return [[token % runner.vocab_size for token in tokens[at : at + PROMPT]] for at in [*starts][:count]]

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, versions
+from benchmarks.harness import versions
 from megatron_mtp.files import written_beside
 
 EVENTS, SCRATCH = "events", ".scratch"
@@ -59,9 +59,9 @@ def read(file: Path) -> dict[str, Any]:
     return record
 
 
-def with_found(record: dict[str, Any], found: Found) -> dict[str, Any]:
-    """The record with what a part has found so far."""
-    return record | found.as_dict() | {"not run": found.not_run}
+def update(folder: Path, part: str, **changes: Any) -> None:
+    """Write what has changed of a part's record."""
+    write(folder, read(folder / f"{part}.json") | changes)
 
 
 def end(folder: Path, record: dict[str, Any]) -> None:

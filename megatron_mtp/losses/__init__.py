@@ -3,12 +3,12 @@
 A loss is a class and a row of the table. This file does not import torch, so that `--help` names
 the losses at once.
 
-token_loss.py            TokenLoss: what every loss says of itself, and what it computes; ce
+token_loss.py            TokenLoss: what every loss says of itself, and what it computes; ce, dpace
 distillation.py          losses by the trunk's distribution: kd; tv, nla and lk, of the rate at which sampled drafts are
                          accepted; e2e_tv, of the accepted length of all depths together
 mix.py                   mix, a weighted sum of other losses
 weight_gradient.py       the head's gradient: what is kept of it for the backward pass, and where it is added
-triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix
+triton_kernels.py        a position's losses and gradients in one kernel or two: all losses but mix and dpace
 triton_chunk.py          where these kernels are used, and what they are called with
 linear_cross_entropy.py  head and loss together, in chunks of tokens: memory that does not grow with depths
 selector.py              a drafter's choice among the likeliest tokens: logits of candidates, and the loss of the choice
@@ -37,6 +37,7 @@ LOSSES: "Registry[type[TokenLoss]]" = Registry(
             "nla": "megatron_mtp.losses.distillation:NegativeLogOverlap",
             "lk": "megatron_mtp.losses.distillation:AdaptiveDivergence",
             "e2e_tv": "megatron_mtp.losses.distillation:AcceptedLength",
+            "dpace": "megatron_mtp.losses.token_loss:PacedCrossEntropy",
             "mix": "megatron_mtp.losses.mix:Mix",
         }
     ),

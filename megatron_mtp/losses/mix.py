@@ -66,7 +66,7 @@ def mix_weights(given: str | None) -> dict[str, float]:
     if len(words) == len(UNNAMED) and not any("=" in word for word in words):
         words = [f"{name}={word}" for name, word in zip(UNNAMED, words, strict=True)]
     weights = {name: number_of(number) for name, _, number in (word.partition("=") for word in words)}
-    parts = [name for name, loss in LOSSES.items() if name != "mix" and not loss.couples_depths]
+    parts = [name for name, loss in LOSSES.items() if name != "mix" and not (loss.couples_depths or loss.weighs_depths)]
     are_known = len(weights) == len(words) and weights.keys() <= set(parts)
     if are_known and are_weights(list(weights.values())):
         return weights

@@ -193,7 +193,7 @@ def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings:
 def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
     """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
-    weights = depth_weights(settings, stage.depths, 1.0, loss.couples_depths)
+    weights = depth_weights(settings, stage.depths, 1.0, loss)
     objective = HeadObjective(weights, group, loss, per_token=is_normalized)
     later = objective.later_positions(drafted.batch.positions_S, len(drafted.hidden))
     total, sums = objective.of_depths(hidden_SBH.detach(), drafted, later)

@@ -287,14 +287,17 @@ def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
     return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
 
 
-def depth_weights(settings: MTPConfig, depths: int, factor: float, are_coupled: bool = False) -> list[float]:
+def depth_weights(
+    settings: MTPConfig, depths: int, factor: float, loss: TokenLoss | type[TokenLoss] = CrossEntropy
+) -> list[float]:
     """The weight of depth 1 .. D: lambda / D, times `--mtp-loss-weights`; `factor` is lambda.
 
     A drafter's loss is the sum over its steps, without the division by D. Of a loss that couples depths these are the
     terms of one mean, so that all of them add to lambda.
     """
-    weights = settings.loss_weights(depths)
-    terms = sum(weights) if are_coupled else depths if settings.drafter is None else 1
+    is_even = loss.weighs_depths and settings.mtp_loss_weights is None
+    weights = [1.0] * depths if is_even else settings.loss_weights(depths)
+    terms = sum(weights) if loss.couples_depths else depths if settings.drafter is None else 1
     return [factor / terms * weight for weight in weights]
 
 

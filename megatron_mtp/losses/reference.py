@@ -62,6 +62,8 @@ def plain_loss(
         losses.append(PLAIN_LOSSES[settings.mtp_loss](whole))
     if settings.mtp_loss == "e2e_tv":
         losses = [1 - accepted_N for accepted_N in accumulate((1 - loss_N for loss_N in losses), mul)]
+    if settings.mtp_loss == "dpace":
+        losses = _paced(losses, targets.mask_DN)
     return (targets.scale_D * (torch.stack(losses) * targets.mask_DN).sum(1)).sum()
 
 
@@ -72,6 +74,15 @@ def _ce(whole: Whole) -> Tensor:
     logits_NK, smoothing = whole.drafts_NK(), whole.settings.mtp_label_smoothing
     loss_N = torch.nn.functional.cross_entropy(logits_NK, number_N, reduction="none", label_smoothing=smoothing)
     return is_drafted_N * (loss_N + whole.settings.mtp_z_loss * logits_NK.logsumexp(1).square())
+
+
+def _paced(losses: list[Tensor], mask_DN: Tensor) -> list[Tensor]:
+    """Each loss times sum_(j >= k) r_1 .. r_j as a constant; no draft is reached behind one that is masked."""
+    reached, reached_N = [], torch.ones_like(losses[0])
+    for loss_N, mask_N in zip(losses, mask_DN, strict=True):
+        reached_N = reached_N * (1 + torch.exp(-loss_N.detach())) / 2 * (mask_N != 0)
+        reached.append(reached_N)
+    return [loss_N * torch.stack(reached[depth:]).sum(0) for depth, loss_N in enumerate(losses)]
 
 
 def _kd(whole: Whole) -> Tensor:
@@ -115,6 +126,7 @@ PLAIN_LOSSES: dict[str, Callable[[Whole], Tensor]] = {
     "nla": _nla,
     "lk": _lk,
     "e2e_tv": _tv,
+    "dpace": _ce,
     "mix": _mix,
 }
 """Each returns loss_N."""

@@ -75,7 +75,7 @@ class _Learner:
     @classmethod
     def of(cls, head: HeadSettings) -> "_Learner":
         settings, loss = head.settings, depth_loss(head.settings)
-        weights = depth_weights(settings, head.depths, 1.0, loss.couples_depths)
+        weights = depth_weights(settings, head.depths, 1.0, loss)
         blocks = settings.drafter_blocks or (settings.kind.settings.get("drafter_blocks") if settings.kind else None)
         return cls(head, loss, weights, blocks)
 

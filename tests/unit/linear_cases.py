@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lk tempered": {"mtp_loss": "lk", "mtp_temperature": 0.5, "mtp_lk_eta": 1.0},
     "e2e_tv": {"mtp_loss": "e2e_tv"},
     "e2e_tv tempered": {"mtp_loss": "e2e_tv", "mtp_temperature": 2.0},
+    "dpace": {"mtp_loss": "dpace"},
     "mix": {"mtp_loss": "mix", "mtp_loss_mix": "0.2,0.3,0.5"},
     "mix by names": {"mtp_loss": "mix", "mtp_loss_mix": "tv=0.7,ce=0.3"},
     "mix of acceptance": {"mtp_loss": "mix", "mtp_loss_mix": "nla=0.7,lk=0.3"},

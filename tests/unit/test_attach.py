@@ -320,8 +320,8 @@ def test_a_schedule_of_losses_reaches_the_training(
     assert train[train.index("--mtp-loss") + 1] == "lk:0.7,e2e_tv:0.3"
     for loss, says in (
         ("lk:0.7", "--loss is 'lk:0.7'; give one loss, or several with their parts of the training steps, numbers"),
-        ("lk:0.7,mix:0.3", "--loss is 'lk:0.7,mix:0.3'; choose among ce, kd, tv, nla, lk, e2e_tv."),
-        ("mse", "--loss is 'mse'; choose among ce, kd, tv, nla, lk, e2e_tv."),
+        ("lk:0.7,mix:0.3", "--loss is 'lk:0.7,mix:0.3'; choose among ce, kd, tv, nla, lk, e2e_tv, dpace."),
+        ("mse", "--loss is 'mse'; choose among ce, kd, tv, nla, lk, e2e_tv, dpace."),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--loss", loss])

@@ -126,8 +126,14 @@ class Reference:
         return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
 
 
-def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """sum_k exp(-2 (k - 1) / (K + 1)) times the mean loss of draft k over all blocks."""
+def reference_loss(
+    model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], is_paced: bool = False
+) -> Tensor:
+    """sum_k exp(-2 (k - 1) / (K + 1)) times the mean loss of draft k over all blocks.
+
+    In a paced one draft k of a block has the weight sum_(j >= k) r_1 .. r_j, with r = (1 + exp(-loss)) / 2, or 0 where
+    the draft does not count.
+    """
     with torch.no_grad():
         after, last_SBH = states_after(model, batch)
         trunk_SBV = last_SBH @ attached_of(model).head().weight.t()
@@ -142,11 +148,14 @@ def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Call
         for place in blocks:
             if place + 2 > LENGTH:
                 continue
+            losses, paces_K = dict[int, Tensor](), torch.zeros(DRAFTS, dtype=torch.double)
+            reached = 1.0
             logits_KN, further = reference.drafts(features_SBH[:, row], tokens_S, place + 1)
             for number in range(DRAFTS):
                 label = int(depths.labels_DBS[number, row, place])
                 counts = depths.loss_mask_DBS[number, row, place] > 0 and (kind != "dflash" or label in index)
                 if not counts:
+                    reached = 0.0
                     continue
                 log_q_N, p_V = logits_KN[number].log_softmax(-1), trunk_SBV[place + number + 1, row].softmax(-1)
                 cross_entropy = -log_q_N[index[label]] if label in index else torch.zeros(())
@@ -163,9 +172,14 @@ def reference_loss(model: GPTModel, kind: str, batch: dict[str, Any], read: Call
                         candidates[15] = label
                     choice = further[number][candidates].log_softmax(-1)[candidates.index(label)]
                     loss = (p_V * (p_V.log() - log_q_N)).sum() - choice
-                total_K[number] += loss
+                losses[number] = loss
+                reached *= (1 + loss.neg().exp().item()) / 2
+                paces_K[: number + 1] += reached
                 count_K[number] += 1
-    weights_K = torch.tensor([-2 * number / (DRAFTS + 1) for number in range(DRAFTS)], dtype=torch.double).exp()
+            for number, loss in losses.items():
+                total_K[number] += loss * (paces_K[number] if is_paced else 1)
+    halving = [-2 * number / (DRAFTS + 1) for number in range(DRAFTS)]
+    weights_K = torch.ones(DRAFTS) if is_paced else torch.tensor(halving, dtype=torch.double).exp()
     counts_of_blocks = depths.blocks_A is None or (kind == "dflash" and len(drafted) < VOCABULARY)
     counts_K = count_K.double() if counts_of_blocks else depths.whole_tokens[1:] / depths.block_weight
     return (weights_K * total_K / counts_K).sum()
@@ -181,24 +195,24 @@ def losses(
     read: Callable[[list[Tensor]], Tensor] = side_by_side,
     blocks: int | None = None,
     has_mask: bool = True,
+    is_paced: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Ours and the reference's loss, and the gradients of both by name."""
     batch = make_batch(DRAFTS)
     if blocks is not None:
         batch["depths"] = with_blocks(batch["depths"], blocks, (1, 2), LENGTH)
-    settings = MTPConfig(**KINDS[kind], **LOSSES[kind])
-    weights, group = depth_weights(settings, DRAFTS, 1.0), parallel_state.get_context_parallel_group()
+    settings = MTPConfig(**KINDS[kind], **({"mtp_loss": "dpace"} if is_paced else LOSSES[kind]))
+    loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
+    weights = depth_weights(settings, DRAFTS, 1.0, loss)
     output = model(
         *(batch[name] for name in ("tokens", "position_ids")),
         batch["attention_mask"] if has_mask else None,
         labels=batch["labels"],
-        output_processor=one_head(
-            weights, group, depth_loss(settings), linear_main=True, trains_trunk=False, measures_acceptance=True
-        ),
+        output_processor=one_head(weights, group, loss, linear_main=True, trains_trunk=False, measures_acceptance=True),
         output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
-    expected = reference_loss(model, kind, batch, read)
+    expected = reference_loss(model, kind, batch, read, is_paced)
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     trained = [model.get_parameter(name) for name in names]
     found, wanted = (dict(zip(names, torch.autograd.grad(loss, trained), strict=True)) for loss in (ours, expected))
@@ -224,6 +238,15 @@ def test_loss_and_gradients_are_those_of_the_definition(
     assert all(name.startswith("mtp.") for name in found)
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=3e-7 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("drafted", tiered([None, DRAFTED], (DRAFTED,)), ids=["all", "drafted"])
+def test_dpace_weighs_the_drafts_of_each_block_by_how_many_it_has_accepted(drafted: list[int] | None) -> None:
+    """Blocks at a document's end count, and those with a label outside of the draft vocabulary up to it."""
+    ours, expected, found, wanted = losses(drafter_model("dflash", drafted), "dflash", blocks=5, is_paced=True)
+    torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)
+    for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=3e-7 * gradient.abs().max().item())
 
 

@@ -65,10 +65,12 @@ def add_by_entry_point(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_added_loss_is_a_choice_of_the_flag_and_trains_a_step(
     add: object, added_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix\.$"):
+    with pytest.raises(
+        ValueError, match=r"^--mtp-loss is 'focal'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix\.$"
+    ):
         depth_loss(MTPConfig(mtp_loss="focal"))
     add(added_file, monkeypatch)  # type: ignore[operator]
-    assert "ce,kd,tv,nla,lk,e2e_tv,mix,focal" in help_of_losses()
+    assert "ce,kd,tv,nla,lk,e2e_tv,dpace,mix,focal" in help_of_losses()
     assert listing().endswith("\n  focal   the labels, easy tokens less")
     model, batch = our_model(2), make_batch(2)
     optimizer = torch.optim.SGD(model.mtp.parameters(), lr=0.05)
@@ -91,7 +93,7 @@ def help_of_losses() -> str:
 
 
 def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,mix} What the MTP layers learn")
+    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,dpace,mix} What the MTP layers learn")
     with pytest.raises(SystemExit) as end:
         parse_run("train", ["--list-losses"])
     assert end.value.code == 0
@@ -148,4 +150,4 @@ def test_wrong_weights_are_named_with_the_remedy(given: str) -> None:
 def test_a_loss_that_there_is_not_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="--mtp-loss") as caught:
         depth_loss(MTPConfig(mtp_loss="mse"))
-    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix."
+    assert str(caught.value) == "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix."

@@ -9,7 +9,9 @@ import torch
 
 from megatron_mtp.config import MTPConfig, loss_parts
 from megatron_mtp.losses import check_loss, depth_loss
+from megatron_mtp.losses.distillation import AcceptedLength
 from megatron_mtp.losses.objective import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.token_loss import PacedCrossEntropy
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics
 
@@ -39,8 +41,16 @@ def test_depths_share_lambda_by_their_weights() -> None:
 
 
 def test_weights_of_depths_that_a_loss_couples_add_to_lambda() -> None:
-    assert depth_weights(MTPConfig(mtp_loss_weights="1,2,1"), 3, 0.4, True) == pytest.approx([0.1, 0.2, 0.1])
-    assert depth_weights(MTPConfig(), 4, 0.4, True) == depth_weights(MTPConfig(), 4, 0.4)
+    weights = depth_weights(MTPConfig(mtp_loss_weights="1,2,1"), 3, 0.4, AcceptedLength)
+    assert weights == pytest.approx([0.1, 0.2, 0.1])
+    assert depth_weights(MTPConfig(), 4, 0.4, AcceptedLength) == depth_weights(MTPConfig(), 4, 0.4)
+
+
+def test_a_loss_that_weighs_depths_has_no_weights_of_a_drafter_beside_its_own() -> None:
+    assert depth_weights(MTPConfig(drafter="dflash"), 3, 1.0) == pytest.approx([1, 0.607, 0.368], abs=1e-3)
+    assert depth_weights(MTPConfig(drafter="dflash"), 3, 1.0, PacedCrossEntropy) == [1, 1, 1]
+    given = MTPConfig(drafter="dflash", mtp_loss_weights="1,2,1")
+    assert depth_weights(given, 3, 1.0, PacedCrossEntropy) == [1, 2, 1]
 
 
 def test_positions_are_drawn_from_run_and_step_alone() -> None:
@@ -110,7 +120,8 @@ def test_a_mix_can_be_a_phase() -> None:
         ({"mtp_lk_eta": 1.0}, None),
         ({"mtp_temperature": 2.0}, None),
         ({"mtp_z_loss": 0.1}, "--mtp-z-loss is 0.1, which --mtp-loss lk:0.7,e2e_tv:0.3 does not read; drop the flag, "),
-        ({"mtp_loss": "lk:0.7,mse:0.3"}, "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, mix."),
+        ({"mtp_loss": "dpace", "mtp_z_loss": 0.1}, "--mtp-z-loss is 0.1, which --mtp-loss dpace does not read; drop"),
+        ({"mtp_loss": "lk:0.7,mse:0.3"}, "--mtp-loss is 'mse'; choose one of ce, kd, tv, nla, lk, e2e_tv, dpace, mix."),
         ({"mtp_loss": "lk:0.7,kd:0.3", "drafter": "dspark"}, "--mtp-loss is kd, from which the confidence of"),
         ({"mtp_loss": "lk:0.7,tv:0.3", "drafter": "dspark"}, None),
     ],

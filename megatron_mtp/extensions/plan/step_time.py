@@ -29,6 +29,8 @@ Seconds = dict[str, float]
 
 LOGIT_BYTES = {"ce": 6, "kd": 10}
 """Read and written of a logit by the chunked losses in 16 bits; 14 by the others (docs/design.md)."""
+OF_LABELS = ("ce", "dpace")
+"""Losses without the trunk's logits."""
 ONE_BY_ONE = 4
 """How many times as much an optimizer moves that is no fused kernel: torch's AdamW has eight operations, each of which
 reads and writes one to three numbers of a parameter."""
@@ -192,7 +194,7 @@ class Clock:
         rows = depths * line.mtp_token_fraction * tokens * self.model.drafted / tensor
         for name, part in loss_parts(line.mtp_loss):
             each = 3 * 2 * hidden / rate + LOGIT_BYTES.get(name, 14) * wide / memory
-            taught = 2 * logits * hidden / rate if depths and name != "ce" else 0
+            taught = 2 * logits * hidden / rate if depths and name not in OF_LABELS else 0
             cost.add("head and losses", part * (rows * each + taught), 0)
         return cost
 

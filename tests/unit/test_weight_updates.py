@@ -48,9 +48,16 @@ class Versions:
         self.checkpoints = [folder / f"mcore{number}" for number in (0, 1)]
         for source, target in zip(self.folders, self.checkpoints, strict=True):
             hf_to_mcore(source, target, Options(quiet=True, workers=1))
+        self._alone: dict[int, list[tuple[list[int], list[float]]]] = {}
 
     def runner(self, version: int) -> Runner:
         return load_runner(self.checkpoints[version], VOCABULARY, self.dtype)
+
+    def alone(self, version: int) -> list[tuple[list[int], list[float]]]:
+        """What one version makes of `requests`, made once."""
+        if version not in self._alone:
+            self._alone[version] = made_by(self.runner(version), requests())
+        return self._alone[version]
 
     def weights(self, version: int) -> Iterator[tuple[str, Tensor]]:
         yield from read(self.folders[version]).items()
@@ -128,7 +135,7 @@ def test_every_request_is_of_one_version_and_as_alone(versions: Versions, choice
     kept = begun if choice == "finish" else ended
     assert {number for number, (version, *_) in found.items() if version == 0} == kept
     for version in (0, 1):
-        alone = made_by(versions.runner(version), given)
+        alone = versions.alone(version)
         for number, (own, tokens, logprobs, _) in found.items():
             if own == version:
                 assert tokens == alone[number][0], number

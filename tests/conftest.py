@@ -19,6 +19,7 @@ LONGEST = """
     tests/functional/test_drafter_commands.py tests/unit/test_graphs.py tests/unit/test_types.py
     tests/functional/test_serve.py tests/unit/test_engine.py tests/unit/test_triton_chunk.py tests/unit/test_graft.py
     tests/unit/test_drafting_methods.py tests/functional/test_document_commands.py
+    tests/functional/test_attached_layouts.py tests/functional/test_stacks.py tests/unit/test_benchmarks.py
     tests/unit/test_hybrid_drafting.py tests/unit/test_trunk_families.py tests/unit/test_verifiers.py
     tests/functional/test_generate.py tests/unit/test_loading.py tests/unit/test_quantized_export.py
     tests/unit/test_wrapped.py tests/functional/test_commands.py tests/unit/test_killed_training.py
@@ -26,7 +27,7 @@ LONGEST = """
     tests/unit/test_extensions_away.py tests/functional/test_precision.py tests/functional/test_conversion.py
     tests/functional/test_faults.py tests/functional/test_resume.py tests/unit/test_linear_cross_entropy.py
     tests/unit/test_migration.py tests/unit/test_serving.py tests/unit/test_weight_updates.py
-    tests/unit/test_weight_gradient.py
+    tests/unit/test_weight_gradient.py tests/unit/test_verify_numbers.py tests/unit/test_trunk_only.py
 """.split()
 """Files that take the longest, which go first: as the last one, each would keep one worker alone busy."""
 

@@ -141,39 +141,29 @@ def train_step(wanted: Namespace) -> Found:
     sizes, most = model.sizes[wanted.place], max(wanted.depths)
     hybrid = ["--hybrid-layer-pattern", pattern(most), *MAMBA.split()] if wanted.model == "hybrid" else []
     set_up_megatron(sizes, most, *hybrid)
-    results, rows = dict[str, Any](), list[tuple[Any, ...]]()
+    first, rows = dict[str, Any](), list[tuple[Any, ...]]()
     for depths in wanted.depths:
         name = f"D={depths}"
-        results[name], row = measure(model, depths, wanted.repeats)
-        rows.append((name, *row))
-        print(f"> {name}: {results[name]}", flush=True)  # a run that is cut short has said this much
+        first[name], figures = measure(model, depths, wanted.repeats)
+        rows.append((name, *figures))
+        print(f"> {rows[-1]}", flush=True)  # a run that is cut short has said this much
     header = "depths/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
     return Found(
-        {"model": wanted.model, "sizes": asdict(sizes), "repeats": wanted.repeats, **results},
+        {"sizes": asdict(sizes), "repeats": wanted.repeats, "loss and gradient norm of the first step": first},
         [Goal(f"{wanted.model}, ours / Megatron's own MTP, {row[0]}", row[3], model.goal) for row in rows],
         [Table("A training step", header, rows)],
     )
 
 
-def measure(model: Model, depths: int, repeats: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Time and memory of both sides with D depths: all, and a row of the table."""
+def measure(model: Model, depths: int, repeats: int) -> tuple[dict[str, tuple[float, float]], tuple[Any, ...]]:
+    """The first step of both sides with D depths, and what steps take: a row of the table."""
     sides, first = both(model.ours, model.theirs, depths)
     steps = {name: side.step for name, side in sides.items()}
     timed = interleave(steps, repeats, synchronize=torch.cuda.synchronize)
-    wall, cpu, seconds = timed.compare(OURS, THEIRS), timed.compare(OURS, THEIRS, "cpu"), timed.medians()
-    peaks = {name: allocated_peak(step, ON_CPU) for name, step in steps.items()}
+    wall, cpu = timed.compare(OURS, THEIRS), timed.compare(OURS, THEIRS, "cpu")
     low, high = wall.paired_quartiles
     ratios = (wall.ratio, wall.paired_ratio, f"{low:.3f} .. {high:.3f}", cpu.paired_ratio)
-    return (
-        {
-            "first step's loss and gradient norm": first,
-            "seconds": seconds,
-            "of wall time": asdict(wall),
-            "of CPU time": asdict(cpu),
-            "allocated MiB": peaks,
-        },
-        (seconds[OURS], seconds[THEIRS], *ratios, peaks[OURS], peaks[THEIRS]),
-    )
+    return first, (*timed.medians().values(), *ratios, *(allocated_peak(step, ON_CPU) for step in steps.values()))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,6 @@ def measured(model: str, dtype: str, wanted: Namespace) -> tuple[dict[str, Any],
     read = read_rate(weights)
     results = {
         "tokens_per_second": {side: round(shape.new_tokens / median, 1) for side, median in timed.medians().items()},
-        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in timed.items()},
         "accepted_length": round((drafts[-1].emitted - 1) / (drafts[-1].target_forwards - 1), 3),
         "read_gb_per_second": round(read / 1e9, 1),
         "bound": round(read / weights, 1),

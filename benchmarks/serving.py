@@ -66,7 +66,6 @@ def serving(wanted: Namespace) -> Found:
         "new_tokens": [request.max_new_tokens for request in requests],
         "clock": clock,
         "tokens_per_second": rates,
-        "wall_seconds": {side: [round(one.wall, 4) for one in rounds] for side, rounds in timed.items()},
     }
     over_one_by_one = timed.compare("transformers", "engine", clock).paired_ratio
     return Found(

@@ -25,7 +25,7 @@ MODELS = {
 RUN = """
 model: {num-layers: 2, hidden-size: 64, num-attention-heads: 4, seq-length: 64, max-position-embeddings: 64,
   position-embedding-type: rope, mtp-num-layers: 1}
-training: {micro-batch-size: 1, global-batch-size: 4, train-iters: 2, eval-interval: 2, eval-iters: 1, lr: 1e-3}
+training: {micro-batch-size: 1, global-batch-size: 64, train-iters: 2, eval-interval: 2, eval-iters: 1, lr: 1e-3}
 data: {mock-data: true, tokenizer-type: NullTokenizer, vocab-size: 383}
 """
 

@@ -36,7 +36,7 @@ corpus=(
     --make-vocab-size-divisible-by 128 --no-create-attention-mask-in-dataloader
 )
 logging=(
-    --eval-interval 135 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
+    --eval-interval 180 --eval-iters 16 --tensorboard-dir "$run/tensorboard"
     --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 135
 )
 .venv/bin/python pretrain_gpt.py "${model[@]}" "${mtp[@]}" "${training[@]}" "${corpus[@]}" "${logging[@]}"
@@ -44,9 +44,10 @@ logging=(
 # The trained model as a Hugging Face folder that serving engines load with its depths, and the proof that it is the same.
 if [ "$run/checkpoint/latest_checkpointed_iteration.txt" -nt "$run/exported/config.json" ]; then # also where there is none
     rm -rf "$run/exported"
-    .venv/bin/python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --resume
+    .venv/bin/python tools/checkpoint/convert.py mcore-to-hf "$run/checkpoint" "$run/exported" --resume --verify
+else
+    .venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"
 fi
-.venv/bin/python tools/checkpoint/convert.py verify "$run/exported" "$run/checkpoint"
 echo "Hugging Face folder: $run/exported"
 .venv/bin/python generate_gpt.py --load "$run/checkpoint" --prompt 'def forward(self, input_ids' --max-new-tokens 160 \
     --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 2}' --compare --record "$run" \

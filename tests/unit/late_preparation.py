@@ -65,8 +65,11 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 
 def train(flags: list[str]) -> None:
     """Never returns."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
     from megatron_mtp.training.run import main
 
+    MockGPTLowLevelDataset.size = 1_000  # as in forks of the tests' server
     status = 1
     try:
         sys.stdout = sys.stderr

@@ -276,13 +276,9 @@ def look(args: Namespace) -> dict[str, Any]:
 
 def prove(args: Namespace) -> dict[str, Any]:
     """`convert verify`."""
-    from megatron_mtp.checkpoint.hf.folder import drafter_kind
-    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-
-    source = local_folder(args.source)
-    if args.text is not None and (is_checkpoint(source) or drafter_kind(source) is not None):
-        raise ValueError(f"--text is {args.text}, but {source} is no model's folder; leave --text out.")
-    return proof(source, args.target, args.text, args.drafter_layer_ids_count, args.trust_remote_code)
+    return proof(
+        local_folder(args.source), args.target, args.text, args.drafter_layer_ids_count, args.trust_remote_code
+    )
 
 
 def proof(
@@ -292,14 +288,22 @@ def proof(
     layer_ids_count: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Whether the source, the folder of a model or of a drafter or another checkpoint, is the same as a checkpoint."""
+    """Whether the source, the folder of a model or of a drafter or another checkpoint, is the same as a checkpoint.
+
+    Raises:
+        ValueError: a text was given for what is no model's folder, or one side cannot be read.
+    """
     from megatron_mtp.checkpoint.hf.folder import drafter_kind
     from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-    from megatron_mtp.checkpoint.verify.drafters import verify_drafter
     from megatron_mtp.checkpoint.verify.forms import verify_forms
     from megatron_mtp.checkpoint.verify.verify import verify
 
-    if drafter_kind(source) is not None:
+    drafts = drafter_kind(source) is not None
+    if text is not None and (drafts or is_checkpoint(source)):
+        raise ValueError(f"--text is {text}, but {source} is no model's folder; leave --text out.")
+    if drafts:
+        from megatron_mtp.checkpoint.verify.drafters import verify_drafter
+
         checks = verify_drafter(source, checkpoint, count=layer_ids_count)
     elif is_checkpoint(source):
         checks = verify_forms(source, checkpoint)

@@ -1,6 +1,6 @@
 """A framework's model of a Hugging Face folder with attached layers: steps of training, and an export.
 
-    PYTHONPATH=ENVIRONMENT:REPOSITORY python tests/functional/stack_worker.py FRAMEWORK
+    PYTHONPATH=ENVIRONMENT:REPOSITORY:REPOSITORY/tests python tests/functional/stack_worker.py FRAMEWORK
 
 FRAMEWORK is one of BUILDERS. It is imported once; a fork does each job that comes as a line of JSON on standard input:
 
@@ -14,9 +14,9 @@ writes folders into OUT.
 import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from typing import Any
 
 import te_names
 import torch
+from job_forks import for_each_job
 from stack_rows import LENGTH, RATE, ROWS, SEED, SPLIT, STEPS, VOCABULARY, WEIGHT
 from torch import Tensor
 
@@ -328,31 +329,12 @@ def main(framework: str) -> None:
     import_module(BUILDERS[framework].module)  # before the CPU's substitutions
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a fork would lack {threads - 1} threads of this process"
-    for line in sys.stdin:
-        job, folder, corpus, out, head = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            be(job, framework, Path(folder), Path(corpus), Path(out), head)
-        os.waitpid(child, 0)
+    for_each_job(partial(record_of, framework))
 
 
-def be(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> None:
-    """The process of a job."""
-    record: dict[str, Any] = {}
-    printed = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        record = record_of(job, framework, folder, corpus, out, head)
-    except BaseException:  # else the fork would go on as if it were its parent
-        traceback.print_exc()
-    finally:
-        os.write(printed, f"{json.dumps(record)}\n".encode())
-        os._exit(0)
-
-
-def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
+def record_of(framework: str, job: str, folder: str, corpus: str, out: str, head: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    made = BUILDERS[framework](folder)
+    made = BUILDERS[framework](Path(folder))
     from megatron_mtp import cpu
 
     cpu.install()
@@ -363,7 +345,7 @@ def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, h
 
     parallel_state.initialize_model_parallel(1)
     model_parallel_cuda_manual_seed(3)
-    record = JOBS[job](made, folder, batches_of(corpus), out, head)
+    record = JOBS[job](made, Path(folder), batches_of(Path(corpus)), Path(out), head)
     return {"framework": made.name, "version": made.version, **record}
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import launch
 import pytest
 import torch
 from hf_models import make
+from job_forks import worker
 from launch import ROOT, learned
 from safetensors.torch import load_file
 from stack_rows import (
@@ -77,33 +79,17 @@ Worked = Callable[[str, str, Path, Path, Path, str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
     """The record of a job, from the process of its framework: stack_worker.py."""
-    processes: dict[str, subprocess.Popen[str]] = {}
-    logs = tmp_path_factory.mktemp("frameworks")
+    logs, workers = tmp_path_factory.mktemp("frameworks"), dict[str, Callable[..., dict[str, Any]]]()
+    with ExitStack() as ending:
 
-    def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
-        log = logs / framework
-        if framework not in processes:
-            command = [sys.executable, str(Path(__file__).with_name("stack_worker.py")), framework]
-            with open(log, "w") as errors:
-                processes[framework] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env=with_modules(ENVIRONMENTS / framework, ROOT),
-                )
-        process = processes[framework]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(json.dumps([job, *map(str, (folder, corpus, out)), head]), file=process.stdin, flush=True)
-        record: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
-        assert record, log.read_text()[-3000:]
-        return record
+        def record_of(job: str, framework: str, folder: Path, corpus: Path, out: Path, head: str) -> dict[str, Any]:
+            if framework not in workers:
+                command = [sys.executable, str(Path(__file__).with_name("stack_worker.py")), framework]
+                environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests")
+                workers[framework] = ending.enter_context(worker(command, environment, logs / framework))
+            return workers[framework](job, *map(str, (folder, corpus, out)), head)
 
-    yield record_of
-    for process in processes.values():
-        process.communicate()
+        yield record_of
 
 
 def converted(folder: Path, checkpoint: Path) -> Path:

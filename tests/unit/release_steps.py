@@ -1,21 +1,19 @@
 """Two steps of attached MTP layers on a stock GPT, of whatever megatron-core is first on the path; one process, CPU.
 
-    PYTHONPATH=REPOSITORY python tests/unit/release_steps.py
+    PYTHONPATH=REPOSITORY:REPOSITORY/tests python tests/unit/release_steps.py
 
-Standard input names folders, one a line: that of a release, or an empty one for the installed one. A fork for each
-imports Megatron and prints the version and the losses of the layers, as a line of JSON; {} where it fails.
+A job is [FOLDER], that of a release or "" for the installed one. A fork for each imports Megatron and prints the
+version and the losses of the layers.
 """
 
-import json
-import os
 import sys
-import traceback
 import warnings
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo  # which cpu.install needs
+from job_forks import for_each_job
 
 warnings.filterwarnings("ignore")
 VOCABULARY, LENGTH, ROWS = 32, 8, 2
@@ -32,31 +30,8 @@ def on_cpu() -> None:
     del sys.modules[stand_in.__name__]
 
 
-def main() -> None:
-    assert not any(name.startswith("megatron.") for name in sys.modules)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            be(line.strip())
-        os.waitpid(child, 0)
-
-
-def be(folder: str) -> None:
-    """The process of a release."""
-    found: dict[str, Any] = {}
-    printed = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        sys.path[:0] = [folder] if folder else []
-        found = steps()
-    except BaseException:  # else the fork would go on as if it were its parent
-        traceback.print_exc()
-    finally:
-        os.write(printed, f"{json.dumps(found)}\n".encode())
-        os._exit(0)
-
-
-def steps() -> dict[str, Any]:
+def steps(folder: str) -> dict[str, Any]:
+    sys.path[:0] = [folder] if folder else []
     on_cpu()
     import megatron.core
     from megatron.core import parallel_state
@@ -104,4 +79,5 @@ def steps() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    assert not any(name.startswith("megatron.") for name in sys.modules)
+    for_each_job(steps)

@@ -1,17 +1,16 @@
 """attach.py with other releases of megatron-core: two steps have the losses of the installed one."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
 from documents import ROOT
+from job_forks import worker
 
 RELEASES = ("0.16.1", "0.17.1", "0.18.2")
 
@@ -22,25 +21,10 @@ Steps = Callable[[str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     """What release_steps.py prints with a folder first on the path."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("release_steps.py"))]
-    log = tmp_path_factory.mktemp("releases") / "log"
-    with (
-        open(log, "w") as errors,
-        Popen(command, env=environment, stdin=PIPE, stdout=PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        given, printed = process.stdin, process.stdout
-
-        def made(folder: str) -> dict[str, Any]:
-            print(folder, file=given, flush=True)
-            found: dict[str, Any] = json.loads(printed.readline() or "{}")
-            assert found, log.read_text()[-3000:]
-            return found
-
-        yield made
-        given.close()
+    with worker(command, environment, tmp_path_factory.mktemp("releases") / "log") as record_of:
+        yield record_of
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,7 @@ class Attachment:
 
     def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the forward: keep its arguments, and hide the heads, except from Megatron's inference engine."""
+        self._show()  # where KeyboardInterrupt ended the last forward: torch calls `_end` after an Exception alone
         call = {**dict(zip(self._names, given, strict=False)), **named}
         if any(call.get(name) is not None for name in INFERENCE):
             return
@@ -213,18 +214,20 @@ class Attachment:
     def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
         """What the model goes on with in the place of the decoder's output; None for that."""
 
-    def _end(self, model: Any, _: Any, output: Any) -> Any:
+    def _end(self, _: Any, __: Any, output: Any) -> Any:
         """After the forward, also where it has failed: show the heads again."""
-        call, self._call = self._call, None
-        if call is None:
-            return None
+        call = self._show()
+        return None if call is None or output is None else self._ended(call, output)
+
+    def _show(self) -> dict[str, Any] | None:
+        """Show the heads again if they are hidden; returns the arguments of the forward that hid them."""
         for name, before in self._shown.items():
             if before is None:
-                del model.__dict__[name]
+                del self.model.__dict__[name]
             else:
-                model.__dict__[name] = before
-        self._shown = {}
-        return None if output is None else self._ended(call, output)
+                self.model.__dict__[name] = before
+        call, self._call, self._shown = self._call, None, {}
+        return call
 
     def _ended(self, call: Mapping[str, Any], output: Any) -> Any:
         """What the forward returns in the place of its output; None for that."""

@@ -299,6 +299,25 @@ def test_the_model_has_its_depths_again_after_a_forward_that_failed() -> None:
         attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
 
 
+def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -> None:
+    """In a notebook: the model had lost its configuration for good, and with it the scale of the loss."""
+    model, batch = stock("dense", True), make_batch(2)
+    attach(model, 2, weight=0.3)
+    config, arguments = model.config, (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.decoder.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(*arguments)
+    hook.remove()
+    model(*arguments)
+    assert model.config is config
+    assert model.mtp_process
+    assert "shared_embedding_or_output_weight" not in vars(model)
+
+
 def test_settings_of_the_configuration_that_change_later_hold_in_the_forward() -> None:
     """Schedules and loops set fields of it between forwards."""
     model, batch, seen = stock("dense"), make_batch(2), []

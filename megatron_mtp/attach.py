@@ -67,8 +67,9 @@ def attach(
     adopts = bool(chunks[0].config.mtp_num_layers)
     for chunk in chunks:
         _check(chunk, depths, settings, block, adopts)
-        if not adopts:
-            assert depths is not None
+    if not adopts:
+        assert depths is not None
+        for chunk in chunks:
             add_block(chunk, depths, block)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.patches.table import install_for_experts  # dense models need no patch of Megatron
@@ -193,7 +194,8 @@ class Attached(Attachment):
 
 def _check(chunk: Any, depths: int | None, settings: MTPConfig, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    for is_so, sentence in (*_arguments(chunk, depths, settings, block, adopts), *refused_models(chunk, adopts)):
+    arguments = _arguments(chunk, depths, settings, block, adopts)
+    for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
     depth_loss(settings)

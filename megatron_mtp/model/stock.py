@@ -128,12 +128,19 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
 
     A tied head on a later stage is the embedding's copy already, and `mtp_process` stays off, so that Megatron takes
     it for the copy as before.
+
+    Raises:
+        ValueError: there is no such block; the chunk is then as it was.
     """
     config, tied, whole = chunk.config, chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
     config.mtp_num_layers = depths
     if chunk.post_process:
         with _fork_rng(), _initializing(config):
-            chunk.mtp = _new_block(chunk, depths, block)
+            try:
+                chunk.mtp = _new_block(chunk, depths, block)
+            except Exception:
+                config.mtp_num_layers = None  # so that another call can attach
+                raise
             if not tied:
                 attach_embedding(chunk)
         like = next(chunk.decoder.parameters())

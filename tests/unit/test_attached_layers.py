@@ -421,6 +421,23 @@ def test_what_hooks_would_miss_is_refused(case: str) -> None:
     assert not hasattr(model, "mtp")
 
 
+def test_a_pattern_that_fails_leaves_the_model_for_another_call() -> None:
+    """In a notebook: the second call had taken the model for one with MTP layers of its own."""
+    model = stock("hybrid")
+    with pytest.raises(ValueError, match="'Q' is not one of"):
+        attach(model, 2, block="Q-")
+    assert attach(model, 2, block="*-").depths == 2
+
+
+def test_a_chunk_that_is_refused_leaves_the_others_as_they_are() -> None:
+    first, last = stock("dense"), stock("dense")
+    last.config.mtp_standalone = True
+    with pytest.raises(ValueError, match="the pipeline layout gives the MTP layers a stage of their own"):
+        attach([first, last], 2)
+    assert not hasattr(first, "mtp")
+    assert first.config.mtp_num_layers is None
+
+
 def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_own() -> None:
     """No parameter is added to DDP's buffers by the latter."""
     batch, wrapped = make_batch(2), []

@@ -13,6 +13,7 @@ Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ra
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from math import inf
 from typing import Any, override
 
 import torch
@@ -66,7 +67,7 @@ def attach(
     settings = settings or MTPConfig()
     adopts = bool(chunks[0].config.mtp_num_layers)
     for chunk in chunks:
-        _check(chunk, depths, settings, block, adopts)
+        _check(chunk, depths, settings, weight, block, adopts)
     if not adopts:
         assert depths is not None
         for chunk in chunks:
@@ -192,16 +193,18 @@ class Attached(Attachment):
         return joined_BS[:, to_device(order_RS.flatten().argsort(), joined_BS.device)]
 
 
-def _check(chunk: Any, depths: int | None, settings: MTPConfig, block: str, adopts: bool) -> None:
+def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    arguments = _arguments(chunk, depths, settings, block, adopts)
+    arguments = _arguments(chunk, depths, settings, weight, block, adopts)
     for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
     depth_loss(settings)
 
 
-def _arguments(chunk: Any, depths: int | None, settings: MTPConfig, block: str, adopts: bool) -> Refused:
+def _arguments(
+    chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool
+) -> Refused:
     own = chunk.config.mtp_num_layers
     unread = [
         one.name for one in fields(MTPConfig) if one.name not in READ and getattr(settings, one.name) != one.default
@@ -221,6 +224,10 @@ def _arguments(chunk: Any, depths: int | None, settings: MTPConfig, block: str, 
             f"the model has {own} MTP layers, and depths is {depths}; give None to train those.",
         ),
         (depths is not None and depths < 1, f"depths is {depths}; give 1 or more."),
+        (
+            weight is not None and not 0 <= weight < inf,
+            f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
+        ),
         (
             block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),
             f"block is '{block}', which is the pattern of a hybrid's new MTP layers; give 'own' to other models.",

@@ -386,6 +386,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"settings": MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3")},
         "--mtp-loss is 'lk:0.7,e2e_tv:0.3', but only megatron-mtp train knows the step",
     ),
+    "no weight": ({}, {"weight": float("nan")}, "weight is nan; give 0 or more, such as 0.1, or None to ask for Att"),
+    "negative weight": ({}, {"weight": -0.5}, "weight is -0.5; give 0 or more"),
     "pattern": ({}, {"block": "*-"}, r"block is '\*-', which is the pattern of a hybrid's new MTP layers; give 'own'"),
 }
 

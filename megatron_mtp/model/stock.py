@@ -100,7 +100,8 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         (
             adopts and chunk.post_process and not layers,
             f"mtp_num_layers is {config.mtp_num_layers}, and the last stage has no MTP block; build it with Megatron's "
-            "mtp_block_spec, or with mtp_num_layers of None.",
+            "mtp_block_spec, or with mtp_num_layers of None. If it shares its configuration with a model that has "
+            "attached layers, give each model a copy of it.",
         ),
         (
             adopts and layers and not any(parameter.requires_grad for parameter in chunk.mtp.parameters()),

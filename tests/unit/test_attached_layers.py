@@ -440,6 +440,15 @@ def test_a_chunk_that_is_refused_leaves_the_others_as_they_are() -> None:
     assert first.config.mtp_num_layers is None
 
 
+def test_a_second_model_of_a_shared_configuration_says_so() -> None:
+    """A policy and its reference, say."""
+    policy, reference = stock("dense"), stock("dense")
+    reference.config = policy.config
+    attach(policy, 2)
+    with pytest.raises(ValueError, match=r"no MTP block; .* If it shares its configuration with a model that has att"):
+        attach(reference, 2)
+
+
 def test_a_model_that_is_wrapped_already_is_refused_new_layers_and_trains_its_own() -> None:
     """No parameter is added to DDP's buffers by the latter."""
     batch, wrapped = make_batch(2), []

@@ -183,6 +183,7 @@ def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings:
     mask_ignored_labels(shifted)
     _check_labels(shifted["labels"], shifted["loss_mask"], stage.head(detached=True).vocab_size)
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
+    _check_states(stage, hidden_SBH, tokens_BS, len(own_S))
     depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
@@ -215,6 +216,16 @@ def _check_stage(trunk: Any, settings: MTPConfig) -> None:
         raise ValueError(
             "mtp_hidden_state_mixing is set, which only megatron-mtp train can do, since it draws by the number of the "
             "step; leave it out."
+        )
+
+
+def _check_states(stage: Attachment, hidden_SBH: Tensor, tokens_BS: Tensor, positions: int) -> None:
+    """Refuse tokens of another forward; `positions` of them are this context-parallel rank's."""
+    ranks = stage.pg_collection.tp.size() if stage.config.sequence_parallel else 1
+    if hidden_SBH.shape[:2] != (positions // ranks, len(tokens_BS)):
+        raise ValueError(
+            f"tokens [B, S] are {tuple(tokens_BS.shape)}, and the forward had states [S, B] of "
+            f"{tuple(hidden_SBH.shape[:2])} on this rank; give the whole sequences of that forward."
         )
 
 

@@ -140,6 +140,17 @@ def test_documents_without_packed_parameters_end_the_shifts() -> None:
     assert means[0] < means[1]  # fewer tokens: 2 D of 16 at depth D for documents, D for rows
 
 
+@pytest.mark.parametrize("part", [(slice(2), slice(None)), (slice(None), slice(8))], ids=["rows", "positions"])
+def test_tokens_of_another_forward_are_refused(part: tuple[slice, slice]) -> None:
+    """As a rank's part of them is, under context parallelism."""
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    given = (batch[name][part] for name in ("tokens", "labels", "loss_mask"))
+    with pytest.raises(ValueError, match=r"tokens .* had states \[S, B\] of \(16, 3\) on this rank; give the whole"):
+        attached.loss(*given)
+
+
 # --- the loss that rides along ---------------------------------------------------------------------------------------
 
 

@@ -465,7 +465,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         if not self.sequential:
             hidden_SBH = hidden_SBH.detach() if is_apart else hidden_SBH
             return [layer(hidden_SBH, None, attention, mask) for layer, mask in zip(self.layers, masks, strict=True)]
-        tokens = tokens_DBS, position_ids_BS, embedding
+        tokens = tokens_DBS, [position_ids_BS] * self.depths, embedding
         with sharing(self._sharing) if self._sharing else nullcontext():
             return chain([*self.layers], hidden_SBH, *tokens, attention, masks, is_apart, mixer, angles)
 
@@ -505,7 +505,7 @@ def chain(
     layers: Sequence[Layer],
     hidden_SBH: Tensor,
     tokens_DBS: Tensor,
-    position_ids_BS: Tensor,
+    positions: Sequence[Tensor],
     embedding: Callable[..., Tensor],
     attention: AttentionInputs,
     masks: Sequence[Tensor | None],
@@ -517,13 +517,14 @@ def chain(
 
     Args:
         layers: of any class; a layer that serves all depths is given once.
+        positions: of the tokens of every depth, [B, S].
         masks: of every depth (`own_masks`).
         is_apart: whether the trunk's states and the embedding get no gradient.
-        hidden_SBH, tokens_DBS, position_ids_BS, embedding, attention, mixer, angles: see `MultiTokenPredictionBlock`.
+        hidden_SBH, tokens_DBS, embedding, attention, mixer, angles: see `MultiTokenPredictionBlock`.
     """
     state_SBH, states = hidden_SBH.detach() if is_apart else hidden_SBH, list[Tensor]()
     for depth, mask_BS in enumerate(masks):
-        embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=position_ids_BS)
+        embedded_SBH = embedding(input_ids=tokens_DBS[depth], position_ids=positions[depth])
         if is_apart:
             embedded_SBH = embedded_SBH.detach()
         read_SBH = state_SBH if mixer is None else mixer.next_input(state_SBH)

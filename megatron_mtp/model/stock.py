@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
@@ -23,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.data.batch import DepthBatch, shift_left
 from megatron_mtp.model.head import Head, attach_embedding
 from megatron_mtp.model.mtp import (
     AttentionInputs,
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""
 
+LEARNED = "learned_absolute"
+"""Positions that the embedding adds to tokens."""
+
 Refused = list[tuple[Any, str]]
 """Whether something is so, and the sentence that refuses it."""
 
@@ -59,7 +63,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         adopts: whether the model has a block of its own.
     """
     config, layers = chunk.config, chunk.mtp.layers if hasattr(chunk, "mtp") else ()
-    late = chunk.pg_collection.pp.size() > 1 and chunk.position_embedding_type == "learned_absolute"
+    learned, groups = chunk.position_embedding_type == LEARNED, chunk.pg_collection
     return [
         (
             not adopts and any(hasattr(each, "main_grad") or isinstance(each, DTensor) for each in chunk.parameters()),
@@ -93,9 +97,14 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "fp8_recipe is delayed, whose scales would be updated by the MTP layers' second pass; take another recipe.",
         ),
         (
-            not adopts and late,
+            not adopts and learned and groups.pp.size() > 1,
             "learned_absolute positions are embedded on the first stage, and new MTP layers stand on the last; attach "
             "them in one stage.",
+        ),
+        (
+            learned and groups.cp.size() > 1,
+            "learned_absolute positions of later tokens lie on other context-parallel ranks; build the model with "
+            "rope, or with a context_parallel_size of 1.",
         ),
         (
             adopts and chunk.post_process and not layers,
@@ -218,6 +227,7 @@ class StockHead:
     def __init__(self, model: Any) -> None:
         self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers
         self._layers = [runner(layer) for layer in model.mtp.layers]
+        self._learns_positions = model.position_embedding_type == LEARNED
 
     @property
     def is_apart(self) -> bool:
@@ -233,7 +243,10 @@ class StockHead:
         assert batch.tokens_DBS is not None
         shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
         masks = own_masks(shifted_in_DBS, self.depths, self.config, self.tp_group)
-        tokens = batch.tokens_DBS, trunk.position_ids_BS, trunk.embedding
+        positions = [trunk.position_ids_BS] * self.depths
+        if self._learns_positions:  # a token is embedded at its own position, as in the trunk
+            positions = [*torch.where(batch.inside_DBS, shift_left(trunk.position_ids_BS, self.depths), 0)]
+        tokens = batch.tokens_DBS, positions, trunk.embedding
         is_apart = trunk.is_apart or self.is_apart
         return chain(self._layers, trunk.hidden_SBH, *tokens, trunk.attention, masks, is_apart), None
 

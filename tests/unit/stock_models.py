@@ -39,7 +39,10 @@ def chunks(kind: str, tied: bool = False, depths: int | None = None, **changes: 
 
 
 def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: int | None = None, **changes: Any) -> Any:
-    """A stage of a GPT of this kind, or of a hybrid; with `depths` it has Megatron's own MTP block."""
+    """A stage of a GPT of this kind, or of a hybrid; with `depths` it has Megatron's own MTP block.
+
+    `changes` are fields of TransformerConfig, but `position`, the type of the position embedding.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     last = None if vp_stage is None else changes[VIRTUAL] - 1
     ends = {
@@ -50,7 +53,7 @@ def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: in
         "vocab_size": VOCABULARY,
         "max_sequence_length": LENGTH,
         "share_embeddings_and_output_weights": tied,
-        "position_embedding_type": "rope",
+        "position_embedding_type": changes.pop("position", "rope"),
         "pg_collection": groups,
         "vp_stage": vp_stage,
         **ends,

@@ -13,8 +13,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionBlock
-from megatron_single import make_batch, megatron_name, our_model, relative_difference
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+)
+from megatron_single import LAMBDA, make_batch, megatron_name, our_model, relative_difference
 from stock_models import KINDS, draw, learned, packed_batch, stock
 from tiers import tiered
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +125,28 @@ def test_loss_and_gradients_are_those_of_this_packages_model(
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     assert found.keys() == wanted.keys()
     assert differing(found, wanted) == []
+
+
+@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
+def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
+    position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later token is embedded at its own position, where the embedding adds one."""
+    batch, found = make_batch(2, torch.ones(3, 16)), list[dict[str, Any]]()
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    for attaches in (False, True):
+        model = stock("dense", depths=2, position=position)
+        draw(model)
+        attached = attach(model, weight=LAMBDA) if attaches else None
+        arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+        model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"]).mean().backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    assert attached is not None
+    assert attached.last is not None
+    expected = MTPLossLoggingHelper.tracker["loss_values"].tolist()
+    assert attached.last.depth_means.tolist() == pytest.approx(expected, rel=1e-6)
+    assert max(relative_difference(found[1][name], value) for name, value in found[0].items()) < 2e-6
 
 
 def test_documents_without_packed_parameters_end_the_shifts() -> None:

@@ -17,6 +17,7 @@ from math import inf
 from typing import Any, override
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -64,6 +65,11 @@ def attach(
         ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
     """
     chunks: list[Any] = [unwrap_model(one) for one in (model if isinstance(model, list) else [model])]
+    if strange := [type(one).__name__ for one in chunks if not isinstance(one, LanguageModule)]:
+        raise ValueError(
+            f"the model is a {strange[0]}, and MTP layers are attached to a GPTModel or HybridModel of Megatron's; "
+            "give that, such as the language_model of a multimodal model."
+        )
     settings = settings or MTPConfig()
     adopts = bool(chunks[0].config.mtp_num_layers)
     for chunk in chunks:

@@ -509,6 +509,11 @@ def test_a_model_that_fsdp_has_sharded_is_refused_new_layers() -> None:
         attach(model, 2)
 
 
+def test_a_model_of_another_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model is a Linear, and MTP layers are attached to a GPTModel or Hybrid"):
+        attach(torch.nn.Linear(2, 2), 2)
+
+
 def test_layers_are_attached_once_and_not_to_this_packages_models() -> None:
     model = stock("dense")
     attach(model, 2)

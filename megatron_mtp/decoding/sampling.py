@@ -67,7 +67,7 @@ class Sampling:
         if self.greedy:
             best = logits.argmax(dim=-1, keepdim=True)
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logits = _float32_or_better(logits) / self.temperature
         order = None
         if self.top_p < 1:
             logits, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -105,6 +105,10 @@ def sampling_of(each: list[Sampling]) -> Sampling | SamplingOfEach:
     return each[0] if len(set(each)) == 1 else SamplingOfEach(tuple(each))
 
 
+def _float32_or_better(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token [...] that `uniform` [...] in [0, 1) picks from `weights` [..., V], which need not sum to one."""
     heights = weights.cumsum(dim=-1, dtype=torch.double)
@@ -140,9 +144,13 @@ NO_PENALTIES = Penalties()
 def penalized(
     penalties: Penalties, tokens: list[int], prompt: int, logits_RV: Tensor, drafted_RV: Tensor | None = None
 ) -> Tensor:
-    """The logits [R, V] of a sequence's next tokens; each row has further drafted tokens before it."""
+    """The logits [R, V] of a sequence's next tokens, in float32 or better where there are penalties.
+
+    Each row has further drafted tokens before it.
+    """
     if penalties == NO_PENALTIES:
         return logits_RV
+    logits_RV = _float32_or_better(logits_RV)  # bfloat16 cannot count to 257
     emitted_RV = _counts(tokens[prompt:], logits_RV) + (0 if drafted_RV is None else drafted_RV)
     if penalties.bias:
         biased, values = zip(*penalties.bias, strict=True)
@@ -179,7 +187,7 @@ class TokenLogprob:
 
 def logprobs_of(logits_RV: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
     """Log-probabilities of one token a row and of the `top` most probable ones."""
-    logprobs_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)).log_softmax(dim=-1)
+    logprobs_RV = _float32_or_better(logits_RV).log_softmax(dim=-1)
     chosen_R1 = torch.tensor(tokens, dtype=torch.long, device=logits_RV.device).unsqueeze(1)
     own = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
     best = logprobs_RV.topk(min(top, logits_RV.size(-1)), dim=-1)

@@ -11,7 +11,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megatron_mtp.decoding.sampling import DRAFT, RECOVER, VERIFY, Noise, Sampling, draw
+from megatron_mtp.decoding.sampling import (
+    DRAFT,
+    RECOVER,
+    VERIFY,
+    Noise,
+    Penalties,
+    Sampling,
+    draw,
+    penalized,
+)
 
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -98,3 +107,17 @@ def test_a_token_is_drawn_in_few_launches(sampling: Sampling, launches: int) -> 
     with Launches() as counted:
         draw(sampling.probabilities(logits_BV), noise.uniform(RECOVER, 1)[:, 0])
     assert counted.names.total() == launches
+
+
+@pytest.mark.parametrize("emitted", [256, 1029, 2099])
+def test_least_tokens_are_counted_whatever_the_type_of_the_logits(emitted: int) -> None:
+    """bfloat16 holds none of 257, 1030 and 2100."""
+    logits_RV, text = torch.zeros(1, 8, dtype=torch.bfloat16), [place % 7 for place in range(emitted)]
+    early, enough = Penalties(least=emitted + 1, ends=frozenset([7])), Penalties(least=emitted, ends=frozenset([7]))
+    assert penalized(early, text, 0, logits_RV)[0, 7] == -torch.inf
+    assert penalized(enough, text, 0, logits_RV)[0, 7] == 0
+
+
+def test_a_penalty_is_not_rounded_to_the_type_of_the_logits() -> None:
+    penalized_RV = penalized(Penalties(frequency=0.25), [0] * 257, 0, torch.full((1, 2), 64.0, dtype=torch.bfloat16))
+    assert penalized_RV.tolist() == [[64 - 0.25 * 257, 64]]

@@ -167,7 +167,7 @@ def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]
         return APIError(f"'{param}' {INSTEAD[param]}.", param, "unknown_parameter")
     if first["type"] in ("extra_forbidden", "literal_error"):
         known = neutral.get(param, ()) if first["type"] == "extra_forbidden" else ()
-        values = " or ".join(json.dumps(value) for value in known) or first.get("ctx", {}).get("expected", "")
+        values = " or ".join(dict.fromkeys(map(json.dumps, known))) or first.get("ctx", {}).get("expected", "")
         but = f" with another value than {values.replace('False', 'false')}" if values else ""
         return APIError(f"'{param}' is not served here{but}; leave it out.", param, "unknown_parameter")
     return APIError(f"{param}: {said}", param)

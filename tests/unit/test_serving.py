@@ -323,7 +323,7 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the type 'image_url'; leave it"),
     "part": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]}, "txt"),
     "template": ({"messages": [{"role": "rude", "content": "x"}]}, "template refuses these messages: no manners"),
-    "tool choice": ({"messages": MESSAGES, "tool_choice": "required"}, "'tool_choice' is not served here"),
+    "tool choice": ({"messages": MESSAGES, "tool_choice": "required"}, 'another value than "none" or "auto"; leave it'),
     "arguments": ({"messages": [called("{")]}, "arguments of a call in messages.0 are no JSON"),
     "argument": ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable of a"),
     "both": (

@@ -204,6 +204,11 @@ def longcat_depths(trunk: Tensors, depths: int) -> Tensors:
     )
 
 
+def without_idle_experts(tensors: Tensors) -> Tensors:
+    """As published folders of LongCat: the experts that return their input, here 4 and 5, have no weights."""
+    return {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.[45]\.", name)}
+
+
 def nemotron_depths(trunk: Tensors, depths: int) -> Tensors:
     """Attention and experts, each a layer."""
     out: Tensors = {}
@@ -504,6 +509,7 @@ MODELS: dict[str, Model] = {
         (1,),
         longcat_depths,
         depth_key=None,
+        named=without_idle_experts,
     ),
     "nemotron_h": Model("nemotron_h", NEMOTRON, (1, 3), nemotron_depths, keys={"mtp_hybrid_override_pattern": "*E"}),
     "nemotron_h-latent": Model("nemotron_h", {**NEMOTRON, "moe_latent_size": 16}, (1,), nemotron_depths),

@@ -100,6 +100,25 @@ def test_counts_of_the_config_are_compared_with_the_files(
     assert found.startswith(says)
 
 
+def test_experts_of_longcat_that_return_their_input_may_have_weights_or_none(tmp_path: Path) -> None:
+    """transformers saves rows for them that nothing reads; published folders have none."""
+    folder = make(tmp_path / "longcat", "longcat_flash", 1)
+    published = read(folder)
+    numbers = {int(found.group(1)) for name in published if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    assert (numbers, alarms(folder)) == ({0, 1, 2, 3}, [])
+    assert HFModel.read(folder).layout.depths == 1
+    of_one = {name: one for name, one in published.items() if ".experts.0." in name}
+    saved = {
+        n.replace("experts.0", f"experts.{idle}"): torch.randn_like(t) for n, t in of_one.items() for idle in (4, 5)
+    }
+    write(folder, {**saved, **published})
+    assert alarms(folder) == []
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    write(folder, {name: one for name, one in {**saved, **published}.items() if name != lost})
+    (found,) = alarms(folder)
+    assert lost in found
+
+
 def test_an_index_that_later_drafts_share_needs_an_indexer(tmp_path: Path) -> None:
     """GLM-5.2 writes the key; without the indexer engines draft with a chain."""
     folder = made(tmp_path / "glm5", "glm_moe_dsa")

@@ -108,14 +108,19 @@ IN_LAYER = re.compile(r"(.*?\b(?:layers|mtp_block)\.(\d+)\.)(.+)")
 def lost_of_class(of_class: Iterable[str], names: Collection[str]) -> list[str]:
     """Tensors of layers that transformers' class has (`class_tensors`), and that are not among `names`.
 
-    A layer that has other names as well is of another form, and not judged.
+    A layer that has other names as well, not only more experts, is of another form, and not judged.
     """
     wanted = {name: match.group(1) for name in of_class if (match := IN_LAYER.match(name))}
-    layers = set(wanted.values())
-    strange = {match.group(1) for n in names if n not in wanted and (match := IN_LAYER.match(n))} & layers
+    layers, known = set(wanted.values()), {_of_any_expert(name) for name in wanted}
+    found = ((name, match.group(1)) for name in names if name not in wanted and (match := IN_LAYER.match(name)))
+    strange = {layer for name, layer in found if _of_any_expert(name) not in known} & layers
     if not any(name in names for name in wanted):
         return []
     return [name for name, layer in wanted.items() if name not in names and layer not in strange]
+
+
+def _of_any_expert(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]:

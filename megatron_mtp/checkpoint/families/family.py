@@ -9,6 +9,7 @@ be in both.
 """
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -302,6 +303,7 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
     """Names and shapes of what transformers' class for a folder would save; empty if there is no class for the config.
 
     Trunks that Megatron cannot run are carried by name, and no rule says which tensors they have; their class does.
+    LongCat's experts that return their input have no tensors in published folders, although the class reserves rows.
 
     Args:
         folder: a folder with a `config.json`; its tensors are not read, and no code of it is run.
@@ -318,7 +320,12 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
         found = revert_weight_conversion(model, model.state_dict())
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         return {}
-    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+    count = config.n_routed_experts if getattr(config, "zero_expert_num", None) else sys.maxsize
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return {n: shape for n, shape in shapes.items() if not ((m := _EXPERT.search(n)) and int(m.group(1)) >= count)}
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def class_keys(folder: Path) -> dict[str, Any]:

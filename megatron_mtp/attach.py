@@ -21,6 +21,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
@@ -122,7 +123,8 @@ class Attached(Attachment):
                 without packed parameters; attention is that of the forward.
 
         Raises:
-            ValueError: no forward has run since the last call, the stage has no MTP layers, or shapes differ.
+            ValueError: no forward has run since the last call, the stage has no MTP layers, shapes differ, or FSDP has
+                sharded the output layer or an MTP layer by itself.
         """
         if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")
@@ -132,9 +134,19 @@ class Attached(Attachment):
                 + (", or attach without weight, which takes the loss already." if self.weight is not None else ".")
             )
         states_SBH, self._states_SBH = self._states_SBH, None
+        self._check_gathered()
         packed = self._attention.packed_seq_params
         batch = Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer)
         return loss_of_stage(self, states_SBH, batch, self.settings)
+
+    def _check_gathered(self) -> None:
+        """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
+        read = [self._owner.weight, *(layer.enorm.weight for layer in self.model.mtp.layers)]
+        if any(isinstance(weight, DTensor) for weight in read):
+            raise ValueError(
+                "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "
+                "that module's forward alone; leave these to the FSDP of the whole model."
+            )
 
     @property
     @override

@@ -4,6 +4,7 @@ tests/functional/test_attached_layouts.py has the other layouts.
 """
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
 )
 from megatron_single import LAMBDA, make_batch, megatron_name, our_model, relative_difference
-from stock_models import KINDS, draw, learned, packed_batch, stock
+from stock_models import KINDS, draw, learned, loss_of_logits, packed_batch, stock
 from tiers import tiered
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -506,6 +507,47 @@ def test_a_model_that_fsdp_has_sharded_is_refused_new_layers() -> None:
     model = stock("dense")
     fully_shard(model, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu"))
     with pytest.raises(ValueError, match="the model is wrapped for data parallelism, whose buffers have no place for"):
+        attach(model, 2)
+
+
+@pytest.mark.parametrize("part", ["output_layer", "mtp.layers.0"])
+def test_parts_that_fsdp_gathers_in_their_own_forward_are_refused(part: str) -> None:
+    """The losses read their weights outside of it; an FSDP of the whole model has gathered them then."""
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2)
+    mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+    fully_shard(model.get_submodule(part), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    with pytest.raises(
+        ValueError, match="FSDP has sharded the output layer, the tied embedding or an MTP layer by its"
+    ):
+        attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+
+
+def test_the_fsdp_of_the_whole_model_trains_the_depths() -> None:
+    found, batch = list[dict[str, Any]](), make_batch(2)
+    for shards in (False, True):
+        model = stock("dense")
+        attached = attach(model, 2)
+        draw(model)
+        if shards:
+            mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+            for layer in model.decoder.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        logits_BSV = model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        given = batch["tokens"], batch["labels"], batch["loss_mask"]
+        (loss_of_logits(model, logits_BSV, batch) + attached.loss(*given).loss).backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    whole = {name: gradient.full_tensor() for name, gradient in found[1].items()}
+    assert differing(whole, found[0]) == []
+
+
+def test_learned_positions_under_context_parallelism_are_refused() -> None:
+    model = stock("dense", position="learned_absolute")
+    model.pg_collection.cp = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match="learned_absolute positions of later tokens lie on other context-parallel"):
         attach(model, 2)
 
 

@@ -123,6 +123,26 @@ def test_the_depth_of_longcat_is_listed_by_the_names_that_vllm_builds(tmp_path: 
     assert alarms(coded) == []
 
 
+def test_what_engines_never_quantize_of_the_depths_of_mimo_v2_stays_whole(tmp_path: Path) -> None:
+    """vLLM and SGLang build `o_proj` there without quantization, and the published list does not name it."""
+    _, coded = exported(tmp_path, "mimo_v2_flash", Quantize("fp8", "fp8"))
+    projections = {name: tensor.dtype for name, tensor in read(coded).items() if name.endswith("_proj.weight")}
+    of_depth = {name: dtype for name, dtype in projections.items() if ".mtp." in name and "eh_proj" not in name}
+    assert len(of_depth) == 7
+    assert [name for name, dtype in of_depth.items() if dtype == torch.bfloat16] == [OUTPUT_OF_MIMO]
+    keys = config_of(coded)
+    listed = keys["quantization_config"]["modules_to_not_convert"]
+    assert OUTPUT_OF_MIMO.removesuffix(".weight") in listed
+    assert alarms(coded) == []
+    published = [name for name in listed if ".mtp." not in name] + ["model.decoder.self_attn.o_proj"]
+    keys["quantization_config"]["modules_to_not_convert"] = published
+    (coded / "config.json").write_text(json.dumps(keys))
+    assert alarms(coded) == []
+
+
+OUTPUT_OF_MIMO = "model.mtp.layers.0.self_attn.o_proj.weight"
+
+
 def test_two_groups_target_a_depth_by_both_of_its_names(tmp_path: Path) -> None:
     _, coded = exported(tmp_path, "mimo", Quantize("fp8-channel", "nvfp4"))
     groups = config_of(coded)["quantization_config"]["config_groups"].values()

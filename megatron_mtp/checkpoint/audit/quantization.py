@@ -159,6 +159,7 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
     """Compare every weight of trunk and MTP layers with the forms that the config promises it."""
     leaves = {_leaf(name) for name in coded} | (frozenset() if settings.method == EXPERTS_ALONE else PROJECTIONS)
     against: dict[tuple[str, str], list[str]] = defaultdict(list)
+    depths = None if side.family is None else side.family.depths
     for name, entry in side.tensors.items():
         if side.parts.of(name).kind == BESIDE or not name.endswith(("weight", "_proj")):
             continue
@@ -168,6 +169,8 @@ def _check_promises(side: HFSide, settings: QuantizationSettings, coded: list[st
         if (stored is None and not whole) or (stored is not None and stored.fault):  # as another finding says
             continue
         if promised is None or (whole and not (name.endswith(".weight") and _leaf(name) in leaves)):
+            continue
+        if whole and depths is not None and depths.is_never_quantized(module_of(name)):
             continue
         forms = set() if stored is None else set(stored.forms)
         if not (whole and not promised) and not forms & set(promised):

@@ -54,7 +54,7 @@ from megatron_mtp.checkpoint.hf.config import (
 )
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
-from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, without_quantization
+from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, has_tokenizer, run_tokenizer
@@ -281,9 +281,12 @@ class Export:
     def coded(self, quantize: Quantize) -> dict[str, Form]:
         """The forms of the weights that will be quantized, by name."""
         found: dict[str, Form] = {}
+        depths = self.family.depths
         for rule in self.rules if quantize != Quantize() else ():
             for entry in self._whole(rule, Options()):
                 name = entry.keys[0]
+                if depths is not None and depths.is_never_quantized(module_of(name)):
+                    continue
                 form = quantize.form(rule, name, entry.shape, name in self.depth_names)
                 found |= {} if form is None else {name: form}
         return found

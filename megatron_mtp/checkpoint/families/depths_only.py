@@ -91,6 +91,8 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             default=None,
             published=3,
             carried=r"model\.mtp\.layers\.(\d+)\.",
+            # vLLM: models/mimo_v2.py; SGLang: models/mimo_v2_nextn.py
+            never_quantized=r"model\.mtp\.layers\.\d+\.self_attn\.o_proj",
         ),
         [r"model\.layers\.", r"model\.mtp\.layers\."],
     ),

@@ -79,6 +79,7 @@ class Depths:
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
         served: beginnings of module names under the prefix, and of vLLM's names where they are other ones, by which it
             reads lists of unquantized modules; the first that fits counts.
+        never_quantized: matches a module of a depth that engines never quantize, whatever the lists say; None if none.
     """
 
     pattern: str = r"\.layers\.(\d+)\.eh_proj\.weight$"
@@ -93,6 +94,7 @@ class Depths:
     embedding_first: bool = True
     before_norm: bool = False
     served: Mapping[str, str] = field(default_factory=dict)
+    never_quantized: str | None = None
 
     @property
     def halves(self) -> str:
@@ -116,6 +118,10 @@ class Depths:
             return None
         depth = int(match.group(1) or 0) - (config.integer("num_hidden_layers") if "{n}" in self.prefix else 0)
         return depth if depth >= 0 else None
+
+    def is_never_quantized(self, module: str) -> bool:
+        """True if engines never quantize this module."""
+        return self.never_quantized is not None and re.fullmatch(self.never_quantized, module) is not None
 
     def in_vllm(self, config: HFConfig, depths: int, module: str) -> str:
         """The name of a module in vLLM, given the number of MTP layers: mostly the folder's own."""

@@ -224,6 +224,11 @@ def _of_the_run(args: Namespace) -> Sentences:
                 "--mtp-patience was given with --async-save or --multiple-validation-sets; one set of validation data "
                 "says what is best, and it is saved at once: drop one of the two."
             )
+        if args.save_retain_interval is not None:  # silent: the best state is removed
+            yield (
+                f"--save-retain-interval {args.save_retain_interval} was given with --mtp-patience, and would remove "
+                "the best state; drop one of the two, or give a larger --save-interval."
+            )
     if args.mtp_clip_grad is not None and not args.clip_grad:  # ours
         yield f"--mtp-clip-grad is {args.mtp_clip_grad}, and --clip-grad 0 makes no norms; give --clip-grad above 0."
     if args.save is not None and args.save_interval is None:  # silent: nothing is saved

@@ -49,6 +49,10 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (
+            f"{DEPTHS} --mtp-patience 3 --save here --save-interval 2 --save-retain-interval 9",
+            "--save-retain-interval 9 was given with --mtp-patience, and would remove the best state",
+        ),
         (f"{DEPTHS} {PATTERN} *-*-/*-", f"--mtp-num-layers is 2, but {PATTERN} *-*-/*- has 1 depths"),
         (f"{DEPTHS} {PATTERN} *-*-", f"--mtp-num-layers is 2, but {PATTERN} *-*- has 0 depths"),
         (f"{PATTERN} *-*-/*-/*E", f"{PATTERN} cannot be read: All MTP patterns must be identical"),

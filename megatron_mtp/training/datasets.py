@@ -59,7 +59,9 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     ).build()
     if repeats and validation is not None:
         validation = SameSamples(validation, samples[1], wanted)
-    return training, validation, test
+    # Megatron's loaders refuse a blend of no samples, as with --eval-iters 0.
+    evaluated = [None if number == 0 else data for number, data in zip(samples[1:], (validation, test), strict=True)]
+    return training, *evaluated
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank

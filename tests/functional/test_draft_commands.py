@@ -36,7 +36,8 @@ def corpus(prefix: Path) -> Path:
 def command(folder: Path, data: Path, *flags: str) -> launch.Command:
     arguments = [
         *(flag for flag in launch.TINY_RUN if flag != "--mock-data"),
-        *f"--data-path {data} --split 100,0,0 --train-iters {STEPS} --eval-interval 100 --eval-iters 0".split(),
+        # a blend that evaluations would read, and none is made
+        *f"--data-path 1 {data} --split 90,5,5 --train-iters {STEPS} --eval-interval 100 --eval-iters 0".split(),
         *f"--log-interval 1 --mtp-acceptance-interval 1 --mtp-metrics-dir {folder}".split(),
         *"--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 64".split(),
         *flags,

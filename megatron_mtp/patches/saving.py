@@ -7,7 +7,8 @@ forks it, since spawning imports everything a second time, which takes longer th
 A run that was killed between its save and the tracker's update is started again, and saves that iteration over
 itself. `metadata.json`, which marks an iteration as whole, is removed first; Megatron leaves it in place all the time.
 
-The optimizer's faults are slices behind padding, torch's Adam, stages without anything to train, and new parameters.
+The optimizer's faults are slices behind padding, torch's Adam, SGD, stages without anything to train, and new
+parameters.
 """
 
 import ctypes
@@ -186,6 +187,29 @@ class _Resumable(DistributedOptimizer):
 def resumable(distributed_optimizer: type) -> type:
     """In the place of the class in `megatron.core.optimizer`, which makes the optimizers."""
     return type("ResumableDistributedOptimizer", (_Resumable, distributed_optimizer), {})
+
+
+# --- SGD -------------------------------------------------------------------------------------------------------------
+
+
+def with_momentum(init: Callable[..., None]) -> Callable[..., None]:
+    """`MegatronOptimizer.__init__`, which gives SGD the function that makes its state before a checkpoint is read.
+
+    Momenta of zero are those of an optimizer before its first step.
+    """
+
+    @functools.wraps(init)
+    def made(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda _: None) -> None:
+        has_momentum = init_state_fn is None and "momentum" in getattr(optimizer, "defaults", ())
+        init(self, optimizer, config, _zero_momentum if has_momentum else init_state_fn)
+
+    return made
+
+
+def _zero_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    for group in optimizer.param_groups if optimizer.defaults["momentum"] else ():
+        for parameter in group["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 # --- stages without anything to train --------------------------------------------------------------------------------
@@ -379,6 +403,13 @@ def needs_first_step(optimizer_class: Any) -> bool | None:
     except AssertionError:
         return True
     return False
+
+
+def leaves_sgd_stateless(init: Function) -> bool:
+    """Return whether an optimizer of SGD has no function that makes its state."""
+    made = SimpleNamespace()
+    init(made, torch.optim.SGD([torch.zeros(1)]), None, None)
+    return made.init_state_fn is None
 
 
 def makes_no_stubs(get_optimizer: Function) -> bool:

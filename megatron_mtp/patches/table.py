@@ -92,6 +92,14 @@ PATCHES = (
         saving.resumable,
     ),
     Patch(
+        "megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+        "A run with --optimizer sgd cannot resume: nothing makes the state that its checkpoint is read into.",
+        NONE,
+        CORE,
+        saving.leaves_sgd_stateless,
+        saving.with_momentum,
+    ),
+    Patch(
         "megatron.training.training:get_megatron_optimizer",
         "A pipeline stage without anything to train has an optimizer whose checkpoint cannot be loaded.",
         NONE,

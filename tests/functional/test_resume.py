@@ -86,7 +86,9 @@ def assert_same_end(run: Run, uninterrupted: Run) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[(), pytest.param(("--optimizer", "muon"), marks=pytest.mark.matrix)], ids=["adam", "muon"]
+    scope="module",
+    params=[(), *(pytest.param(("--optimizer", name), marks=pytest.mark.matrix) for name in ("muon", "sgd"))],
+    ids=["adam", "muon", "sgd"],
 )
 def uninterrupted_and_stopped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

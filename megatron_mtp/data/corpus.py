@@ -48,6 +48,19 @@ TEXT_FILES = ["*.txt", "*.md", "*.py", "*.jsonl"]
 CHUNK_BYTES = 1 << 20
 
 
+NO_TEXT = {
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"BZh91AY&SY": "compressed by bzip2",
+    b"PK\x03\x04": "a zip file",
+    b"PAR1\x15": "a Parquet file",
+    b"\xff\xfe": "in UTF-16",
+    b"\xfe\xff": "in UTF-16",
+}
+"""First bytes of files that would be read as text without meaning, and what such a file is."""
+
+
 class Document(NamedTuple):
     """Place of a document's text.
 
@@ -274,7 +287,8 @@ def read_with_source(document: Document, json_key: str) -> tuple[str, str | None
     """The text of a document, and the source that its line names, if it does.
 
     Raises:
-        ValueError: the file cannot be read, or a line of a .jsonl file is no object with a string under `json_key`.
+        ValueError: the file cannot be read or holds no text, or a line of a .jsonl file is no object with a string
+            under `json_key`.
     """
     try:
         with open(document.path, "rb") as file:
@@ -284,6 +298,8 @@ def read_with_source(document: Document, json_key: str) -> tuple[str, str | None
         raise ValueError(
             f"--input: cannot read '{document.path}' ({error.strerror}); remove it or allow reading it."
         ) from error
+    if kind := next((kind for first, kind in NO_TEXT.items() if document.start == 0 and raw.startswith(first)), None):
+        raise ValueError(f"--input: '{document.path}' is {kind}; give it as plain UTF-8 text.")
     text = raw.decode("utf-8", errors="replace")
     return _json_text(document, text, json_key) if document.line else (text, None)
 

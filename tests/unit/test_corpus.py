@@ -3,8 +3,11 @@
 The literal tokenizer has one token per character: `<eod>` is 0, `a` is 1, `b` is 2, ... `z` is 26, a space 27.
 """
 
+import bz2
 import errno
+import gzip
 import json
+import lzma
 import os
 import signal
 import string
@@ -123,6 +126,28 @@ def test_a_long_file_is_encoded_in_parts_and_stays_one_document(
     flags = ("--tokenizer", letters, "--output-prefix", tmp_path / "c", "--no-shuffle", "--workers", 1)
     assert run("--input", text, *flags) == 0
     assert sequences(tmp_path / "c") == [[1, 2, 3, 4, 5, 6, 7, 8, 28, 28, 28, 1, 2, 0], [28, 28, 28, 0], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("a.jsonl.gz", gzip.compress(b'{"text": "ab"}\n'), "compressed by gzip"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd\x04\x00", "compressed by zstd"),
+        ("a.txt", bz2.compress(b"ab"), "compressed by bzip2"),
+        ("b.txt", lzma.compress(b"ab"), "compressed by xz"),
+        ("c.txt", "ab".encode("utf-16"), "in UTF-16"),
+    ],
+    ids=["gzip", "zstd", "bzip2", "xz", "utf-16"],
+)
+def test_a_file_that_is_no_text_is_refused(
+    name: str, data: bytes, kind: str, tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It was taken for text, whose letters are those that stand for invalid bytes."""
+    (tmp_path / name).write_bytes(data)
+    flags = ("--tokenizer", letters, "--output-prefix", tmp_path / "c", "--workers", 1)
+    assert run("--input", tmp_path / name, *flags) == 2
+    assert f"--input: '{tmp_path / name}' is {kind}; give it as plain UTF-8 text." in capsys.readouterr().err
+    assert not (tmp_path / "c.idx").exists()
 
 
 def test_jsonl_is_one_document_per_line(tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The MTP layers as a parameter group: a learning rate of their own, and a gradient norm with a clip of its own.
+"""Parameter groups: MTP layers with a learning rate, a gradient norm and a clip of their own; schedules at a resume.
 
     optimizer = get_mtp_optimizer(config, model_chunks, lr=1e-4, clip_grad=1.0)
     optimizer.step()
@@ -8,7 +8,9 @@ The rate is one of Megatron's overrides of a parameter group. Its main gradient 
 `grad_norm_group` is "mtp" (it sets that with --mtp-detach-heads), and clips them as the rest; here they have a clip.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,3 +102,33 @@ def _clip_apart(optimizer: Any, clip_grad: float) -> None:
         return norms
 
     optimizer._compute_grad_norms_by_group = clipped
+
+
+# --- the schedule of the flags ---------------------------------------------------------------------------------------
+
+SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What the schedule reads of a parameter group, in the place of its own values."""
+STRUCTURE = ("optimizer", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What else Megatron pairs the groups of a checkpoint with those of a run by."""
+
+
+def keep_schedule(optimizer: Any) -> None:
+    """Let an optimizer keep its schedule where it loads the state of a checkpoint, for --override-opt-param-scheduler.
+
+    Megatron's has the rates of the checkpoint then, or finds no group with the rate of the flags.
+    """
+    for each in optimizer.chained_optimizers:
+        each.load_state_dict = partial(_load_state, each, each.load_state_dict)
+
+
+def _load_state(optimizer: Any, load: Callable[[Any], None], state: dict[str, Any]) -> None:
+    own = [{name: group[name] for name in SCHEDULE if name in group} for group in optimizer.param_groups]
+    schedules = defaultdict[Any, list[dict[str, Any]]](list)  # of groups that differ by schedule alone, in their order
+    for group, schedule in zip(optimizer.param_groups, own, strict=True):
+        schedules[tuple(map(group.get, STRUCTURE))].append(schedule)
+    for group in state.get("optimizer", state).get("param_groups", ()):
+        if same := schedules[tuple(map(group.get, STRUCTURE))]:
+            group.update(same.pop(0))
+    load(state)
+    for group, schedule in zip(optimizer.param_groups, own, strict=True):
+        group.update(schedule)

@@ -36,7 +36,7 @@ from megatron_mtp.training.checks import check_precision
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics, Reporter, Step
-from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
+from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule, mtp_grad_norm
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
 
@@ -179,7 +179,8 @@ def join_single_process() -> None:
 def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPConfig | None = None) -> Iterator[None]:
     """While this lasts, the metrics receive training steps and the data of evaluations.
 
-    With `settings` that have a learning rate or clip of the MTP layers, optimizers have a parameter group of them.
+    With `settings` that have a learning rate or clip of the MTP layers, optimizers have a parameter group of them; with
+    settings at all, they keep the schedule of the flags where --override-opt-param-scheduler asks for it.
 
     Raises:
         InputError: the installed megatron-core cannot be observed in this way.
@@ -194,9 +195,8 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
             lambda args, *rest, **named: count(with_passes(args), *rest, **named)
         ),
     }
-    if settings is not None and not (settings.mtp_lr is None and settings.mtp_clip_grad is None):
-        own: dict[str, Any] = {"lr": settings.mtp_lr, "clip_grad": settings.mtp_clip_grad}
-        wrappers["get_megatron_optimizer"] = lambda make: partial(get_mtp_optimizer, make=make, **own)
+    if settings is not None:
+        wrappers["get_megatron_optimizer"] = partial(_optimizers, settings)
     if keeps_best:
         wrappers["checkpoint_and_decide_exit"] = partial(_best_states, metrics)
     if shows_checkpoints:
@@ -209,6 +209,18 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
 
     with while_replaced(LOOP, wrappers):
         yield
+
+
+def _optimizers(settings: MTPConfig, get_megatron_optimizer: AnyFunction) -> AnyFunction:
+    own: dict[str, Any] = {"lr": settings.mtp_lr, "clip_grad": settings.mtp_clip_grad}
+
+    def made(config: Any, model_chunks: Any, *rest: Any, **named: Any) -> Any:
+        optimizer = get_mtp_optimizer(config, model_chunks, *rest, make=get_megatron_optimizer, **own, **named)
+        if get_args().override_opt_param_scheduler:
+            keep_schedule(optimizer)
+        return optimizer
+
+    return made
 
 
 def _steps(metrics: Metrics, keeps_best: bool, train_step: AnyFunction) -> AnyFunction:

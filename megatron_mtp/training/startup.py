@@ -45,9 +45,11 @@ PHASES = {
 """Functions of Megatron and how the sentence begins if one is running; the innermost counts. {} is a flag's value."""
 
 OPTIMIZER = "give the flags that it was trained with, or --no-load-optim if only its optimizer differs"
+OTHER_SCHEDULE = (
+    "give the schedule of the run that saved it, or --override-opt-param-scheduler to take that of the flags"
+)
 ADVICE = {
-    "OptimizerParamScheduler": "give the schedule of the run that saved it, or --override-opt-param-scheduler to take "
-    "that of the flags",
+    **dict.fromkeys(("OptimizerParamScheduler", "Could not find parameter group"), OTHER_SCHEDULE),
     **dict.fromkeys(("not in state dict", "flattened_range", "'optimizer'"), OPTIMIZER),
 }
 """Advice by a part of Megatron's message."""

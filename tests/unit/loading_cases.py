@@ -224,6 +224,8 @@ OWN: dict[str, tuple[Fault, dict[str, Words]]] = {
             "a new run with other positions": lambda folder: train(
                 folder, "--rotary-base", "500000", "--train-iters", "5", "--finetune"
             ),
+            "another rate": lambda folder: train(folder, "--train-iters", "5", "--lr", "2e-3", SCHEDULE),
+            "another rate by default": lambda folder: train(folder, "--train-iters", "2", "--lr", "2e-3"),
             "longer schedule": lambda folder: train(folder, "--train-iters", "9"),
             "another model": lambda folder: train(folder, "--num-layers", "2", "--train-iters", "5", SCHEDULE),
         },

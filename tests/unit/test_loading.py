@@ -92,6 +92,7 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
             "not supported; give the flags that it was trained with, or --no-load-optim if",
         ),
         ("whole", "other positions", "was trained with rotary_base 10000, and this run has 500000; give the flags"),
+        ("whole", "another rate by default", "or --override-opt-param-scheduler to take that of the flags"),
         ("whole", "longer schedule", "or --override-opt-param-scheduler to take that of the flags"),
         ("whole", "another model", "Global shape mismatch for loaded "),
         (
@@ -112,6 +113,7 @@ def test_the_sentence_names_the_fault(fault: str, verb: str, says: str, told: To
         ("nothing there", "--save is --load"),
         ("whole", "as it is"),
         ("whole", "inspect --check"),
+        ("whole", "another rate"),
         ("whole", "--no-load-optim"),
         ("whole", "a new run with other positions"),
         ("of a distributed optimizer", "--no-load-optim"),

@@ -1,0 +1,37 @@
+"""training/parameter_group.py: a run that goes on with --override-opt-param-scheduler has the rates of its flags."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron_mtp.training.parameter_group import keep_schedule
+
+KINDS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+
+
+def optimizer(rate: float, start: float) -> ChainedOptimizer:
+    """Of three groups: weights and norms of the trunk, and MTP layers at half of its rate; parameters are `start`."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.tensor([start]))], **KINDS, "max_lr": rate, "min_lr": 0.0},
+        {"params": [torch.nn.Parameter(torch.tensor([start]))], **KINDS, "max_lr": rate, "min_lr": 0.0, "wd_mult": 0.0},
+        {"params": [torch.nn.Parameter(torch.tensor([start]))], **KINDS, "max_lr": rate / 2, "min_lr": 0.0},
+    ]
+    return ChainedOptimizer([FP32Optimizer(torch.optim.Adam(groups, lr=rate), OptimizerConfig(), None)])
+
+
+def test_the_state_is_loaded_and_the_rates_are_kept() -> None:
+    saved, run = optimizer(1e-3, 1.0), optimizer(1e-2, 1.0)
+    for number, group in enumerate(saved.param_groups, start=1):
+        group["params"][0].grad = torch.tensor([float(number)])
+    saved.chained_optimizers[0].optimizer.step()
+    state = saved.state_dict()
+    with pytest.raises(ValueError, match="Could not find parameter group"):
+        optimizer(1e-2, 1.0).load_state_dict(deepcopy(state))
+    keep_schedule(run)
+    run.load_state_dict(deepcopy(state))
+    assert [(group["max_lr"], group["wd_mult"]) for group in run.param_groups] == [(1e-2, 1), (1e-2, 0), (5e-3, 1)]
+    moments = [run.chained_optimizers[0].optimizer.state[group["params"][0]]["exp_avg"] for group in run.param_groups]
+    assert torch.cat(moments).tolist() == pytest.approx([0.1, 0.2, 0.3])

@@ -29,7 +29,16 @@ from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
 from megatron_mtp.model.attachment import Attachment
 from megatron_mtp.model.head import Drafted
-from megatron_mtp.model.stock import OWN, Refused, StockHead, add_block, refused_models, tied_embedding
+from megatron_mtp.model.stock import (
+    FROZEN,
+    OWN,
+    Refused,
+    StockHead,
+    add_block,
+    is_frozen,
+    refused_models,
+    tied_embedding,
+)
 
 READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
@@ -123,8 +132,9 @@ class Attached(Attachment):
                 without packed parameters; attention is that of the forward.
 
         Raises:
-            ValueError: no forward has run since the last call, the stage has no MTP layers, shapes differ, or FSDP has
-                sharded the output layer or an MTP layer by itself.
+            ValueError: no forward has run since the last call, the stage has no MTP layers, shapes differ, FSDP has
+                sharded the output layer or an MTP layer by itself, or the layers are frozen and the loss would train
+                the trunk through them.
         """
         if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")
@@ -137,7 +147,10 @@ class Attached(Attachment):
         self._check_gathered()
         packed = self._attention.packed_seq_params
         batch = Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer)
-        return loss_of_stage(self, states_SBH, batch, self.settings)
+        made = loss_of_stage(self, states_SBH, batch, self.settings)
+        if made.loss.requires_grad and is_frozen(self.model.mtp):
+            raise ValueError(FROZEN)
+        return made
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""

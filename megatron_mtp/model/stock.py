@@ -113,9 +113,8 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "attached layers, give each model a copy of it.",
         ),
         (
-            adopts and layers and not any(parameter.requires_grad for parameter in chunk.mtp.parameters()),
-            "the model's MTP layers are frozen, as PEFT leaves them; let it target their modules too, or set "
-            "requires_grad on model.mtp.",
+            adopts and layers and is_frozen(chunk.mtp),
+            FROZEN,
         ),
         (
             config.num_moe_experts is not None
@@ -128,6 +127,17 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "the model's MTP layers are not of Megatron's class; models of this package train by mtp_loss.",
         ),
     ]
+
+
+FROZEN = (
+    "the model's MTP layers are frozen, as PEFT leaves them; let it target their modules too, or set requires_grad on "
+    "model.mtp."
+)
+
+
+def is_frozen(block: torch.nn.Module) -> bool:
+    """Return whether nothing of the MTP layers is trained."""
+    return not any(parameter.requires_grad for parameter in block.parameters())
 
 
 # --- a new block -----------------------------------------------------------------------------------------------------

@@ -575,6 +575,25 @@ def test_frozen_layers_are_refused() -> None:
     attach(model)
 
 
+def test_layers_that_are_frozen_later_do_not_train_the_trunk() -> None:
+    """PEFT after attach: the trunk's adapters learned what new layers, as they were drawn, passed on."""
+    batch, models = make_batch(2), [stock("dense"), stock("dense")]
+    attached, _ = attach(models[0], 2), attach(models[1], 2, weight=0.3)
+    arguments, given = (batch["tokens"], batch["position_ids"], None), (batch["labels"], batch["loss_mask"])
+    for model in models:
+        model.requires_grad_(False)
+        model(*arguments)  # nothing is trained: a reference is measured
+    assert not attached.loss(batch["tokens"], *given).loss.requires_grad
+    for model in models:
+        model.decoder.layers[0].requires_grad_(True)
+    models[0](*arguments)
+    sentence = "MTP layers are frozen, as PEFT leaves them; let it target their modules"
+    with pytest.raises(ValueError, match=sentence):
+        attached.loss(batch["tokens"], *given)
+    with pytest.raises(ValueError, match=sentence):
+        models[1](*arguments)
+
+
 def test_a_decoder_that_returns_more_than_states_is_named() -> None:
     model, batch = stock("dense"), make_batch(2)
     model.decoder.register_forward_hook(lambda _, __, made: (made, made))

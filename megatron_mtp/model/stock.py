@@ -236,7 +236,7 @@ class StockHead:
 
     def __init__(self, model: Any) -> None:
         self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers
-        self._layers = [runner(layer) for layer in model.mtp.layers]
+        self._block = model.mtp
         self._learns_positions = model.position_embedding_type == LEARNED
 
     @property
@@ -258,7 +258,8 @@ class StockHead:
             positions = [*torch.where(batch.inside_DBS, shift_left(trunk.position_ids_BS, self.depths), 0)]
         tokens = batch.tokens_DBS, positions, trunk.embedding
         is_apart = trunk.is_apart or self.is_apart
-        return chain(self._layers, trunk.hidden_SBH, *tokens, trunk.attention, masks, is_apart), None
+        layers = [runner(layer) for layer in self._block.layers]  # here, so that a deep copy of the model runs its own
+        return chain(layers, trunk.hidden_SBH, *tokens, trunk.attention, masks, is_apart), None
 
 
 def runner(layer: Any) -> Layer:

@@ -3,6 +3,7 @@
 tests/functional/test_attached_layouts.py has the other layouts.
 """
 
+import copy
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron_single import LAMBDA, make_batch, megatron_name, our_model, relative_difference
 from stock_models import KINDS, draw, learned, loss_of_logits, packed_batch, stock
 from tiers import tiered
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -354,6 +356,20 @@ def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -
     assert model.config is config
     assert model.mtp_process
     assert "shared_embedding_or_output_weight" not in vars(model)
+
+
+def test_a_deep_copy_trains_its_own_depths() -> None:
+    """An average of the weights, say, which ran the original's; process groups cannot be copied, and are kept."""
+    model, batch = stock("dense"), make_batch(2)
+    attach(model, 2)
+    values = [
+        each for module in model.modules() for each in (*vars(module).values(), *vars(model.pg_collection).values())
+    ]
+    copied = copy.deepcopy(model, {id(each): each for each in values if isinstance(each, ProcessGroup)})
+    copied(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    copied.mtp_attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
+    assert all(each.grad is not None for each in copied.mtp.parameters())
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_settings_of_the_configuration_that_change_later_hold_in_the_forward() -> None:

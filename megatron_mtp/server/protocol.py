@@ -43,6 +43,8 @@ MAX_BODY_BYTES = 8 * 2**20
 
 TOO_LONG = f"the body has more than {MAX_BODY_BYTES} bytes; send less."
 
+UNREADABLE = "the body cannot be read; send JSON in UTF-8, without deep nesting or numbers of thousands of digits."
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
@@ -150,6 +152,8 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
         message = f"{what} is not served; this path has {allowed}."
     elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         message = TOO_LONG
+    elif error.status_code == HTTPStatus.BAD_REQUEST:
+        message = UNREADABLE
     return APIError(message, status=error.status_code)
 
 

@@ -462,11 +462,11 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "list": (b"[1]", 400, "the body is no JSON object"),
     "nan": (b'{"prompt": "ab", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
     "infinity": (b'{"prompt": "ab", "temperature": 1e999}', 400, "temperature: Input should be a finite number"),
-    "digits": (b'{"prompt": "ab", "seed": ' + b"1" * 5000 + b"}", 400, "error parsing the body"),
-    "nested": (b"[" * 100_000, 400, "pars"),
+    "digits": (b'{"prompt": "ab", "seed": ' + b"1" * 5000 + b"}", 400, "the body cannot be read; send JSON in UTF-8"),
+    "nested": (b"[" * 100_000, 400, "the body cannot be read; send JSON in UTF-8"),
     "no such letter": (b'{"prompt": "ab", "model": "\\ud800"}', 404, r"the model '\ud800' is not served"),
     "no such key": (b'{"prompt": "a", "speculative_config": {"method": "mtp", "\\udfff": 1}}', 400, r"no key '\udfff'"),
-    "not unicode": (b'{"prompt": "\xff"}', 400, "pars"),
+    "not unicode": (b'{"prompt": "\xff"}', 400, "the body cannot be read; send JSON in UTF-8"),
     "ten megabytes": (b'{"prompt": "' + b"a" * 10**7 + b'"}', 413, f"the body has more than {MAX_BODY_BYTES} bytes"),
 }
 

@@ -103,10 +103,12 @@ class DrafterRules:
     Attributes:
         source: the file of the class in the engine's repository.
         evidence: whether the engine's own counts were compared with those of our decoder.
+        latent_source: the file of its class with latent attention; None if it has none.
     """
 
     source: str
     evidence: str = READ
+    latent_source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -172,18 +174,26 @@ class Engine:
                 "(* attention, E experts); serve the checkpoint with megatron-mtp serve."
             )
 
-    def drafter(self, kind: str) -> DrafterRules:
-        """What the engine runs of a kind of drafters.
+    def drafter(self, kind: str, is_latent: bool = False) -> DrafterRules:
+        """What the engine runs of a kind of drafters, or of those of the kind with latent attention.
 
         Raises:
-            ValueError: the table has nothing of the engine for this kind.
+            ValueError: the table has nothing of the engine for these drafters.
         """
         if kind not in self.drafters:
             known = ", ".join(self.drafters) or "no kind of drafters"
             raise ValueError(
                 f"foretell has no rules of {self.title} for the drafter '{kind}'; it has them for {known}."
             )
-        return self.drafters[kind]
+        rules = self.drafters[kind]
+        if not is_latent:
+            return rules
+        if rules.latent_source is None:
+            raise ValueError(
+                f"foretell has no rules of {self.title} for the drafter '{kind}' with latent attention; it has them "
+                "for grouped queries (train --drafter without --drafter-multi-latent-attention)."
+            )
+        return DrafterRules(rules.latent_source)
 
     def evidence_of(self, family: str) -> str:
         """Whether the engine's counts were compared with these rules of a family."""
@@ -231,7 +241,7 @@ _VLLM_FAMILIES = {
     "mimo": FamilyRules(f"{_VLLM_MODELS}/mimo_mtp.py, mimo.py", embedding_first=False, trunk="before", zeroed=True),
 }
 _VLLM_DRAFTERS = {
-    "eagle3": DrafterRules(f"{_VLLM_MODELS}/llama_eagle3.py"),
+    "eagle3": DrafterRules(f"{_VLLM_MODELS}/llama_eagle3.py", latent_source=f"{_VLLM_MODELS}/deepseek_eagle3.py"),
     "eagle": DrafterRules(f"{_VLLM_MODELS}/llama_eagle.py"),
     "dflash": DrafterRules(f"{_VLLM_MODELS}/qwen3_dflash.py"),
 }
@@ -273,7 +283,9 @@ ENGINES: dict[str, Engine] = {
         },
         evidence=READ,
         drafters={
-            "eagle3": DrafterRules(f"{_SGLANG_MODELS}/llama_eagle3.py"),
+            "eagle3": DrafterRules(
+                f"{_SGLANG_MODELS}/llama_eagle3.py", latent_source=f"{_SGLANG_MODELS}/kimi_k25_eagle3.py"
+            ),
             "eagle": DrafterRules(f"{_SGLANG_MODELS}/llama_eagle.py"),
         },
     ),

@@ -68,7 +68,7 @@ def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Ca
 def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
     """Draft in our own decoder."""
     assert source.drafter is not None
-    engine.drafter(source.drafter)
+    rules = engine.drafter(source.drafter, source.is_latent)
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
     count = args.num_speculative_tokens or loaded.runner.depths
     prompts, ends = _prompts(args, tokenizer)
@@ -76,7 +76,7 @@ def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[C
         stats, new = accepted_of_drafter(loaded, prompts, args.new_tokens, count, ends, bar.update)
     if not stats.target_forwards:
         raise ValueError(DRAFTS_NOTHING)
-    return Case(engine, source.family, 0, source.drafter, count, len(prompts), new), Foretold(stats, stats, [])
+    return Case(engine, source.family, 0, source.drafter, count, len(prompts), new, rules), Foretold(stats, stats, [])
 
 
 DRAFTS_NOTHING = "the model ends every text with its first token and drafts nothing; give other --text."

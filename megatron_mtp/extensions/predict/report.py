@@ -11,7 +11,7 @@ from typing import Any
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.extensions.predict.acceptance import Cause, Foretold
-from megatron_mtp.extensions.predict.engines import Engine
+from megatron_mtp.extensions.predict.engines import DrafterRules, Engine
 
 WIDTH = 100
 
@@ -26,6 +26,7 @@ class Case:
         drafter: the kind of the drafter; None where MTP layers draft.
         count: K, drafts a round.
         prompts, new: texts and the tokens that were counted in all of them.
+        rules: the engine's class of the drafter; None where MTP layers draft.
     """
 
     engine: Engine
@@ -35,6 +36,7 @@ class Case:
     count: int
     prompts: int
     new: int
+    rules: DrafterRules | None = None
 
     @property
     def limit(self) -> int | None:
@@ -44,7 +46,7 @@ class Case:
     @property
     def evidence(self) -> str:
         """Whether the engine's counts were compared with what is foretold."""
-        return self.engine.drafter(self.drafter).evidence if self.drafter else self.engine.evidence_of(self.family)
+        return self.engine.evidence_of(self.family) if self.rules is None else self.rules.evidence
 
 
 def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
@@ -136,8 +138,10 @@ def _cells(found: AcceptanceStats, count: int) -> list[str]:
 
 
 def _causes(case: Case, foretold: Foretold) -> str:
+    if case.rules is not None:
+        return f"It feeds the drafter as training does ({case.engine.repository}: {case.rules.source})."
     if not foretold.causes:
-        return f"It feeds the {'drafter' if case.drafter else 'depths'} as training does."
+        return "It feeds the depths as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
     for cause in foretold.causes:
         gained = cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward

@@ -34,11 +34,15 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where MTP layers draft."""
+    """A checkpoint, the `model_type` of its export, and the kind of its drafter; None where MTP layers draft.
+
+    `is_latent` says whether the drafter has latent attention.
+    """
 
     checkpoint: Path
     family: str
     drafter: str | None = None
+    is_latent: bool = False
 
 
 @contextmanager
@@ -59,7 +63,8 @@ def opened(path: Path, family: str | None, tokenizer: Path | None, trust_remote_
         reader = DistReader(path)
         form, args = form_of(reader, None, family, tokenizer, trust_remote_code), reader.common()["args"]
         drafter = None if stands_beside(args) else getattr(args, "drafter", None)
-        yield Source(path, _family(HFConfig.from_keys(form.keys)), drafter)
+        is_latent = getattr(args, "drafter_multi_latent_attention", None) is not None
+        yield Source(path, _family(HFConfig.from_keys(form.keys)), drafter, is_latent)
     elif (path / CONFIG).is_file():
         if family is not None:
             raise ValueError(f"--family is '{family}', but {path} is a Hugging Face folder; leave --family out.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_folders import OWN_LATENTS, make_drafter, make_trunk
 from hf_models import make
 from hybrid_single import our_hybrid
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -480,7 +481,7 @@ def test_a_drafter_is_foretold_or_refused_by_its_kind(
     assert status == 0
     assert "(run: tests/functional/test_drafters_in_llama_cpp.py)" in shown
     assert "llama with an EAGLE-3 drafter, 7 drafts a round" in shown
-    assert "It feeds the drafter as training does." in shown
+    assert "It feeds the drafter as training does (ggml-org/llama.cpp: common/speculative.cpp)." in shown
     status, _, said = told(capsys, *given, "--engine", "transformers")
     assert status == 2
     assert "no rules of transformers 5.23 for the drafter 'eagle3'; it has them for no kind of drafters" in said
@@ -505,6 +506,23 @@ def test_a_drafter_is_foretold_by_our_own_decoder(
         == "vllm llama eagle3 7".split()
     )
     assert row["depths"] == 0
+
+
+def test_a_drafter_with_latent_attention_has_a_class_of_its_own(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama's class was named for it, with the evidence of a run that had no latent attention."""
+    _, trunk = make_trunk(tmp_path, vocab_size=258)
+    _, made = make_drafter(tmp_path, "eagle3-latents", trunk, OWN_LATENTS)
+    given = (made, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
+    for engine, file in (("vllm", "deepseek_eagle3.py"), ("sglang", "kimi_k25_eagle3.py")):
+        status, shown, _ = told(capsys, *given, "--engine", engine)
+        assert status == 0
+        assert "(read in its source)" in shown
+        assert f"/{file})." in shown
+    status, _, said = told(capsys, *given, "--engine", "llama.cpp")
+    assert status == 2
+    assert "no rules of llama.cpp of October 2026 for the drafter 'eagle3' with latent attention" in said
 
 
 def test_every_kind_of_drafters_in_the_table_is_one_of_ours() -> None:

@@ -354,6 +354,15 @@ def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool)
     assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
+def scaled_values(scale: float | None) -> dict[str, Any]:
+    """ZLAB as the drafter of MiMo-V2.5, whose values are multiplied by a number."""
+    return {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "attention_value_scale": scale}}
+
+
+def test_values_that_nothing_scales_are_read(tmp_path: Path) -> None:
+    assert read(tmp_path, scaled_values(None), QWEN35).kind == read(tmp_path, scaled_values(1.0), QWEN35).kind
+
+
 @pytest.mark.parametrize("keys", [ZLAB, DSPARK], ids=["DFlash", "DSpark"])
 def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, Any]) -> None:
     form = read(tmp_path, keys, QWEN35 if keys is ZLAB else GLM)
@@ -413,6 +422,8 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
     [
         ({**ZLAB, "norm_before_residual": True}, QWEN35, "norm_before_residual"),
         ({**SPECULATORS, "norm_before_fc": True}, QWEN3, "norm_before_fc"),
+        ({**KIMI_OUTPUTS, "use_aux_norm": True}, KIMI_K2, "use_aux_norm, a form"),
+        (scaled_values(0.612), QWEN35, "attention_value_scale, a form"),
         ({**SPECULATORS, "target_hidden_size": 5120}, QWEN3, "target_hidden_size 5120, and the trunk 4096"),
         ({**DSPARK, "has_embed_tokens": True, "has_lm_head": False}, GLM, "has_embed_tokens"),
         ({**DSPARK, "aux_hidden_stream": "attn_res"}, GLM, "aux_hidden_stream"),

@@ -55,7 +55,8 @@ ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attentio
 VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"
 FOLDER_HEAD, LISTS = "lm_head.weight", ("d2t", "t2d")
 OTHER_FORMS: dict[str, Any] = {
-    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), False),
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output"), False),
+    "attention_value_scale": 1,
     **dict.fromkeys(("attention_bias", "mlp_bias", "has_embed_tokens"), False),
     **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),

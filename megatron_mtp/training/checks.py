@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -561,6 +562,21 @@ def check_precision(args: Namespace) -> None:
             f"--fp8-format is {args.fp8}, which Megatron computes with Transformer Engine alone, and that is not here; "
             "drop the flag."
         )
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder of --save, which Megatron makes at the first save (crash, after the steps to it).
+
+    Raises:
+        ValueError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"--save is {folder}, which cannot be written ({error.strerror}); give another folder."
+        ) from None
 
 
 def check_hub(args: Namespace) -> None:

@@ -32,7 +32,7 @@ from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.runtime import check_device
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at
-from megatron_mtp.training.checks import check_precision
+from megatron_mtp.training.checks import check_precision, check_writable
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics, Reporter, Step
@@ -56,6 +56,8 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
         if not args.skip_train and args.train_iters is None and args.train_samples is None:
             raise ValueError("neither --train-iters nor --train-samples was given; say how long the run is.")
         config = pretrain_cfg_container_from_args(args, model_config)
+        if args.save is not None and not args.skip_train and "://" not in args.save:
+            check_writable(Path(args.save))
     if (best := ended_run(args)) is not None:
         if args.rank == 0:
             best.settle(Path(args.save))

@@ -48,6 +48,13 @@ def refusal(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_a_run_that_could_not_save_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(f"{ROPE} {MOCK} {DEPTHS} --save /proc/nowhere --save-interval 9", monkeypatch, capsys)
+    assert "--save is /proc/nowhere, which cannot be written (No such file or directory); give another folder." in said
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -354,6 +354,14 @@ def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool)
     assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
+def test_an_eagle3_drafter_of_five_layers_is_refused_for_their_number(tmp_path: Path) -> None:
+    keys = {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": [2, 10, 18, 26, 33]}
+    with pytest.raises(
+        ValueError, match=r"reads 5 layers \(2 10 18 26 33\), and an EAGLE-3 drafter here reads 3; give"
+    ):
+        read(tmp_path, keys, QWEN3)
+
+
 def scaled_values(scale: float | None) -> dict[str, Any]:
     """ZLAB as the drafter of MiMo-V2.5, whose values are multiplied by a number."""
     return {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "attention_value_scale": scale}}

@@ -449,6 +449,11 @@ def kind_in(
         found = codec.layers(keys, layers, count)
     except ValueError as error:
         raise ValueError(f"{path / CONFIG} {error}") from None
+    if row.reads is not None and len(found) != row.reads:
+        raise ValueError(
+            f"{path / CONFIG} reads {len(found)} layers ({' '.join(map(str, found))}), and {row.called} here reads "
+            f"{row.reads}; give another."
+        )
     if not row.can_read(found, layers):
         raise ValueError(
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "

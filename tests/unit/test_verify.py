@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import make, read, write
+from hf_models import MODELS, make, read, write
 from judged_models import (
     PLAIN,
     QUIET,
@@ -32,6 +32,7 @@ from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
+from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import Check, acceptance, reference_logits, round_trip, verify
 from megatron_mtp.cli.convert import main
 
@@ -289,3 +290,19 @@ def test_depths_that_no_reference_describes_are_not_compared(
     last = verify(folder, tmp_path / "mcore")[-1]
     assert (last.name, last.made) == ("logits of the MTP layers not compared", False)
     assert last.witness == "nothing tells transformers how GLM-4 MoE stores its MTP layers (reference_forms.py)"
+
+
+def test_experts_of_a_depth_may_stand_apart_or_in_two_tensors(tmp_path: Path) -> None:
+    """transformers loads a depth of the whole Qwen3.5 with stacked experts alone."""
+    model = replace(MODELS["intern_s2_preview"], keys={}, named=lambda tensors: tensors)
+    folder = make(tmp_path / "hf", model, 1)
+    tensors, part = read(folder), "mtp.layers.0.mlp.experts."
+    apart = all_logits(folder, torch.arange(12).unsqueeze(0))
+    own = {name: [tensors.pop(f"{part}{e}.{name}_proj.weight") for e in range(6)] for name in ("gate", "up", "down")}
+    pairs = zip(own["gate"], own["up"], strict=True)
+    tensors[f"{part}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    tensors[f"{part}down_proj"] = torch.stack(own["down"])
+    write(folder, tensors)
+    stacked = all_logits(folder, torch.arange(12).unsqueeze(0))
+    assert sorted(apart) == ["depth 1", "trunk"]
+    assert all(torch.equal(apart[name], stacked[name]) for name in stacked)

@@ -195,13 +195,27 @@ def _alone(prefixes: dict[str, str]) -> Callable[[Any, FolderTensors], FolderTen
     return named
 
 
+def _stacked(config: Any, tensors: FolderTensors) -> FolderTensors:
+    """Experts of the depth as transformers' class holds them, in two tensors: published folders may have each apart."""
+    experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
+    out = dict(tensors)
+    for name in tensors:
+        if found := re.fullmatch(r"mtp\.layers\.0\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            experts[found[2]][int(found[1])] = out.pop(name)
+    if experts["gate"]:
+        gate, up, down = (torch.stack([own[index] for index in sorted(own)]) for own in experts.values())
+        out["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        out["mtp.layers.0.mlp.experts.down_proj"] = down
+    return out
+
+
 _NUMBERED = "model.layers.{n}."
 _HALVES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
 _DEEPSEEK = _under(_NUMBERED, **_HALVES, norm="shared_head.norm", embedding="embed_tokens", head="shared_head.head")
 _QWEN = _under("mtp.", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", norm="norm")
 _MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
 _NEMOTRON = {**_under("mtp.layers.{first}.", **_HALVES), "norm": "mtp.layers.{last}.final_layernorm.weight"}
-_QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN)
+_QWEN_FORM = DepthForm("mtp.layers.{k}.", _QWEN, named=_stacked)
 _OCR = "model.language_model.layers.{n}."
 _BAILING_FORM = DepthForm(
     _NUMBERED,

@@ -249,7 +249,7 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     """The model's arguments that `--use-checkpoint-args` finds, as defaults; Megatron's own misses latent attention.
 
     Raises:
-        ValueError: the checkpoint is a conversion of a model that Megatron cannot run.
+        ValueError: Megatron cannot run the converted model, or `--vocab-size` is less than its tokens.
     """
     if not (args.use_checkpoint_args and checkpoint_exists(args.load)):
         return {}
@@ -259,6 +259,11 @@ def checkpoint_arguments(args: Namespace) -> dict[str, Any]:
     found = DistReader(folder).common()["args"]
     check_trainable(found, f"--load {args.load}")
     stored = {name: value for name, value in vars(found).items() if name in MODEL_ARGUMENTS and value is not None}
+    if args.vocab_size is not None and args.vocab_size < stored.get("vocab_size", 0):
+        raise ValueError(
+            f"--vocab-size is {args.vocab_size}, but the model of --load has {stored['vocab_size']} tokens, and the "
+            "softmax of training would leave out the last ones; drop the flag, whose value --use-checkpoint-args finds."
+        )
     pattern = stored.get("hybrid_layer_pattern")
     if pattern is not None and pattern.count(Symbols.PIPE) + 1 != args.pipeline_model_parallel_size:
         stored["hybrid_layer_pattern"] = without_stages(pattern)  # Megatron then cuts the trunk evenly

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.matrix
 
 RUN = (
     "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 4 --seq-length 32 --train-iters 1 --lr 1e-4 "
-    "--log-interval 1 --eval-interval 100 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 95 "
+    "--log-interval 1 --eval-interval 100 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
     "--moe-token-dispatcher-type allgather --verbose"
 )
 LAYOUTS = {

@@ -171,6 +171,15 @@ def test_rows_that_no_token_has_are_kept_when_a_converted_model_is_trained(tmp_p
 
 
 @pytest.mark.usefixtures("megatron")
+def test_a_vocabulary_smaller_than_that_of_the_converted_model_is_refused(tmp_path: Path) -> None:
+    converted = trained(tmp_path / "converted", vocabulary=300)
+    words = ["--use-checkpoint-args", "--load", str(converted), "--vocab-size"]
+    assert checkpoint_arguments(parse_flags([*words, "300"]))["vocab_size"] == 300
+    with pytest.raises(ValueError, match="--vocab-size is 299, but the model of --load has 300 tokens"):
+        checkpoint_arguments(parse_flags([*words, "299"]))
+
+
+@pytest.mark.usefixtures("megatron")
 def test_without_a_tokenizer_nothing_is_made_up(tmp_path: Path) -> None:
     keys = export(trained(tmp_path / "mcore", vocabulary=None), tmp_path / "hf")
     assert keys["vocab_size"] == 384  # all rows: 300 padded to a multiple of 128

@@ -47,6 +47,7 @@ def worker(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
         given, printed = process.stdin, process.stdout
 
         def record_of(*job: Any) -> Record:
+            assert process.poll() is None, log.read_text()[-3000:]
             print(json.dumps(job), file=given, flush=True)
             record: Record = json.loads(printed.readline() or "{}")
             assert record, log.read_text()[-3000:]

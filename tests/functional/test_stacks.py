@@ -86,6 +86,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
             if framework not in workers:
                 command = [sys.executable, str(Path(__file__).with_name("stack_worker.py")), framework]
                 environment = with_modules(ENVIRONMENTS / framework, ROOT, ROOT / "tests")
+                environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's thread, before forks
                 workers[framework] = ending.enter_context(worker(command, environment, logs / framework))
             return workers[framework](job, *map(str, (folder, corpus, out)), head)
 

@@ -81,7 +81,7 @@ RUN = (
 FROM_FOLDER = (
     "--use-checkpoint-args --finetune --micro-batch-size 2 --global-batch-size 4 --seq-length 64 "
     "--lr 3e-3 --eval-interval 1000 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --moe-token-dispatcher-type allgather"
+    "--moe-token-dispatcher-type allgather"
 )
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -95,7 +95,7 @@ SIZES: dict[str, Any] = {
 ROUTED = {"moe_intermediate_size": 32}
 IMPORTED: dict[str, tuple[int, dict[str, Any]]] = {
     "glm4_moe_lite": (12, {**ROUTED, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}),
-    "hy_v3": (40, {**ROUTED, "first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True}),
+    "hy_v3": (36, {**ROUTED, "first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True}),
 }
 """Kind of `hf_models`, which is the family's name, to training steps, after which some drafts are accepted and not all,
 and changes of its configuration; those of hy_v3 are keys that vLLM reads and transformers does not write."""
@@ -179,7 +179,7 @@ def test_vllm_accepts_what_is_foretold_of_a_hybrid_and_of_its_drafter(tmp_path: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: Path) -> None:
-    """The same tokens, and within a point the same part of the drafts, beside the exported trunk."""
+    """The same tokens and accepted drafts beside the exported trunk, up to those that reach beyond the text's end."""
     trunk, saved, exported, beside = (tmp_path / name for name in ("trunk", "saved", "exported", "beside"))
     common = ["--num-layers", "8", *RUN.replace("--mtp-num-layers 3", "").split()]
     for flags in (["--save", str(trunk)], ["--load", str(trunk), "--save", str(saved), *KINDS[kind].split()]):
@@ -192,11 +192,14 @@ def test_vllm_accepts_of_a_drafter_what_our_engine_accepts(kind: str, tmp_path: 
 
 
 def agrees_with_our_engine(kind: str, each: dict[str, Any], runner: Runner) -> None:
+    """The last rounds differ: vLLM makes all drafts, we make as many as there are tokens left to write."""
     ours = generate(runner, [PROMPT], NEW, speculative={"method": kind, "num_speculative_tokens": each["drafts"]})
     theirs, stats = sum(each["accepted_per_position"]), ours.stats
     print(f"{kind}: {theirs} of {each['proposed']}; ours {stats.accepted} of {stats.drafted}")
     assert each["tokens"] == [*PROMPT, *ours.token_ids[0]]
-    assert theirs / each["proposed"] == pytest.approx(stats.accepted / stats.drafted, abs=0.01)
+    count = each["drafts"]
+    assert each["proposed"] == pytest.approx(stats.drafted, abs=sum(range(1, count + 1)))
+    assert theirs == pytest.approx(stats.accepted, abs=count)
     assert theirs
 
 

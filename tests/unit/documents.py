@@ -25,6 +25,7 @@ ENGINES = {
     "docker": "--build-arg --tag --rm --init --user --volume --gpus --entrypoint --nproc-per-node",
     "llama-server": "--model --spec-type --spec-draft-n-max --spec-draft-p-min",
     "scancel": "--signal",
+    "srun": "--kill-on-bad-exit",
     "python convert_trained.py": "--outtype --outfile",
     "pip wheel": "--no-deps --no-build-isolation",
     "python -m pip download": "--constraint --dest",

@@ -79,14 +79,14 @@ MAKES = {"": ("data", "exported"), "attach": ("runs/three",), "convert": ("expor
 
 TRAINING = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 383 --train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
+    "--train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 "
     "--moe-token-dispatcher-type allgather"
 )
 """What documents call the flags of batches, schedule and data."""
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 256 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    f"--untie-embeddings-and-output-weights {TRAINING}"
+    f"--untie-embeddings-and-output-weights --vocab-size 383 {TRAINING}"
 )
 """What documents call the flags of a launch line."""
 

@@ -5,7 +5,7 @@ A stage keeps its class and its modules; the last one gets a block of Megatron's
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -156,11 +156,10 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
     config.mtp_num_layers = depths
     if chunk.post_process:
         with _fork_rng(), _initializing(config):
-            try:
+            with ExitStack() as undo:
+                undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
                 chunk.mtp = _new_block(chunk, depths, block)
-            except Exception:
-                config.mtp_num_layers = None  # so that another call can attach
-                raise
+                undo.pop_all()
             if not tied:
                 attach_embedding(chunk)
         like = next(chunk.decoder.parameters())

@@ -223,6 +223,7 @@ class DecodeBatch:
     def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors) -> None:
         self.sequences, self.method, self._kept = sequences, seqs[0].method, kept
         self._auto: AutoK | None = None
+        self._timed: int | None = None  # K of the last step, if its time is one of those to come
         self._graphed: GraphedStep | None = None
         self._rows: list[Sequence] = seqs
         self._select([*range(len(seqs))])
@@ -245,6 +246,7 @@ class DecodeBatch:
         if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
             for number in numbers & rows.keys():
                 self.sequences.end(rows[number])
+            self._auto = auto_of(self.method, len(staying))
         else:
             self._select(staying)
 
@@ -255,7 +257,6 @@ class DecodeBatch:
 
     def choose(self) -> int:
         """K of the next step."""
-        self._auto = auto_of(self.method, len(self.seqs))
         return self.method.count if self._auto is None else self._auto.choose()
 
     def step(self) -> list[Update]:
@@ -273,9 +274,13 @@ class DecodeBatch:
             if sequences.live[row]
         ]
         stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
-        if self._auto is not None and (graphed is None or graphed.is_steady):
-            self._auto.learn(count, stats)
+        self._timed = count if graphed is None or graphed.is_steady else None
         return updates
+
+    def learn(self, seconds: float) -> None:
+        """Tell automatic K what the last step took, the engine's own work included: a larger K needs fewer steps."""
+        if self._auto is not None and self._timed is not None:
+            self._auto.learn(self._timed, self.stats, seconds - self.stats.drafter_seconds - self.stats.target_seconds)
 
     def give(self, row: int, gained: list[int], depth: int, draft: Draft) -> Update:
         """Emit and count what a step gave one sequence, from a draft of this depth."""
@@ -306,6 +311,7 @@ class DecodeBatch:
             self._rows, sequences.live = [], []
             return
         own = seqs[0].method
+        self._auto = auto_of(own, len(seqs))
         proposer, sampling = own.proposer, sampling_of([seq.request.sampling for seq in seqs])
         records = (
             isinstance(sampling, Sampling)
@@ -341,7 +347,10 @@ def auto_of(method: Method, seqs: int) -> AutoK | None:
     if not method.auto:
         return None
     measured: dict[tuple[SpeculativeConfig, int], AutoK] = method.proposer.runner.auto_counts
-    return measured.setdefault((method.config, _few_sizes(max(seqs, 1))), AutoK(method.count, method.proposer.at_once))
+    kind = method.config, _few_sizes(max(seqs, 1))
+    if kind not in measured:
+        measured[kind] = AutoK(method.count, method.proposer.at_once)
+    return measured[kind]
 
 
 def _few_sizes(seqs: int) -> int:

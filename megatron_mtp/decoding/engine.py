@@ -9,6 +9,7 @@ ranks may not have failed, and their collectives would meet those of another ste
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -94,6 +95,7 @@ class Engine:
         if self.is_torn:
             raise RuntimeError("an update of the weights has failed half-way; update them again, whole.")
         updates: list[Update] = []
+        began = time.perf_counter()
         for batch in self.scheduler.schedule():
             seqs = [*batch.seqs]
             known = {seq.number: len(seq.tokens) for seq in seqs}
@@ -104,6 +106,10 @@ class Engine:
                 if drafts and (warning := self.runner.alarm.learn(batch.stats)) is not None:
                     _logger.warning("%s", warning)
                 self.scheduler.accept(batch, gained)
+                ended = time.perf_counter()
+                if isinstance(batch, DecodeBatch):
+                    batch.learn(ended - began)
+                began = ended
             except Exception as error:
                 ranks = self.runner.model.config.tensor_model_parallel_size  # which may differ in what has failed
                 if not self.settings.contains_errors or isinstance(error, torch.AcceleratorError) or ranks > 1:

@@ -8,16 +8,16 @@ tokens in the time of K drafts and one forward of K + 1 rows. Both are measured 
 While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as drafting has
 cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
 emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
-The measurements hold for all batches of one size that a model generates.
+The measurements hold for all batches of one size that a model generates. A time is the lower quartile of the last ones,
+without a K's first step, so that neither what is prepared or compiled nor other load on the machine decide.
 """
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from statistics import median
 from typing import Any
 
 import torch
@@ -72,11 +72,26 @@ MAX_TRIED_DRAFTS = 6
 RECENT = 32
 """Steps of each kind whose times are remembered."""
 
+STALE = 12
+"""Steps after which the times of a K give way to its next one, since other load on the machine comes and goes."""
+
+TRIED_STEPS = 3
+"""Steps of a K that is tried. The first one is not timed: it takes longer, as what was prepared is of another K."""
+
+PLAIN_AGAIN = 200
+"""Steps with drafts after which plain ones are timed again."""
+
 MEMORY = 0.97
 """The weight of earlier acceptances after one more step with drafts."""
 
 FIRST_DRAFTS = 2
 """K of the first steps; more where they show that more may pay."""
+
+FIRST_STEPS = (1, 1, 1, 0, 0, 0)
+"""Which of the first steps draft."""
+
+MOST_HELD = 15
+"""Steps without another choice where K was chosen several times in a row: choosing takes as long as a small draft."""
 
 FIRST_REST_STEPS = 16
 """Plain steps before the first trial; every further rest is twice as long."""
@@ -294,13 +309,17 @@ class AutoK:
     _offers: list[float] = field(default_factory=list)
     _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=RECENT)))
     _draft: deque[float] = field(default_factory=partial(deque, maxlen=RECENT))
+    _timed_at: dict[int, int] = field(default_factory=dict)
     _behind: int = 1
     _caught_up: tuple[float, int, int] = (0.0, 0, 1)
     _elapsed: float = 0.0
     _drafting: float = 0.0
     _worth: float = 0.0
     _steps: int = 0
-    _rest: int = 0
+    _last: int | None = None
+    _count: int = 0
+    _held: int = 0
+    _span: int = 0
     _pause: int = FIRST_REST_STEPS
     _rests: bool = False
 
@@ -311,34 +330,40 @@ class AutoK:
     @property
     def rests(self) -> bool:
         """True if the next step is plain whatever it would take; the same on all ranks."""
-        return self._rest > 0
+        return self._held > 0 and self._count == 0
 
     def choose(self) -> int:
         """K of the next step; with several ranks the first one's choice, since their clocks differ."""
-        if self._rest:
-            self._rest -= 1
-            return 0
-        count, self._rest = self._plan()
+        if self._held:
+            self._held -= 1
+            return self._count
+        self._count, self._held = self._plan()
         if torch.distributed.get_world_size() > 1:
-            agreed = torch.tensor([count, self._rest], device=torch.cuda.current_device())
+            agreed = torch.tensor([self._count, self._held], device=torch.cuda.current_device())
             torch.distributed.broadcast(agreed, 0)
-            count, self._rest = agreed.tolist()
-        return count
+            self._count, self._held = agreed.tolist()
+        return self._count
 
-    def learn(self, count: int, step: AcceptanceStats) -> None:
-        """Take in what one step with K = `count` took and gave."""
-        drafter, seconds = step.drafter_seconds, step.drafter_seconds + step.target_seconds
-        self._elapsed += seconds
+    def learn(self, count: int, step: AcceptanceStats, overhead: float = 0.0) -> None:
+        """Take in what one step with K = `count` took and gave, and the seconds that the engine took around it."""
+        drafter, target = step.drafter_seconds, step.target_seconds + overhead
+        self._elapsed += drafter + target
         self._steps += 1
-        if self._steps > 1:  # the first step of all takes longer
-            self._target[count].append(step.target_seconds)
+        if count == self._last:
+            if self._steps > self._timed_at.get(count, 0) + STALE:
+                self._target[count].clear()
+            self._target[count].append(target)
+            self._timed_at[count] = self._steps
+        self._last = count
         if count == 0:
             self._behind += 1
             return
         self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, step.accepted_at, fillvalue=0)]
         self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, step.offered_at, fillvalue=0)]
-        self._drafting += seconds
-        self._worth += step.emitted / max(step.target_forwards, 1)
+        self._drafting += drafter
+        if self._steps > 1:
+            self._drafting += target
+            self._worth += step.emitted / max(step.target_forwards, 1)
         if self._behind > 1:
             self._caught_up = drafter, count, self._behind
         else:
@@ -347,7 +372,7 @@ class AutoK:
 
     def rates(self) -> list[float]:
         """Tokens a second that K = 0 .. most promise."""
-        draft = median(self._draft)
+        draft = _usual(self._draft)
         tokens, reached, rates = 1.0, 1.0, [1 / self._target_seconds(0)]
         for count, chance in enumerate(self._chances(), start=1):
             reached *= chance
@@ -356,21 +381,24 @@ class AutoK:
         return rates
 
     def _plan(self) -> tuple[int, int]:
-        """K of the next step, and how many plain steps follow it without another choice."""
+        """K of the next step, and how many further steps have it without another choice."""
         if self._rests:
             missing = self._missing_seconds()
             if missing > 0:
                 return 0, max(self._pause - 1, int(min(missing / self._target_seconds(0), MAX_REST_STEPS)))
             self._pause, self._rests = 2 * self._pause, False
-            return 1, 0
+            return 1, TRIED_STEPS - 1
         few = min(self.most, FIRST_DRAFTS)
-        if self._steps < 4:
-            return (few, few, 0, 0)[self._steps], 0
+        if self._steps < len(FIRST_STEPS):
+            return few * FIRST_STEPS[self._steps], 0
         if not self._draft:
             return few, 0  # the first draft's time is that of its catching up
+        if self._steps > self._timed_at[0] + PLAIN_AGAIN:
+            return 0, TRIED_STEPS - 1
         if best := self._best():
             self._pause = FIRST_REST_STEPS
-            return best, 0
+            self._span = min(2 * self._span + 1, MOST_HELD) if best == self._count else TRIED_STEPS - 1
+            return best, self._span
         self._rests = True
         return 0, self._pause - 1
 
@@ -388,12 +416,12 @@ class AutoK:
         return (lost + self._price()) / SHARE - self._elapsed
 
     def _price(self) -> float:
-        """Seconds of one more draft and of the rows that the drafter has to catch up on, as the last ones took."""
+        """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
         if not self._draft:
             return float("inf")
-        draft = median(self._draft)
+        draft = _usual(self._draft)
         seconds, count, rows = self._caught_up
-        return draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
+        return TRIED_STEPS * draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
 
     def _passes(self, count: int) -> int:
         """Passes of a draft; all take the same time."""
@@ -403,14 +431,21 @@ class AutoK:
         """Seconds of a forward of K + 1 rows; interpolated between measured K."""
         below = max((known for known in self._target if known <= count), default=min(self._target))
         above = min((known for known in self._target if known >= count), default=max(self._target))
-        low = median(self._target[below])
+        low = _usual(self._target[below])
         if above == below:
             return low
-        return low + (median(self._target[above]) - low) * (count - below) / (above - below)
+        return low + (_usual(self._target[above]) - low) * (count - below) / (above - below)
 
     def _chances(self) -> list[float]:
-        """Conditional acceptance of every position; one in two before any was offered."""
+        """Conditional acceptance of every position. The prior is that of the position before, and 0.5 for the first."""
         hits = [*self._hits, *[0] * self.most]
         offers = [*self._offers, *[0] * self.most]
-        reached = [offers[0], *hits]
-        return [(hits[place] + 0.5) / (min(reached[place], offers[place]) + 1) for place in range(self.most)]
+        reached, chances = [offers[0], *hits], [0.5]
+        for place in range(self.most):
+            chances.append((hits[place] + chances[-1]) / (min(reached[place], offers[place]) + 1))
+        return chances[1:]
+
+
+def _usual(times: Collection[float]) -> float:
+    """The lower quartile: other load on the machine makes steps longer, and never shorter."""
+    return sorted(times)[len(times) // 4]

@@ -9,10 +9,12 @@ from drafting_single import model_of
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.method import FIRST_REST_STEPS, SHARE, AutoK
+from megatron_mtp.decoding.method import FIRST_REST_STEPS, FIRST_STEPS, SHARE, TRIED_STEPS, AutoK
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
+TRIED = [step for step, drafts in enumerate(FIRST_STEPS) if drafts]
+"""The first steps with drafts."""
 
 
 @dataclass
@@ -21,6 +23,8 @@ class Machine:
 
     Attributes:
         accepts: how many of K drafts are right at a step.
+        slower: what a step takes more, by its number: code that is loaded or compiled at its first use.
+        overhead: of the engine, in every step.
     """
 
     accepts: Callable[[int, int], int]
@@ -28,6 +32,8 @@ class Machine:
     row: float = 0.02
     behind: float = 0.02
     prompt: int = 32
+    slower: tuple[float, ...] = ()
+    overhead: float = 0.0
 
     def run(self, auto: AutoK, tokens: int) -> tuple[float, list[int]]:
         """Seconds over those of plain decoding, where a forward takes 1; K of every step."""
@@ -36,12 +42,12 @@ class Machine:
         while emitted < tokens:
             count = auto.choose()
             drafter = count * self.draft + (missing * self.behind if count else 0)
-            target = 1 + count * self.row
+            target = 1 + count * self.row + sum(self.slower[len(counts) : len(counts) + 1])
             missing = 0 if count else missing + 1
             right = min(self.accepts(len(counts), count), count)
-            auto.learn(count, step_of(drafter, target, count, right))
+            auto.learn(count, step_of(drafter, target, count, right), self.overhead)
             emitted += right + 1
-            seconds += drafter + target
+            seconds += drafter + target + self.overhead
             counts.append(count)
         return seconds / emitted, counts
 
@@ -72,8 +78,10 @@ def test_a_drafter_that_is_never_right_costs_two_percent_at_most(draft: float, b
 def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
     _, counts = Machine(never, behind=0.0).run(AutoK(2), 5000)
     drafted = [step for step, count in enumerate(counts) if count]
-    assert drafted[:2] == [0, 1]
-    rests = [later - earlier for earlier, later in pairwise(drafted[1:])]
+    assert drafted[: len(TRIED)] == TRIED
+    gaps = [later - earlier for earlier, later in pairwise(drafted[len(TRIED) - 1 :])]
+    rests = [gap for gap in gaps if gap > 1]
+    assert len(gaps) == TRIED_STEPS * len(rests)
     assert len(rests) >= 3
     assert all(rest >= FIRST_REST_STEPS * 2**number for number, rest in enumerate(rests))
 
@@ -84,27 +92,60 @@ def test_a_clock_that_jitters_ends_no_rest() -> None:
     auto.fall_behind(32)
     for step in range(300):
         counts.append(auto.choose())
-        slow = 1.5 if step > 3 else 1.0  # the two steps with drafts seem fast from then on
+        slow = 1.5 if step >= len(FIRST_STEPS) else 1.0  # the steps with drafts seem fast from then on
         auto.learn(counts[-1], step_of(0.2 * counts[-1] + 0.6 * (step == 0), slow, counts[-1], 0))
-    assert sum(counts[:4]) == 4
-    assert sum(counts[4 + FIRST_REST_STEPS :]) <= 3
+    assert counts[: len(FIRST_STEPS)] == [2 * drafts for drafts in FIRST_STEPS]
+    assert sum(counts[len(FIRST_STEPS) + FIRST_REST_STEPS :]) <= 3
 
 
 def test_a_drafter_that_needs_much_to_catch_up_never_drafts_again() -> None:
     _, counts = Machine(never, behind=0.05).run(AutoK(2), 3000)
-    assert not any(counts[2:])
+    assert not any(counts[len(TRIED) :])
 
 
 def test_a_text_that_becomes_easy_is_drafted_again() -> None:
     _, counts = Machine(lambda step, count: count if step > 500 else 0, behind=0.001).run(AutoK(2), 4000)
     assert counts[-1] == 2
-    assert sum(counts[2:500]) <= 4
+    assert sum(counts[len(TRIED) : 500]) <= 4 * TRIED_STEPS
 
 
 def test_a_drafter_that_is_right_is_used_from_the_first_step() -> None:
     cost, counts = Machine(lambda _, count: count).run(AutoK(2), 128)
-    assert counts == [2, 2, 0, 0, *[2] * (len(counts) - 4)]
+    first = [2 * drafts for drafts in FIRST_STEPS]
+    assert counts == [*first, *[2] * (len(counts) - len(first))]
     assert cost < 0.55
+
+
+def test_first_steps_that_load_code_do_not_end_drafting() -> None:
+    """Of a process the first step is many times as long, and the second one, with drafts for the first time, twice."""
+    _, counts = Machine(lambda _, count: count, slower=(20, 1.5)).run(AutoK(2), 128)
+    assert all(counts[len(FIRST_STEPS) :])
+
+
+def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
+    """Plain steps that become fast are noticed."""
+    auto, counts = AutoK(2), list[int]()
+    for step in range(1000):
+        counts.append(auto.choose())
+        plain = 1.0 if step < 300 else 0.25
+        auto.learn(counts[-1], step_of(0.1 * counts[-1], 1.0 if counts[-1] else plain, counts[-1], counts[-1]))
+    assert all(counts[len(FIRST_STEPS) : 200])
+    assert sum(counts[-200:]) <= 2 * TRIED_STEPS
+
+
+def test_time_of_the_engine_speaks_for_more_drafts() -> None:
+    """At 0.8 a draft, and 0.3 of them right beyond the first, the second draft pays if a step costs the engine much."""
+
+    def taught(overhead: float) -> int:
+        auto = AutoK(2)
+        for _ in range(20):
+            count = auto.choose()
+            stats = AcceptanceStats(1, 1, [950, 500], [1000, 950], target_seconds=1.0, drafter_seconds=0.5 * count)
+            auto.learn(count, stats, overhead)
+        return auto.choose()
+
+    assert taught(0.0) == 1
+    assert taught(1.0) == 2
 
 
 def test_more_drafts_are_tried_where_the_first_ones_are_right() -> None:
@@ -116,7 +157,7 @@ def test_more_drafts_are_tried_where_the_first_ones_are_right() -> None:
 def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
     """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
     auto, rates = AutoK(len(accepted)), [round(1000 * rate) for rate in accepted]
-    for _ in range(8):
+    for _ in range(20):
         count = auto.choose()
         auto.learn(
             count,
@@ -136,7 +177,7 @@ def test_as_many_drafts_as_pay_off() -> None:
 def test_a_forward_of_more_rows_may_cost_more() -> None:
     """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
     auto = AutoK(1)
-    for _ in range(8):
+    for _ in range(20):
         count = auto.choose()
         auto.learn(count, AcceptanceStats(1, 1, [500], [1000], target_seconds=1.0 + count))
     assert auto.choose() == 0

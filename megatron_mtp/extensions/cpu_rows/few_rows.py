@@ -15,6 +15,7 @@ Letters in names: B batch, R rows, S the same rows (Megatron's sequence), H hidd
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.extensions.cpu_rows.compiled import NUMBERS, library
+from megatron_mtp.extensions.cpu_rows.threads import team_of
 from megatron_mtp.model.norms import PortableNorm
 
 if TYPE_CHECKING:
@@ -109,14 +111,14 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     compiled = library(weight.dtype) if is_compiled(weight) else None
     if compiled is None:
         return None
-    function = _function(compiled, "run_product", [_P, _P, _P, _N, _N, _N, _N])
+    function = _function(compiled, "run_product", [_P, _P, _P, _N, _N, _N])
     (outputs, inputs), packed = weight.shape, pack(compiled, weight)
 
     def multiply(hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
         result = hidden.new_empty(*hidden.shape[:-1], outputs)
-        rows, threads = hidden.numel() // inputs, torch.get_num_threads()
-        function(packed.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs, threads)
+        rows = hidden.numel() // inputs
+        function(packed.data_ptr(), hidden.data_ptr(), result.data_ptr(), rows, inputs, outputs)
         return result
 
     return multiply
@@ -127,8 +129,8 @@ def pack(compiled: ctypes.CDLL, weight_VH: Tensor) -> Tensor:
     sizes, count = weight_VH.shape, compiled.packed_size
     count.argtypes, count.restype = [_N, _N], _N
     packed = weight_VH.new_empty(count(*sizes))
-    run = _function(compiled, "pack_weight", [_P, _N, _N, _P, _N])
-    run(weight_VH.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
+    run = _function(compiled, "pack_weight", [_P, _N, _N, _P])
+    run(weight_VH.data_ptr(), *sizes, packed.data_ptr())
     return packed
 
 
@@ -164,7 +166,7 @@ class FewRows:
         if compiled is None:
             raise NotImplementedError("no compiled code")
         self.dtype, self._held, self._compiled = embedding.dtype, list[Tensor](), compiled
-        self._run = _function(compiled, "run_rows", [_P, _P, _N])
+        self._run = _function(compiled, "run_rows", [_P, _P])
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._mixers = [mixer_of(layer) for layer in layers]
         self._caches = [None if (one := attention_of(layer)) is None else one.core_attention.layer for layer in layers]
@@ -208,7 +210,7 @@ class FewRows:
         if self.is_recurrent:
             self.room_for(cache, rows, count)
             self.remember(call, cache, rows.tables, count)
-        self._run(self.place, ctypes.addressof(call), torch.get_num_threads())
+        self._run(self.place, ctypes.addressof(call))
         return states_SBH
 
     def pass_of(self, sequences: Sequences, one: Pass, cache: KVCache) -> _Pass:
@@ -364,7 +366,7 @@ class GreedySteps:
     def __init__(self, trunk: FewRows | None, depths: Sequence[FewRows], head: "Head") -> None:
         self._trunk, self._depths, self._head = trunk, depths, head
         self._are_recurrent = any(one.is_recurrent for one in depths)
-        self._run = _function(head.compiled, "run_step", [_P, _N])
+        self._run = _function(head.compiled, "run_step", [_P])
 
     @property
     def drafts(self) -> bool:
@@ -415,7 +417,7 @@ class GreedySteps:
             *((_Pass * len(made))(*made), len(made), judge and ctypes.pointer(judge), memory.states_N1SH.data_ptr()),
             *(*self._head.place, _pointer(best_BR), _pointer(count_B), ctypes.pointer(seconds)),
         )
-        self._run(ctypes.addressof(step), torch.get_num_threads())
+        self._run(ctypes.addressof(step))
         return seconds.value
 
     def _make_room(self, sequences: Sequences, passes: Sequence[Pass]) -> None:
@@ -482,7 +484,8 @@ def few_rows(*given: Any) -> FewRows | None:
         return None
 
 
-def _function(compiled: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
+def _function(compiled: ctypes.CDLL, name: str, arguments: list[Any]) -> Callable[..., None]:
+    """A function of the library, called with as many threads as pay: its last argument, which is not in `arguments`."""
     function = compiled[name]
-    function.argtypes, function.restype = arguments, None
-    return function
+    function.argtypes, function.restype = [*arguments, _N], None
+    return partial(team_of(compiled).run, function)

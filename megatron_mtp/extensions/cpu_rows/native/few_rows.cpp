@@ -157,7 +157,10 @@ struct alignas(64) Line {
 
 // A barrier of the threads of a region, in rounds: in each a thread signals the one `distance` behind it, and waits for the
 // one before it. OpenMP's own takes twice as long, and a layer of a small model waits six times. After so many turns
-// a thread lets others run, as the one that it waits for may have no core.
+// a thread lets others run, as the one that it waits for may have no core, and counts how long it waits from then on.
+extern "C" std::atomic<int64_t> stalled_nanoseconds;
+std::atomic<int64_t> stalled_nanoseconds{0};
+
 class Barrier {
   public:
     explicit Barrier(long most) : flags(most * ROUNDS), passed(most) {}
@@ -167,9 +170,9 @@ class Barrier {
         for (long round = 0, distance = 1; distance < threads; round++, distance *= 2) {
             flags[(thread + distance) % threads * ROUNDS + round].count.store(now, std::memory_order_release);
             const auto& own = flags[thread * ROUNDS + round].count;
-            for (long turn = 0; own.load(std::memory_order_acquire) < now; turn++)
-                if (turn < TURNS) pause();
-                else std::this_thread::yield();
+            long turn = 0;
+            for (; turn < TURNS && own.load(std::memory_order_acquire) < now; turn++) pause();
+            if (turn == TURNS) stall(own, now);
         }
     }
 
@@ -183,6 +186,13 @@ class Barrier {
     };
     std::vector<Flag> flags;
     std::vector<Passed> passed;
+
+    static void stall(const std::atomic<long>& own, long now) {
+        const auto began = std::chrono::steady_clock::now();
+        while (own.load(std::memory_order_acquire) < now) std::this_thread::yield();
+        const auto took = std::chrono::steady_clock::now() - began;
+        stalled_nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
+    }
 
     static void pause() {
 #ifdef __x86_64__
@@ -1073,11 +1083,14 @@ void forward(const Stack& stack, const Rows& rows, long threads) {
 template <class Float>
 void multiply(const void* weight, const void* x, void* to, long rows, long inputs, long outputs, long threads) {
     Float* result = (Float*)to;
+    Barrier barrier(threads);
 #pragma omp parallel num_threads(threads)
     {
-        Share mine(outputs, omp_get_thread_num(), omp_get_num_threads(), LANES);
+        const long thread = omp_get_thread_num(), team = omp_get_num_threads();
+        Share mine(outputs, thread, team, LANES);
         product((const Float*)weight, (const Float*)x, rows, inputs, mine,
                 [&](long row, long out, const float* four, int n) { keep(result + row * outputs + out, four, n); });
+        barrier.wait(thread, team);
     }
 }
 

@@ -52,10 +52,27 @@ def prepare() -> bool:
         # Without a GPU these kernels are not used; every import would warn that they are missing.
         warnings.filterwarnings("ignore", message="(?i).*(apex|transformer.engine).*", category=UserWarning)
         cpu.install()
+        if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()) < torch.get_num_threads():
+            torch.set_num_threads(max(int(quota), 1))
     from megatron_mtp.patches import table
 
     table.install()
     return on_cpu
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs that a container may use at a time (cgroup v2 or v1); infinity without a quota.
+
+    More threads than that are stopped together, again and again, until the next period of the quota begins.
+    """
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((root / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return float("inf")
 
 
 ALLOW_CPU = "MEGATRON_MTP_ALLOW_CPU"

@@ -1,8 +1,12 @@
-"""runtime.py: what a command says while it runs reaches the standard error of its process."""
+"""runtime.py: what a command says while it runs reaches the standard error of its process; the quota of a container."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from megatron_mtp import runtime
 
 LOGGING = """
 import pathlib, sys
@@ -37,3 +41,20 @@ def test_alarms_and_tracebacks_reach_standard_error(tmp_path: Path) -> None:
         assert done.stderr.count(said) == 1, done.stderr[-3000:]
     assert "Warning" not in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, float("inf")),
+        ({"cpu.max": "max 100000\n"}, float("inf")),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+    ],
+)
+def test_the_quota_of_a_container(files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert runtime.cpu_quota(tmp_path) == expected

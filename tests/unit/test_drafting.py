@@ -118,6 +118,14 @@ def test_identity_for_every_kind_of_model(kind: str) -> None:
             assert run(target, prompts, 40, settings, answers)[0].token_ids == answers
 
 
+@pytest.mark.parametrize("method", tiered([*METHODS], ("mtp", "mtp_eagle", "mtp_tree", "ngram")))
+def test_samples_of_one_candidate_are_the_greedy_text(method: str) -> None:
+    """A wrong row in a cache changes a greedy choice, where it only shifts the distribution of samples."""
+    target, prompts = runner_of(), prompts_of(6)
+    texts = generate(target, prompts, 40, Sampling(1.0, top_k=1), METHODS[method]).token_ids
+    assert texts == generate(target, prompts, 40).token_ids
+
+
 @pytest.mark.parametrize(("kind", "method", "running", "requests"), tiered(ARRIVING, ARRIVING[: len(DRAFTING) : 3]))
 def test_drafters_change_no_token_of_requests_that_come_and_go(
     kind: str, method: str, running: int, requests: int

@@ -37,6 +37,11 @@ def test_top_k_and_top_p() -> None:
     torch.testing.assert_close(Sampling(0.5).probabilities(LOGITS), torch.tensor([1, 4, 9, 16]) / 30)
 
 
+def test_top_p_stops_where_the_mass_is_reached() -> None:
+    """Of four equal tokens two hold one half exactly."""
+    assert Sampling(1.0, top_p=0.5).probabilities(torch.zeros(4)).tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
 def test_min_p() -> None:
     # 0.2 is half of 0.4
     torch.testing.assert_close(Sampling(1.0, min_p=0.49).probabilities(LOGITS), torch.tensor([0, 2 / 9, 3 / 9, 4 / 9]))

@@ -1,19 +1,19 @@
-"""Sixteen requests of mixed lengths at once: the engine, drafting and plain, and transformers' one by one.
+"""Several texts at once with a trained head: plain decoding, a fixed K, automatic K, and transformers one by one.
 
-    python benchmarks/serving.py                     the quickstart's checkpoint, or a random model of its shape
-    python benchmarks/serving.py --lengths uniform   other lengths
-    python benchmarks/serving.py --model large       random weights of SmolLM2-135M's shape
-    python benchmarks/serving.py --quick             does it run? (the figures mean nothing)
+    python benchmarks/serving.py                                    the quickstart's checkpoint; 1, 4, 16 and 64 texts
+    python benchmarks/serving.py --checkpoint runs/attached/checkpoint --data-path runs/attached/data/corpus --texts 1 4
+    python benchmarks/serving.py --quick                            does it run? (the figures mean nothing)
 
-Prompts have 20 to 120 tokens. With `skewed`, new tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the
-texts that servers write are short and a few long; with `uniform`, every number from 8 to 128 is as likely.
+Prompts are 48 tokens from anywhere in documents that the training held out (--split 98,2,0). Eight run at least, one
+after another where fewer run at once. New tokens are 8 to 128, as often 8 to 16 as 64 to 128, since most of the texts
+that servers write are short and a few long.
 
 All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, transformers
-text by text. Ours must emit the same tokens in float32, or the benchmark ends with an error. The sides take turns, run
-by run. Figures are medians: of the processor's time with one thread, which other load disturbs less; else of the clock.
+text by text. The engine's must be the same tokens with drafts and without, or the benchmark ends with an error. The
+sides take turns, run by run. Figures are medians: of the processor's time with one thread, which other load disturbs
+less; else of the clock. Two runs of each side come before those that count: what each K costs, a server measures once.
 
-Depths of random models agree with their trunks as often as agreeing.py makes them, so rates with drafting hold for that
-agreement alone; plain rates do not depend on weights.
+Without a checkpoint the model is a random one of the quickstart's shape, and the prompts are random tokens.
 """
 
 import random
@@ -29,84 +29,127 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 import torch
 
 from benchmarks.decoding import CHECKPOINT, ON_CPU, runner_of
-from benchmarks.harness import Found, Goal, Table, interleave, main
+from benchmarks.harness import Found, Goal, Table, count, interleave, main
 from benchmarks.llama import greedy, llama_of
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.data.prompts import Beginnings
+from megatron_mtp.decoding.block_tables import BLOCK
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.model.build import join_world
 
-OVER_TRANSFORMERS = 3.0
-REPEATS = {"small": 7, "large": 3}
+OVER_TRANSFORMERS, OVER_BEST = 3.0, 0.97
+FEWEST, PROMPT = 8, 48
+"""Requests of a run, at least, and tokens of a prompt."""
+
+FIXED = (1, 2, 3)
+"""K of the sides that keep it."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLAGS: dict[str, dict[str, Any]] = {
-    "--model": {"choices": REPEATS, "default": "small", "help": "as of decoding.py; default: small"},
-    "--checkpoint": CHECKPOINT,
-    "--lengths": {"choices": ["skewed", "uniform"], "default": "skewed", "help": "of new texts"},
+    "--checkpoint": CHECKPOINT | {"help": "with one MTP layer; default: the quickstart's"},
+    "--data-path": {"type": Path, "default": Path("runs/quickstart/data/corpus"), "help": "corpus of the training"},
+    "--texts": {"type": count, "nargs": "+", "default": [1, 4, 16, 64], "metavar": "N", "help": "at once"},
+    "--dtype": {"choices": DTYPES, "default": "float32", "help": "in which the tokens must be equal; default: float32"},
 }
 
 
 def serving(wanted: Namespace) -> Found:
     """Tokens a second of every side."""
     join_world()
-    runner = runner_of(wanted.model, torch.float32, wanted)
-    requests = requests_of(runner, 4 if wanted.quick else 16, wanted.lengths)
-    texts: dict[str, list[list[int]]] = {}
-    timed = interleave(sides_of(runner, requests, texts), wanted.repeats or REPEATS[wanted.model], warm_up=1)
-    if texts["engine"] != texts["engine plain"]:
-        raise SystemExit("drafting and plain decoding do not emit the same tokens: there is nothing to compare.")
+    runner, prompt = model_of(wanted)
+    results: dict[str, Any] = {"checkpoint": str(wanted.checkpoint), "dtype": wanted.dtype}
+    goals, rows = list[Goal](), list[list[Any]]()
+    for texts in [2] if wanted.quick else wanted.texts:
+        print(f"timing: {texts} at once", file=sys.stderr, flush=True)
+        requests = requests_of(runner, max(texts, 1 if wanted.quick else FEWEST), prompt)
+        found, made = measured(runner, requests, texts, wanted.repeats)
+        results[f"{texts} at once"] = found
+        rates = found["tokens_per_second"]
+        fixed = {side: rate for side, rate in rates.items() if side.startswith("K = ")}
+        best = max(fixed, key=lambda side: fixed[side])
+        rows.append([texts, rates["plain"], rates[best], best, found["accepted_length"][best], rates["auto"], made])
+        goals.append(
+            Goal(f"auto over the better of plain and fixed K, {texts} at once", found["auto"], OVER_BEST, ">=")
+        )
+        if "transformers" in rates:
+            over = round(rates["auto"] / rates["transformers"], 2)
+            goals.append(Goal(f"auto over transformers one by one, {texts} at once", over, OVER_TRANSFORMERS, ">="))
+    header = "texts at once", "plain", "best fixed K", "K", "its accepted length", "auto", "auto / better of both"
+    return Found(results, goals, [Table("Tokens a second", header, rows)])
+
+
+def model_of(wanted: Namespace) -> tuple[Runner, Callable[[int], list[int]]]:
+    """The model, and prompts by number."""
+    if wanted.quick or not wanted.checkpoint.is_dir():
+        runner, chance = runner_of("small", DTYPES[wanted.dtype], wanted), random.Random(1)
+        return runner, lambda _: [chance.randrange(runner.vocab_size) for _ in range(PROMPT)]
+    runner = load_runner(wanted.checkpoint, dtype=DTYPES[wanted.dtype])
+    if runner.depths != 1:
+        raise SystemExit(f"{wanted.checkpoint} has {runner.depths} MTP layers; give a checkpoint with one.")
+    return runner, Beginnings(str(wanted.data_path), PROMPT, 1, "98,2,0", "validation", anywhere=True).prompt
+
+
+def requests_of(runner: Runner, number: int, prompt: Callable[[int], list[int]]) -> list[Request]:
+    """Prompts and budgets, the same in every run."""
+    chance = random.Random(2)
+    budgets = [round(8 * 16 ** chance.random()) for _ in range(number)]
+    return [Request(prompt(place), min(new, runner.positions - PROMPT)) for place, new in enumerate(budgets)]
+
+
+def measured(runner: Runner, requests: list[Request], texts: int, repeats: int) -> tuple[dict[str, Any], float]:
+    """Rates of every side with so many texts at once, and that of automatic K over the best of the others."""
+    emitted, stats = dict[str, list[list[int]]](), dict[str, AcceptanceStats]()
+    sides = sides_of(runner, requests, texts, emitted, stats)
+    timed = interleave(sides, repeats, warm_up=2)
+    for side, made in emitted.items():
+        if side != "transformers" and made != emitted["plain"]:
+            raise SystemExit(f"{side} and plain decoding do not emit the same tokens: there is nothing to compare.")
     clock = "cpu" if torch.get_num_threads() == 1 else "wall"
-    tokens = sum(request.max_new_tokens for request in requests)
-    rates = {side: round(tokens / median, 1) for side, median in timed.medians(clock).items()}
-    results = {
-        "requests": len(requests),
-        "lengths": wanted.lengths,
-        "prompt_tokens": [len(request.prompt) for request in requests],
-        "new_tokens": [request.max_new_tokens for request in requests],
-        "clock": clock,
-        "tokens_per_second": rates,
-    }
-    over_one_by_one = timed.compare("transformers", "engine", clock).paired_ratio
-    return Found(
-        results,
-        [Goal("engine over transformers one by one", over_one_by_one, OVER_TRANSFORMERS, ">=")],
-        [Table("Sixteen requests at once", ("side", "tokens a second"), [*rates.items()])],
-    )
-
-
-def requests_of(runner: Runner, count: int, lengths: str) -> list[Request]:
-    """Random prompts, the same in every run."""
-    chance, made = random.Random(1), []
-    for _ in range(count):
-        prompt = [chance.randrange(runner.vocab_size) for _ in range(chance.randint(20, 120))]
-        new = round(8 * 16 ** chance.random()) if lengths == "skewed" else chance.randint(8, 128)
-        made.append(Request(prompt, min(new, runner.positions - len(prompt))))
-    return made
+    total = sum(request.max_new_tokens for request in requests)
+    rates = {side: round(total / median, 1) for side, median in timed.medians(clock).items()}
+    best = max(rates[side] for side in rates if side not in ("auto", "transformers"))
+    over = round(rates["auto"] / best, 3)
+    lengths = {side: round(one.accepted_length, 2) for side, one in stats.items()}
+    return {"tokens_per_second": rates, "accepted_length": lengths, "auto": over, "clock": clock}, over
 
 
 def sides_of(
-    runner: Runner, requests: list[Request], texts: dict[str, list[list[int]]]
+    runner: Runner,
+    requests: list[Request],
+    texts: int,
+    emitted: dict[str, list[list[int]]],
+    stats: dict[str, AcceptanceStats],
 ) -> dict[str, Callable[[], None]]:
-    """A run of every side, by its name; what it emits is kept in `texts`."""
-    trunk, _ = llama_of(runner.model, runner.dtype)
-    settings = EngineSettings(running=len(requests), reuse=False)  # since every round has the same prompts
-    drafting = SpeculativeConfig("mtp", runner.depths)
-    engines = {"engine": Engine(runner, settings, drafting), "engine plain": Engine(runner, settings, None)}
+    """A run of every side, by its name; what it emits and accepts is kept."""
+    blocks = texts * (-(-256 // BLOCK) + 1)
+    settings = EngineSettings(running=texts, blocks=blocks, reuse=False)  # since every run has the same prompts
+    configs = {f"K = {number}": SpeculativeConfig("mtp_eagle", number) for number in FIXED}
+    configs["auto"] = SpeculativeConfig("mtp_eagle", "auto")
+    engines = {side: Engine(runner, settings, config) for side, config in {"plain": None, **configs}.items()}
 
     def by_engine(side: str) -> None:
         engine = engines[side]
+        engine.stats = AcceptanceStats()
         made = {engine.add(request): list[int]() for request in requests}
         while engine.busy:
             for update in engine.step():
                 made[update.request] += update.tokens
-        texts[side] = [*made.values()]
+        emitted[side], stats[side] = [*made.values()], engine.stats
 
     def by_transformers() -> None:
-        texts["transformers"] = [greedy(trunk, None, one.prompt, one.max_new_tokens) for one in requests]
+        emitted["transformers"] = [greedy(trunk, None, one.prompt, one.max_new_tokens) for one in requests]
 
-    return {side: partial(by_engine, side) for side in engines} | {"transformers": by_transformers}
+    sides: dict[str, Callable[[], None]] = {side: partial(by_engine, side) for side in engines}
+    if len(requests) <= FEWEST * 2:
+        trunk, _ = llama_of(runner.model, runner.dtype)
+        sides["transformers"] = by_transformers
+    return sides
 
 
 if __name__ == "__main__":
-    main(serving, __doc__, ON_CPU, {**REPEATS, "quick": 1}, FLAGS)
+    main(serving, __doc__, ON_CPU, {"cpu": 7, "cuda": 7, "quick": 1}, FLAGS)

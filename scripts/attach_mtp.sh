@@ -32,7 +32,7 @@ attach=(
     ${DONOR:+--donor "${DONOR:-}"} ${TRUNK:+--load "${TRUNK:-}"} ${LR:+--learning-rate "${LR:-}"}
     --sequence "${SEQUENCE:-512}" --batch "${BATCH:-4}" ${LOSS:+--loss "${LOSS:-}"}
     --token-fraction "${FRACTION:-1}" ${FAMILY:+--family "${FAMILY:-}"} --evaluated-batches "${EVAL_ITERS:-8}" --patience "${PATIENCE:-3}"
-    --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" --prompt "${PROMPT:-The state of the union is}"
+    --save-every "${SAVE_INTERVAL:-${STEPS:-600}}" ${PROMPT:+--prompt "${PROMPT:-}"}
     --temperature "${TEMPERATURE:-0.7}" --max-new-tokens "${NEW_TOKENS:-256}" --prompt-tokens "${PROMPT_TOKENS:-32}"
     ${SELF_GENERATED:+--self-generated "${SELF_GENERATED:-}"} --float32 ${PRECISION---bf16} ${FLAGS:-}
 )

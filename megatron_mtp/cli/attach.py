@@ -34,7 +34,7 @@ from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import flag_of, loss_parts, number_of
 from megatron_mtp.data.checks import check_split
 from megatron_mtp.drafters import DRAFTERS, FITTED
-from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, named, sentences
+from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, did_you_mean, named, sentences
 from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.runtime import quieten
@@ -44,6 +44,14 @@ RECORD = "attach.json"
 KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init loss self_generated".split()
 """Names of these settings."""
 LEAST_TEXTS = 25
+SET_BY_ATTACH = {
+    "--train-iters": "--steps",
+    "--train-samples": "--steps and --batch",
+    "--mtp-num-layers": "--mtp-layers",
+    "--mtp-unroll": "--unroll",
+    "--save": "RUN, the third argument,",
+}
+"""Flags of `train` on which other steps depend, and the flag of attach for each."""
 
 EXAMPLES = """examples:
   # one MTP layer, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
@@ -78,6 +86,7 @@ def main(arguments: list[str], program: str) -> int:
         _check(args)
         _check_texts(args)
         _check_run(args)
+        _check_flags_of_train(args, program)
     if args.dry_run:
         for step, line in STEPS.items():
             if args.only in (None, step):
@@ -112,7 +121,9 @@ def main(arguments: list[str], program: str) -> int:
 
 def _step(step: str, args: Namespace) -> int:
     """Run a step in a process of its own, unless it is finished; returns its exit status."""
-    if (command := command_of(step, args)) is None:
+    with sentences(f"{PROGRAM} attach"):
+        command = command_of(step, args)
+    if command is None:
         return 0
     print(f"> {STEPS[step]}", flush=True)
     launcher = _words(args.launch) if step in ON_RANKS and args.launch else [sys.executable]
@@ -184,7 +195,8 @@ def parser(program: str) -> Parser:
     forms = ", ".join(trained_forms())
     family = f"of the exported folder: {forms}; default: glm4_moe, with --donor the model's own"
     add("--family", metavar="NAME", help=family)
-    add("--prompt", default="The state of the union is", metavar="TEXT", help="prompt for the drafting at the end")
+    prompt = "prompt for the drafting at the end; default: pieces of held-out text"
+    add("--prompt", metavar="TEXT", help=prompt)
     own = made.add_argument_group("the model's own texts")
     add = own.add_argument
     add("--self-generated", type=int, metavar="N", help="train on N continuations of the corpus by the model itself")
@@ -201,6 +213,27 @@ def parser(program: str) -> Parser:
     add("--overwrite", action="store_true", help="remove what is in RUN, and begin it anew")
     add("--dry-run", action="store_true", help="print the command of every step that is not finished, and run none")
     return made
+
+
+def _check_flags_of_train(args: Namespace, program: str) -> None:
+    """Refuse flags that `train` would refuse, or that attach sets itself. Raises ValueError."""
+    words = [word.partition("=")[0].replace("_", "-") for word in args.more if word.startswith("--")]
+    for word in words:
+        if word in SET_BY_ATTACH:
+            raise ValueError(f"{word} is set by attach; give {SET_BY_ATTACH[word]} in its place.")
+    if not args.more:
+        return
+    quieten()
+
+    from megatron_mtp.cli.train import full_parser
+
+    of_train = full_parser(program)
+    _, unknown = of_train.parse_known_args(args.more)
+    if unknown:
+        wrong = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        own, all_flags = parser(program)._option_string_actions, of_train._option_string_actions
+        advice = did_you_mean(wrong, own) or did_you_mean(wrong, all_flags)
+        raise ValueError(f"neither attach nor train has {' '.join(unknown)}{advice or '; see --help of both.'}")
 
 
 def _set_donor(args: Namespace) -> None:

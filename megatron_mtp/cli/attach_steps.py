@@ -2,13 +2,14 @@
 
 import json
 import shutil
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_mtp.cli.attach_probe import budget_of, choice, default, next_trial
 from megatron_mtp.cli.attach_training import (
     OF_CHATS,
+    SPLIT,
     beginning,
     fits_drafter,
     is_chat_file,
@@ -17,6 +18,7 @@ from megatron_mtp.cli.attach_training import (
     training_of,
     trunk_of,
 )
+from megatron_mtp.files import written_beside
 from megatron_mtp.runtime import quieten
 from megatron_mtp.training.run_files import DOCUMENTS
 
@@ -33,6 +35,8 @@ STEPS = {
     "draft": "drafting",
 }
 """The steps in their order, and their names in the output."""
+DRAFTED_PROMPTS, DRAFTED_TOKENS = 6, 32
+"""Pieces of held-out documents that are continued by drafting at the end, and tokens of each."""
 ON_RANKS, OF_THE_FOLDER = ("before", "probe", "train"), ("export", "verify")
 AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
 """The steps before which it is known how many documents there are, what the attached model is, and what it learned."""
@@ -97,9 +101,34 @@ def command_of(step: str, args: Namespace) -> list[str] | None:
         case "draft" if args.load is None:
             repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes_of(args)}
             config = json.dumps(repeated if passes_of(args) else {"method": args.drafter or "mtp"})
-            flags = ["--speculative-config", config, "--compare", "--prompt", args.prompt, "--max-new-tokens", "96"]
+            prompts = ["--prompt-file", str(_held_out(args))] if args.prompt is None else ["--prompt", args.prompt]
+            flags = ["--speculative-config", config, "--compare", *prompts, "--max-new-tokens", "96"]
             return ["generate", "--load", str(saved), *flags]
     return None
+
+
+def _held_out(args: Namespace) -> Path:
+    """The file of prompts from documents that the training held out, which is written where it is missing."""
+    file = args.run / "data" / "held_out.jsonl"
+    if file.exists() or args.dry_run or not Path(f"{trained_on(args)}.idx").exists():
+        return file
+    quieten()
+
+    from megatron_mtp.data.prompts import Beginnings
+    from megatron_mtp.data.tokenizer import read_tokenizer
+
+    given = ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--split", default=SPLIT)
+    split = given.parse_known_args(args.more)[0].split
+    tokenizer, corpus = read_tokenizer(args.model), trained_on(args)
+    try:
+        pieces = Beginnings(corpus, DRAFTED_TOKENS, 1, split, "validation", anywhere=True)
+    except ValueError:  # all documents are short
+        pieces = Beginnings(corpus, 1, 1, split, "validation", anywhere=True)
+    lines = [{"prompt": tokenizer.decode(pieces.prompt(number))} for number in range(DRAFTED_PROMPTS)]
+    with written_beside(file, shared=True) as beside:
+        beside.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return file
 
 
 def _has_lost_depths(model: Path) -> bool:

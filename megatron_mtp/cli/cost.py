@@ -172,6 +172,9 @@ def summary(
         figures["plain_tokens_per_second"] = round(plain.tokens_per_second, 2)
         figures["speed_up"] = round(cost.tokens_per_second / plain.tokens_per_second, 3)
         figures["same_tokens"] = same
+        figures["break_even_length"] = round(
+            stats.accepted_length * plain.tokens_per_second / cost.tokens_per_second, 4
+        )
     if perplexities is not None:
         figures["perplexity"], figures["plain_perplexity"] = (round(one, 4) for one in perplexities)
     return figures
@@ -190,6 +193,9 @@ def table(figures: dict[str, Any], sampled: bool) -> str:
         rows.append(("energy", f"{joules:.3g} J a token"))
     if "speed_up" in figures:
         plain = figures["plain_tokens_per_second"]
+        rows.append(
+            ("break-even", f"at an accepted length of {figures['break_even_length']:.2f}: drafting pays above it")
+        )
         rows.append(("speed-up", f"{figures['speed_up']:.2f} over plain decoding at {plain:.1f} tokens per second"))
         if not sampled:
             rows.append(("same tokens", "yes" if figures["same_tokens"] else f"NO{_rounding(figures['dtype'])}"))

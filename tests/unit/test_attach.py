@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from documents import parse
 from hf_models import make
+from parrot import tokenizer_in
 from test_data_checks import write_dataset
 
 from megatron_mtp.acceptance import AcceptanceStats
@@ -22,6 +23,7 @@ from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
+from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.training.run_files import write_documents
 
@@ -33,6 +35,11 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     return tmp_path / "hf"
+
+
+def give_tokenizer(model: Path) -> None:
+    """A byte-level one."""
+    tokenizer_in(model.parent / "tokenizer").save_pretrained(model)
 
 
 def settings(model: Path, run: Path, *flags: str) -> Namespace:
@@ -368,6 +375,44 @@ def test_flags_of_chats_reach_the_corpus(model: Path, tmp_path: Path) -> None:
     assert not {"--chat-skip-bad-lines", "--chat-mask-history"} & set(attach.command_of("train", args) or [])
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--num-steps", "30"], "--steps"),
+        (["--tensor-model-parallel-sise", "2"], "--tensor-model-parallel-size"),
+        (["--train-iters", "12"], "give --steps"),
+        (["--mtp_num_layers=2"], "give --mtp-layers"),
+        (["another-corpus"], "another-corpus"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_flags_that_no_step_takes_are_refused_before_the_first(
+    flags: list[str], named: str, dry: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        attach.main([str(model), "texts", str(tmp_path / "run"), *flags, *dry], "attach")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert named in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("longest", [40, 5])
+def test_held_out_text_is_drafted_at_the_end(longest: int, model: Path, tmp_path: Path) -> None:
+    give_tokenizer(model)
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    documents = [[3 + number % 7] * (longest - number % 2) for number in range(100)]
+    write_dataset(tmp_path / "run" / "data" / "corpus", documents)
+    command = attach.command_of("draft", settings(model, tmp_path / "run")) or []
+    file = Path(command[command.index("--prompt-file") + 1])
+    prompts = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+    tokenizer = read_tokenizer(model)
+    held_out = {tokenizer.decode(document[: 32 if longest > 32 else 1]) for document in documents[98:]}
+    assert set(prompts) <= held_out
+    asked = attach.command_of("draft", settings(model, tmp_path / "run", "--prompt", "a text")) or []
+    assert asked[asked.index("--prompt") + 1] == "a text"
+
+
 def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
     for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
         args = settings(model, tmp_path / "run", *flags)
@@ -589,6 +634,7 @@ def test_a_corpus_of_too_few_documents_is_refused_before_anything_is_fitted_to_i
         cli.main(["attach", str(model), "texts", str(run)])
     assert f"--split is 98,2,0, which of the 3 documents of '{prefix}' leaves none for val" in capsys.readouterr().err
     assert len(started) == 1, "the corpus alone"
+    give_tokenizer(model)
     assert cli.main(["attach", str(model), "texts", str(run), "--split=50,50,0"]) == 0
 
 

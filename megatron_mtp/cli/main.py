@@ -4,7 +4,7 @@ import sys
 
 from megatron_mtp import __version__
 from megatron_mtp.cli.verbs import PROGRAM, VERBS, module_of
-from megatron_mtp.errors import Parser, open_streams, sentences
+from megatron_mtp.errors import REFUSED, Parser, open_streams, sentences
 
 EXAMPLES = """examples:
   megatron-mtp doctor
@@ -24,13 +24,31 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb.
+
+    Without arguments it prints the list of verbs. `help VERB` is `VERB --help`, `version` is `--version`.
+    """
+    arguments = spelled_as_flags(sys.argv[1:] if argv is None else argv)
     open_streams()
     with sentences(PROGRAM):
+        if not arguments:
+            parser().print_help()
+            return REFUSED
         known = bool(arguments) and arguments[0] in VERBS  # asks other packages only for a verb that is not ours
         verb = arguments[0] if known else parser().parse_args(arguments[:1]).verb
     return run(verb, f"{PROGRAM} {verb}", arguments[1:])
+
+
+def spelled_as_flags(arguments: list[str]) -> list[str]:
+    """The same request by the flags of the parser."""
+    match arguments:
+        case ["help"]:
+            return ["--help"]
+        case ["help", verb, *_]:
+            return [verb, "--help"]
+        case ["version"]:
+            return ["--version"]
+    return arguments
 
 
 def run(verb: str, program: str, arguments: list[str]) -> int:

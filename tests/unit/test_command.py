@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import fork_server
 import pytest
 
+from megatron_mtp import __version__
 from megatron_mtp.cli import doctor
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.doctor import Component
@@ -48,6 +49,27 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
 
 HEAVY = "torch megatron transformers"
 """What takes seconds to import."""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        ([], 2, "preprocess"),
+        (["help"], 0, "preprocess"),
+        (["help", "generate"], 0, "--speculative-config"),
+        (["version"], 0, __version__),
+    ],
+)
+def test_the_first_words_that_one_types(
+    words: list[str], status: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = cli.main(words)
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    said = capsys.readouterr()
+    assert (ended, said.err) == (status, "")
+    assert shown in said.out
 
 
 def test_help_does_not_wait_for_heavy_imports() -> None:

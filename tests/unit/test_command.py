@@ -39,12 +39,11 @@ def test_every_verb_is_listed_and_has_examples(capsys: pytest.CaptureFixture[str
 
 
 def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do() -> None:
-    for arguments in (["trian"], []):
-        done = printed(*arguments)
-        assert done.returncode == 2
-        assert done.stdout == ""
-        assert "megatron-mtp: error: " in done.stderr
-    assert "'train'" in printed("trian").stderr
+    done = printed("trian")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "megatron-mtp: error: " in done.stderr
+    assert "'train'" in done.stderr
 
 
 HEAVY = "torch megatron transformers"

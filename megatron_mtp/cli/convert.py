@@ -328,7 +328,7 @@ def options(args: Namespace) -> "Options":
         shard_bytes=size(getattr(args, "max_shard_size", SHARD)),
         workers=args.workers,
         resume=args.resume,
-        quiet=args.json or not sys.stderr.isatty(),
+        quiet=args.json,
         quantize=Quantize(getattr(args, "quantize", None), getattr(args, "mtp_dtype", None)),
     )
 

@@ -5,7 +5,6 @@ A sample depends on its number and the settings alone; finished ones are in a fi
 """
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from megatron_mtp.data.samples import Sample, appended, read_samples
 from megatron_mtp.data.sources import SOURCES
 from megatron_mtp.errors import Parser, check_counts, status_of
 from megatron_mtp.files import one_writer, remove
+from megatron_mtp.progress import progress_bar
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
@@ -197,8 +197,6 @@ def _write(
     writer: "Checkpoint | TextServer",
 ) -> None:
     """Make the texts that are not finished, and add each to `texts` and to the file."""
-    from tqdm import tqdm
-
     left = [number for number in range(args.texts) if number not in texts]
     if not args.chat and positions is not None and args.prompt_tokens >= positions:
         raise ValueError(
@@ -207,11 +205,10 @@ def _write(
     numbered = ((number, prompts.prompt(number)) for number in left)
     # A conversation that leaves no room for a token is left out.
     fitting = ((number, prompt) for number, prompt in numbered if positions is None or len(prompt) < positions)
-    pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
     done = args.texts - len(left)
     with (
         appending as append,
-        tqdm(desc="sampling", total=args.texts, initial=done, unit="text", mininterval=pause, smoothing=0.05) as bar,
+        progress_bar(desc="sampling", total=args.texts, initial=done, unit="text", smoothing=0.05) as bar,
     ):
 
         def finished(text: "Sample") -> None:

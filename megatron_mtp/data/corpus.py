@@ -18,7 +18,6 @@ import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -37,6 +36,7 @@ from megatron_mtp.data.checks import vocabulary_digest
 from megatron_mtp.data.sources import SOURCES, named_source, sources_of_files
 from megatron_mtp.data.tokenizer import Encode, Encoder
 from megatron_mtp.files import written_beside
+from megatron_mtp.progress import progress_bar
 
 # Longer files are encoded in parts of this size.
 PART_BYTES = 4 << 20
@@ -370,7 +370,6 @@ def worked(
     """
     chunks = list(_chunks(documents))
     workers, size = min(workers, len(chunks)), sum(document.size for document in documents)
-    pause = 0.2 if sys.stderr.isatty() else 10.0  # a terminal shows a moving bar, a log file gets a line now and then
     with ExitStack() as ending:
         if workers <= 1:
             results: Iterator[list[Any]] = map(start(), chunks)
@@ -382,7 +381,7 @@ def worked(
             ending.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             results = pool.map(_work, chunks)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing", mininterval=pause, smoothing=0)
+        bar = progress_bar(total=size, unit="B", unit_scale=True, desc="tokenizing", smoothing=0)
         try:
             yield _counted(chunks, results, ending.enter_context(bar))
         except BrokenProcessPool as error:

@@ -11,7 +11,18 @@ import pytest
 import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
-LOW = {"acceptance", "config", "drafter_sizes", "drafters", "errors", "files", "registry", "rope_scaling", "runtime"}
+LOW = {
+    "acceptance",
+    "config",
+    "drafter_sizes",
+    "drafters",
+    "errors",
+    "files",
+    "progress",
+    "registry",
+    "rope_scaling",
+    "runtime",
+}
 LOW |= {"cpu", "patches"}
 CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "verify", "audit")}
 ALLOWED: dict[str, set[str]] = {
@@ -21,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafters": set(),
     "errors": set(),
     "files": set(),
+    "progress": set(),
     "registry": set(),
     "rope_scaling": set(),
     "patches": set(),

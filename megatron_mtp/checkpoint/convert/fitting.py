@@ -24,12 +24,12 @@ import psutil
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_mtp import cpu
 from megatron_mtp.checkpoint.mcore.model import fill, model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.data.checks import check_data_prefixes, part_of
+from megatron_mtp.progress import progress_bar
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Times the mean of the diagonal of sum_i u_i u_i^T."""
@@ -117,7 +117,7 @@ class Fit:
         hidden = self.args.hidden_size
         fitted, held_out = (Moments.zero(2 * hidden, hidden) for _ in range(2))
         total = sum(map(len, self.texts))
-        with tqdm(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet or None) as bar:
+        with progress_bar(desc="fit", total=total, unit="token", unit_scale=True, leave=False, disable=quiet) as bar:
             for number, tokens_S in enumerate(self.texts, 1):
                 (fitted if number % HELD_OUT else held_out).add_(moments(model, self._layer, tokens_S))
                 bar.update(len(tokens_S))

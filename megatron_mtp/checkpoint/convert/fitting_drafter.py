@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
 from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, sizes_of
@@ -43,6 +42,7 @@ from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
+from megatron_mtp.progress import progress_bar
 
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
@@ -121,7 +121,7 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
     of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (len(read) * hidden, 2 * hidden))
     embedded_H = torch.zeros(hidden, device="cuda")
     fc_HX = torch.zeros(hidden, len(read) * hidden, device="cuda")
-    with tqdm(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet or None) as bar:
+    with progress_bar(desc="fit", total=len(fit.texts), unit="text", leave=False, disable=quiet) as bar:
         for number, tokens_S in enumerate([*fit.texts[::2], *fit.texts[1::2]]):
             seen = _seen(model, read, tokens_S)
             if number < len(fit.texts[::2]):

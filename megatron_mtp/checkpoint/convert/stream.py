@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place, resolved
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
@@ -33,6 +32,7 @@ from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, KEPT_TOKENIZER, R
 from megatron_mtp.checkpoint.mcore.reader import bounds
 from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 from megatron_mtp.files import default_workers, synced
+from megatron_mtp.progress import progress_bar
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 """Endings of the tensors that models keep in float32 beside bfloat16 weights."""
@@ -349,7 +349,7 @@ def run_parts(
         is_there: whether the files hold what a record of an interrupted run describes; otherwise the part runs again.
     """
     total, stop = sum(size for size, _ in parts), threading.Event()
-    with tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:
+    with progress_bar(total=total, unit="B", unit_scale=True, disable=quiet, desc=partial.target.name) as bar:
 
         def report(count: int) -> None:
             if stop.is_set():

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_models import make, read
+import torch
+from hf_models import WIDE, make, read
 from test_hf_form import trained
 
+from megatron_mtp.checkpoint.convert.export_hf import with_dtype
+from megatron_mtp.checkpoint.convert.stream import Entry
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 from megatron_mtp.data.tokenizer import train_bpe
@@ -23,6 +26,7 @@ def converted(tmp_path: Path) -> Path:
     return tmp_path / "mcore"
 
 
+TYPE_KEYS = ("dtype", "torch_dtype")
 ACTING = {
     "hf-to-mcore": {"--dtype", "--workers", "--resume"},
     "mcore-to-hf": {"--dtype", "--max-shard-size", "--workers", "--resume", "--trust-remote-code"},
@@ -82,6 +86,27 @@ def test_the_config_says_the_type_of_the_tensors(name: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
+def test_a_type_for_all_tensors_leaves_those_that_models_keep_in_float32(name: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", name, 1)
+    assert run("hf-to-mcore", source, tmp_path / "mcore", "--dtype", "bfloat16") == 0
+    assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--dtype", "bfloat16") == 0
+    theirs, ours = read(source), read(tmp_path / "back")
+    wide = {key for key in theirs if key.endswith(WIDE)}
+    assert {key for key, tensor in ours.items() if tensor.dtype != torch.bfloat16} == wide
+    assert [key for key in wide if not torch.equal(theirs[key], ours[key])] == []
+    assert wide
+
+
+def test_the_type_of_a_config_is_that_of_most_numbers() -> None:
+    """A model has more norms and biases than matrices."""
+    norms = [Entry([f"norm.{number}"], (4,), torch.float32) for number in range(3)]
+    tokens = Entry(["tokens"], (1000,), torch.int64)
+    tensors = [*norms, Entry(["weight"], (16, 16), torch.bfloat16), tokens]
+    assert with_dtype({"dtype": "float16", "torch_dtype": ""}, tensors) == dict.fromkeys(TYPE_KEYS, "bfloat16")
+    assert with_dtype({"hidden_size": 8}, tensors) == {"hidden_size": 8}
+
+
 def add_type(file: Path, name: str) -> None:
     keys = json.loads(file.read_text())
     if "text_config" in keys:
@@ -93,7 +118,7 @@ def types_of(folder: Path) -> set[str]:
     """All that the config says of the text model."""
     keys = json.loads((folder / "config.json").read_text())
     parts: list[dict[str, Any]] = [keys, keys.get("text_config", {})]
-    return {part[key] for part in parts for key in ("dtype", "torch_dtype") if key in part}
+    return {part[key] for part in parts for key in TYPE_KEYS if key in part}
 
 
 @pytest.fixture(scope="module")

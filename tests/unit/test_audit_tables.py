@@ -144,6 +144,10 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
         keys(num_experts_per_tok=7), "damaged config",
         "'num_experts_per_tok' is 7, which is more than 'n_routed_experts', 6",
     ),
+    "two bases of the angles": (
+        keys(rope_theta=5.0, rope_scaling={"rope_type": "default", "rope_theta": 9.0}), "damaged config",
+        "rope_theta is 5.0 and rope_theta of rope_scaling is 9.0",
+    ),
     "more groups chosen than groups": (keys(topk_group=3), "damaged config", "'topk_group' is 3, which is more than"),
     "MiniMax's count": (
         both(without(r"layers\.[34]\."), keys(num_nextn_predict_layers=0, use_mtp=True, num_mtp_modules=3)),

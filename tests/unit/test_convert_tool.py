@@ -140,6 +140,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "heads that do not divide": (config(num_key_value_heads=3), "no multiple"),
     "more layers than tensors": (config(num_hidden_layers=40), "model.layers.3."),
     "absurd layers": (config(num_hidden_layers=2**30), "more than any model has"),
+    "two bases of the angles": (
+        config(rope_theta=5.0, rope_parameters={"rope_type": "default", "rope_theta": 9.0}),
+        "rope_theta is 5.0 and rope_theta of rope_parameters is 9.0",
+    ),
     "no config": (no_config, "config.json does not exist"),
 }
 

@@ -30,6 +30,7 @@ from megatron_mtp.checkpoint.hf.config import (
     are_words,
     contradictions,
     read_json,
+    rope_said_twice,
     text_key,
     wrong_kinds,
 )
@@ -167,7 +168,7 @@ def _check_files(side: HFSide) -> None:
             says = f"'{file.name}' holds {found!r:.40}; it must be an object."
             side.add("damaged file", says, CORRECT, names=[file.name])
         elif isinstance(found, dict) and file.name in (CONFIG, GENERATION):
-            for name, says in (*wrong_kinds(found), *contradictions(_text_keys(found))):
+            for name, says in (*wrong_kinds(found), *contradictions(_text_keys(found)), *rope_said_twice(found)):
                 side.add("damaged config", f"{file.name}: {says}.", CORRECT, names=[name])
 
 

@@ -41,7 +41,7 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     with_inner,
 )
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
-from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
+from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
@@ -332,6 +332,8 @@ def _config(path: Path) -> dict[str, Any]:
         wrong |= {name: of for name, of in lists.items() if type(of) is not list or {*map(type, of)} - {int}}
     for name, value in wrong.items():
         raise ValueError(f"{path / CONFIG} has {name} {value!r}, which no drafter has; fetch the folder again.")
+    for _, says in rope_said_twice(with_inner(keys)):
+        raise ValueError(f"{path / CONFIG}: {says}.")
     return keys
 
 

@@ -22,6 +22,7 @@ LARGEST = 2**31
 LFS = b"version https://git-lfs.github.com/spec"
 """Beginning of the text that stands for a file which `git lfs` has not fetched."""
 _BESIDE_ROPE = ("rope_theta", "partial_rotary_factor")
+_ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_NUMBERS = (
     *_BESIDE_ROPE, "factor", _ORIGINAL, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
@@ -70,7 +71,7 @@ class HFConfig:
         """Read a folder's `config.json`; ValueError for none, or a value of a kind that its key cannot have."""
         source, whole = str(folder / CONFIG), read_json(folder / CONFIG)
         config = cls.from_keys(whole, source)
-        for _, says in (*wrong_kinds(whole), *contradictions(config.keys)):
+        for _, says in (*wrong_kinds(whole), *contradictions(config.keys), *rope_said_twice(whole)):
             raise ConfigError(f"{source}: {says}.")
         return config
 
@@ -130,7 +131,7 @@ class HFConfig:
         `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
         ValueError where they are no object, or a number is a text or a truth value.
         """
-        nested = {name: self.keys.get(name) for name in ("rope_scaling", "rope_parameters")}
+        nested = {name: self.keys.get(name) for name in _ROPE_PLACES}
         for name, value in nested.items():
             if value and not isinstance(value, dict):
                 raise ConfigError(f"{self.source}: '{name}' is {value!r:.40}; it must be an object.")
@@ -181,6 +182,22 @@ def contradictions(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         (one, few), (other, many) = (first_count(keys, names) for names in (small, large))
         if few > many > 0:
             yield one, f"'{one}' is {few}, which is more than '{other}', {many}"
+
+
+def rope_said_twice(whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Rotary settings that a config, or that of its text model, gives in two places with two values, as `wrong_kinds`.
+
+    Loaders differ on the place that counts.
+    """
+    text = whole.get(text_key(whole) or "")
+    for part in (whole, text if isinstance(text, dict) else {}):
+        nested = {name: part[name] for name in _ROPE_PLACES if isinstance(part.get(name), dict)}
+        for name in (*_BESIDE_ROPE, _ORIGINAL):
+            places = {name: part.get(name)} | {f"{name} of {place}": one.get(name) for place, one in nested.items()}
+            said = {place: value for place, value in places.items() if value is not None}
+            if any(value != next(iter(said.values())) for value in said.values()):
+                both = " and ".join(f"{place} is {value!r:.40}" for place, value in said.items())
+                yield name, f"{both}; keep the value of the training, in one place"
 
 
 def first_count(keys: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]:

@@ -347,8 +347,9 @@ class MTPConfig:
     )
     drafter_causal: int | None = _flag(
         None,
-        "1: a row of a block sees the rows before it in the block, and not those after it. Default: 0, all of them.",
-        allowed=("0 or 1", lambda number: number in (0, 1)),
+        "1: a row of a block sees the rows before it in the block, and not those after it. 2: so in windowed layers, "
+        "and all rows in full ones, as speculators trains. Default: 0, all of them.",
+        allowed=("0, 1 or 2", lambda number: number in (0, 1, 2)),
         metavar="N",
     )
     drafter_softmax_type: str | None = _flag(

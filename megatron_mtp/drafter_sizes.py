@@ -212,6 +212,10 @@ def _text(scaling: dict[str, Any] | None) -> str:
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
+CAUSAL, CAUSAL_IN_WINDOWS = 1, 2
+"""Values of --drafter-causal: every layer of a block drafter is causal, or those with a window alone."""
+
+
 def drafter_windows(settings: Any, layers: int, fills_blocks: bool) -> tuple[tuple[int, int] | None, ...]:
     """The positions before and after its own that a row of each layer attends to; None for all that there are.
 
@@ -219,15 +223,21 @@ def drafter_windows(settings: Any, layers: int, fills_blocks: bool) -> tuple[tup
     the rows of a block see one another in both directions, unless they are causal.
 
     Raises:
-        ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it.
+        ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it; or
+            windowed layers alone are to be causal, and all layers have windows, or none has.
     """
     names = "drafter_window_size", "drafter_full_layers", "drafter_causal"
     width, full, causal = (getattr(settings, name, None) for name in names)
     numbers, after = range(1, layers + 1), 0 if causal or not fills_blocks else -1
+    if causal == CAUSAL_IN_WINDOWS and not full:
+        raise ValueError(
+            f"--drafter-causal {CAUSAL_IN_WINDOWS} needs both windowed and full layers; give --drafter-window-size "
+            "and --drafter-full-layers, or --drafter-causal 0 or 1."
+        )
     if full and (width is None or not {*full} < {*numbers}):
         raise ValueError(
             f"--drafter-full-layers is {' '.join(map(str, full))}, of {layers} layers with --drafter-window-size "
             f"{width}; give a window, and some of the layers, counted from 1."
         )
-    wide = (-1, 0) if causal else None
+    wide = (-1, 0) if causal == CAUSAL else None
     return tuple(wide if width is None or number in (full or ()) else (width - 1, after) for number in numbers)

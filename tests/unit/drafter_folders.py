@@ -36,9 +36,12 @@ KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
         DRAFTED,
     ),
     "dflash-windows": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7, window=4, full=(2,)), [*range(VOCABULARY)]),
-    "dspark-sinks": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, window=3, causal=True, sinks=True), DRAFTED),
+    "dspark-sinks": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, window=3, causal=1, sinks=True), DRAFTED),
     "dflash2": (DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6), [*range(VOCABULARY)]),
-    "dflash2-windows": (DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6, window=4), [*range(VOCABULARY)]),
+    "dflash2-windows": (
+        DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6, window=4, full=(1,), causal=2),
+        [*range(VOCABULARY)],
+    ),
 }
 """Drafters of a trunk of five layers, and their tokens."""
 

@@ -378,29 +378,37 @@ def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, A
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048}
+OF_WINDOWS = {**SLIDING, "layer_types": ["sliding_attention"] * 5}
 
 
 @pytest.mark.parametrize(
     ("keys", "window", "full", "causal", "sinks"),
     [
-        ({}, None, (), False, False),
-        ({"is_causal": True}, None, (), True, False),
-        ({**SLIDING, "use_sliding_window": True, "is_causal": False}, 2048, (5,), False, False),
-        ({**SLIDING, "sliding_window_non_causal": True}, 2048, (5,), False, False),
-        ({**SLIDING, "layer_types": ["sliding_attention"] * 5}, 2048, (), True, False),
+        ({}, None, (), 0, False),
+        ({"is_causal": True}, None, (), 1, False),
+        ({"sliding_window_non_causal": False}, None, (), 0, False),
+        ({**SLIDING, "use_sliding_window": True, "is_causal": False}, 2048, (5,), 0, False),
+        ({**SLIDING, "sliding_window_non_causal": True}, 2048, (5,), 0, False),
+        ({**SLIDING, "sliding_window_non_causal": False}, 2048, (5,), 2, False),
+        ({**OF_WINDOWS, "sliding_window_non_causal": False, "is_causal": True}, 2048, (), 1, False),
+        (OF_WINDOWS, 2048, (), 1, False),
+        ({"dflash_config": {**ZLAB["dflash_config"], "use_swa": True, "swa_window_size": 512}}, 512, (), 0, False),
         (
             {"dflash_config": {**ZLAB["dflash_config"], "use_swa": True, "swa_window_size": 512, "causal": False}},
             512,
             (),
-            False,
+            0,
             False,
         ),
-        ({"dflash_config": {**ZLAB["dflash_config"], "attention_sink_bias": True}}, None, (), False, True),
+        ({"dflash_config": {**ZLAB["dflash_config"], "attention_sink_bias": True}}, None, (), 0, True),
     ],
-    ids=["full", "causal", "z-lab", "speculators", "no word", "Model-Optimizer", "sinks"],
-)
+    ids=[
+        "full", "causal", "speculators, full", "z-lab", "speculators", "speculators, by layer", "both keys", "no word",
+        "MiMo", "Model-Optimizer", "sinks",
+    ],
+)  # fmt: skip
 def test_windows_causality_and_sinks_are_read_as_engines_serve_them(
-    tmp_path: Path, keys: dict[str, Any], window: int | None, full: tuple[int, ...], causal: bool, sinks: bool
+    tmp_path: Path, keys: dict[str, Any], window: int | None, full: tuple[int, ...], causal: int, sinks: bool
 ) -> None:
     kind = read(tmp_path, {**ZLAB, **keys}, QWEN35).kind
     assert (kind.window, kind.full, kind.causal, kind.sinks) == (window, full, causal, sinks)
@@ -491,6 +499,27 @@ def test_another_form_is_refused_by_the_named_key(
 def test_causality_that_engines_take_differently_by_layer_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lacks is_causal, and engines take windowed layers as causal"):
         read(tmp_path, {**ZLAB, **SLIDING}, QWEN35)
+
+
+OF_BLOCKS = {**SLIDING, "dflash_config": {**ZLAB["dflash_config"], "causal": True}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({**SLIDING, "is_causal": False, "sliding_window_non_causal": False}, "is_causal False and sliding_window_non"),
+        ({**SLIDING, "is_causal": True, "sliding_window_non_causal": False}, "is_causal True and sliding_window_non"),
+        ({**OF_BLOCKS, "is_causal": False}, "is_causal False and causal True"),
+        ({**OF_BLOCKS, "is_causal": True, "swa_window_size": 512}, "swa_window_size 512 and sliding_window 2048"),
+        ({**SLIDING, "is_causal": True, "use_swa": True}, "use_swa and layer_types"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 10000.0 and rope_theta of rope_p"),
+    ],
+)
+def test_keys_that_contradict_one_another_are_refused_by_their_names(
+    keys: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        read(tmp_path, {**ZLAB, **keys}, QWEN35)
 
 
 @pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM", "PEagleDraftModel"])

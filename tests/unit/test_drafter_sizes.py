@@ -12,7 +12,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, latent_settings, own_sizes, size_settings
+from megatron_mtp.drafter_sizes import (
+    AttentionSizes,
+    LatentSizes,
+    drafter_windows,
+    latent_settings,
+    own_sizes,
+    size_settings,
+)
 from megatron_mtp.model.arguments import (
     MTPGPTModelConfig,
     drafter_sizes,
@@ -265,3 +272,43 @@ def test_what_tensor_parallel_ranks_cannot_share_is_refused(given: dict[str, Any
     unset = dict.fromkeys(("drafter_layers", "drafter_num_layers", "drafter_markov_rank"))
     with pytest.raises(ValueError, match=said):
         drafter_arguments(Namespace(**unset, **of_run))
+
+
+ALL, BEFORE = None, (-1, 0)
+
+
+@pytest.mark.parametrize(
+    ("width", "full", "causal", "blocks", "in_one_direction"),
+    [
+        (None, None, 0, (ALL, ALL), (ALL, ALL)),
+        (None, None, 1, (BEFORE, BEFORE), (BEFORE, BEFORE)),
+        (4, None, 0, ((3, -1), (3, -1)), ((3, 0), (3, 0))),
+        (4, [2], 0, ((3, -1), ALL), ((3, 0), ALL)),
+        (4, [2], 1, ((3, 0), BEFORE), ((3, 0), BEFORE)),
+        (4, [1], 2, (ALL, (3, 0)), (ALL, (3, 0))),
+    ],
+)
+def test_a_window_of_w_reaches_back_by_one_less_and_ahead_unless_causal(
+    width: int | None, full: list[int] | None, causal: int, blocks: object, in_one_direction: object
+) -> None:
+    settings = Namespace(drafter_window_size=width, drafter_full_layers=full, drafter_causal=causal)
+    assert drafter_windows(settings, 2, fills_blocks=True) == blocks
+    assert drafter_windows(settings, 2, fills_blocks=False) == in_one_direction
+
+
+@pytest.mark.parametrize(
+    ("width", "full", "causal", "said"),
+    [
+        (None, [1], 0, "--drafter-full-layers is 1, of 2 layers with --drafter-window-size None"),
+        (4, [1, 2], 0, "--drafter-full-layers is 1 2, of 2 layers"),
+        (4, [3], 0, "--drafter-full-layers is 3, of 2 layers"),
+        (4, None, 2, "--drafter-causal 2 needs both windowed and full layers"),
+        (None, None, 2, "--drafter-causal 2 needs both windowed and full layers"),
+    ],
+)
+def test_windows_that_no_layer_or_every_layer_has_are_refused(
+    width: int | None, full: list[int] | None, causal: int, said: str
+) -> None:
+    settings = Namespace(drafter_window_size=width, drafter_full_layers=full, drafter_causal=causal)
+    with pytest.raises(ValueError, match=said):
+        drafter_windows(settings, 2, fills_blocks=True)

@@ -88,6 +88,11 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "drafter_full_layers": [2],
     },
     "windows beside a full layer": {"drafter_window_size": 4, "drafter_full_layers": [2]},
+    "causal windows beside a full layer": {
+        "drafter_window_size": 4,
+        "drafter_full_layers": [1],
+        "drafter_causal": 2,
+    },
 }
 """Behind a trunk without windows; drafts are three, and blocks of four rows."""
 

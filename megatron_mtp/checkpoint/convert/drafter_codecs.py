@@ -6,7 +6,7 @@ Letters in names: N drafted tokens, V vocabulary, H hidden, M rank of the bias.
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, override
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, mla_rules, mlp_rules
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.drafter_sizes import SIZE_SETTINGS
+from megatron_mtp.drafter_sizes import CAUSAL, CAUSAL_IN_WINDOWS, SIZE_SETTINGS
 from megatron_mtp.drafters import (
     CANDIDATES,
     CHANNELS_OF_A_KERNEL,
@@ -39,6 +39,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
 INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
 """Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+CAUSAL_KEYS, NON_CAUSAL = ("is_causal", "causal"), "sliding_window_non_causal"
+"""Config keys of causality, of all layers and, in speculators, of windowed ones."""
 KV_RANK = "kv_lora_rank"
 LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 """Config keys of `LatentSizes`, in its order."""
@@ -61,7 +63,7 @@ class DrafterSettings:
         idle_rows: rows of its blocks that draft nothing, beside those of all drafters of its kind.
         window: positions that its layers attend to; None for all.
         full: numbers of the layers, from 1, that attend to all beside a window.
-        causal: whether rows of a block see only those before them.
+        causal: 1 if rows of a block see only those before them, 2 in windowed layers alone, as of --drafter-causal.
         sinks: whether heads have sinks.
         norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
     """
@@ -76,7 +78,7 @@ class DrafterSettings:
     idle_rows: int = 0
     window: int | None = None
     full: tuple[int, ...] = ()
-    causal: bool = False
+    causal: int = 0
     sinks: bool = False
     norm_before_residual: bool = False
 
@@ -96,7 +98,7 @@ class DrafterSettings:
             getattr(args, "drafter_idle_rows", None) or 0,
             getattr(args, "drafter_window_size", None),
             tuple(getattr(args, "drafter_full_layers", None) or ()),
-            bool(getattr(args, "drafter_causal", None)),
+            getattr(args, "drafter_causal", None) or 0,
             getattr(args, "drafter_softmax_type", None) == "learnable",
             bool(getattr(args, "drafter_norm_before_residual", None)),
         )
@@ -109,7 +111,7 @@ class DrafterSettings:
             "drafter_markov_rank": self.rank,
             "drafter_idle_rows": self.idle_rows or None,
             "drafter_full_layers": [*self.full] or None,
-            "drafter_causal": int(self.causal) or None,
+            "drafter_causal": self.causal or None,
             "drafter_softmax_type": "learnable" if self.sinks else None,
             "drafter_norm_before_residual": int(self.norm_before_residual) or None,
         }
@@ -291,12 +293,16 @@ class Blocks(DrafterCodec):
     @override
     def keys(self, kind: DrafterSettings) -> dict[str, Any]:
         rows = kind.steps + DRAFTERS[kind.name].idle_rows + kind.idle_rows
-        inner = {**self.inner(kind), "causal": kind.causal}
+        is_causal: dict[str, Any] = {"is_causal": bool(kind.causal)}
+        inner = {**self.inner(kind), "causal": bool(kind.causal)}
+        if kind.causal == CAUSAL_IN_WINDOWS:  # engines take layers so where no key is for them all
+            is_causal = {NON_CAUSAL: False}
+            del inner["causal"]
         if kind.window is not None:
             inner |= {"swa_window_size": kind.window, **({} if kind.full else {"use_swa": True})}
         if kind.sinks:
             inner["attention_sink_bias"] = True
-        return super().keys(kind) | {"block_size": rows, "is_causal": kind.causal, OF_BLOCKS: inner}
+        return super().keys(kind) | {"block_size": rows, **is_causal, OF_BLOCKS: inner}
 
     def inner(self, kind: DrafterSettings) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
@@ -463,21 +469,88 @@ def kind_in(
     return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **sizes, **_layers_in(path, row, keys))
 
 
+@dataclass(frozen=True)
+class LayerView:
+    """What the rows of a layer attend to.
+
+    Attributes:
+        window: a row at position p attends to positions above p less this number; None for all positions.
+        causal: whether the row of a block sees only the rows before it.
+    """
+
+    window: int | None
+    causal: bool
+
+
+def layer_views(keys: Mapping[str, Any], fills_blocks: bool) -> list[LayerView]:
+    """What each layer of a drafter attends to, as engines read the keys of its config (`with_inner`).
+
+    A layer that drafts token by token is causal. In blocks, `is_causal` and `causal` are for all layers;
+    `sliding_window_non_causal`, which speculators writes, is for windowed layers, and its full layers are never causal.
+    Without a key, layers that `layer_types` calls windowed are causal.
+
+    Raises:
+        ValueError: the keys contradict one another, or leave open what layers attend to.
+    """
+    types = _layer_types(keys)
+    listed = keys.get("layer_types") or [FULL] * len(types)
+    widths = {name: keys[name] for name in ("swa_window_size", "sliding_window") if keys.get(name) is not None}
+    width = next(iter(widths.values()), None)
+    if SLIDING in types:
+        if len({*widths.values()}) > 1:
+            raise ValueError(f"has {_both(widths)}, two widths of one window; remove the one that was not trained.")
+        if type(width) is not int or width < 1:
+            raise ValueError(f"has sliding_window {width!r:.40}, which is a number from 1 on.")
+    if not fills_blocks:
+        return [LayerView(width if one == SLIDING else None, causal=True) for one in types]
+    said = {name: [bool(keys[name])] * len(types) for name in CAUSAL_KEYS if keys.get(name) is not None}
+    if SLIDING in types and keys.get(NON_CAUSAL) is not None:
+        said[NON_CAUSAL] = [one == SLIDING and not keys[NON_CAUSAL] for one in types]
+    if len({*map(tuple, said.values())}) > 1:
+        raise ValueError(
+            f"has {_both({name: keys[name] for name in said})}, which differ on which layers are causal "
+            f"({NON_CAUSAL} leaves full layers non-causal); keep the key by which the drafter was trained."
+        )
+    if not said and len({*types}) > 1:
+        raise ValueError(
+            "lacks is_causal, and engines take windowed layers as causal and others not; add the key as the drafter "
+            f"was trained: is_causal for all layers, {NON_CAUSAL} for windowed ones alone."
+        )
+    causal = next(iter(said.values()), [one == SLIDING for one in listed])
+    return [LayerView(width if one == SLIDING else None, own) for one, own in zip(types, causal, strict=True)]
+
+
+def _layer_types(keys: Mapping[str, Any]) -> list[str]:
+    """The type of each layer, of `FULL` and `SLIDING`; `use_swa` gives every layer a window."""
+    count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
+    if types is None:
+        if keys.get("use_sliding_window") and not keys.get("use_swa"):
+            raise ValueError("has use_sliding_window without layer_types; say the type of each layer.")
+        return [SLIDING if keys.get("use_swa") else FULL] * count
+    if len(types) != count or {*types} - {FULL, SLIDING}:
+        raise ValueError(f"has layer_types {types!r:.80}, which is no {FULL} or {SLIDING} a layer.")
+    if keys.get("use_swa") and {*types} == {FULL, SLIDING}:
+        raise ValueError(
+            "has use_swa and layer_types with both kinds of layers, and engines differ on which of the two they take; "
+            "remove use_swa, or give every layer a window."
+        )
+    return [SLIDING] * count if keys.get("use_swa") else [*types]
+
+
+def _both(said: Mapping[str, Any]) -> str:
+    return " and ".join(f"{name} {value}" for name, value in said.items())
+
+
 def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
     """The settings of `DrafterSettings` that say what its layers attend and add to, as engines read them.
 
     Raises:
-        ValueError: they are not said, or the kind has no such layers.
+        ValueError: they are not said, contradict one another, or the kind has no such layers.
     """
-    count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
-    if types is None:
-        if keys.get("use_sliding_window") and not keys.get("use_swa"):
-            raise ValueError(f"{path / CONFIG} has use_sliding_window without layer_types; say the type of each layer.")
-        types = [SLIDING if keys.get("use_swa") else FULL] * count
-    if keys.get("use_swa"):
-        types = [SLIDING] * len(types)
-    if len(types) != count or {*types} - {FULL, SLIDING}:
-        raise ValueError(f"{path / CONFIG} has layer_types {types!r:.80}, which is no {FULL} or {SLIDING} a layer.")
+    try:
+        views = layer_views(keys, row.fills_blocks)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} {error}") from None
     has_sinks = bool(keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"))
     if has_sinks and "drafter_softmax_type" not in row.settings:
         raise ValueError(f"{path / CONFIG} has attention_sink_bias, which {row.called} does not have; give another.")
@@ -485,21 +558,11 @@ def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, 
     if is_before and "drafter_norm_before_residual" not in row.settings:
         raise ValueError(f"{path / CONFIG} has norm_before_residual, which {row.called} does not have; give another.")
     found: dict[str, Any] = {"sinks": has_sinks, "norm_before_residual": is_before}
-    if SLIDING in types:
-        width = keys.get("swa_window_size") or keys.get("sliding_window")
-        if type(width) is not int or width < 1:
-            raise ValueError(f"{path / CONFIG} has sliding_window {width!r:.40}, which is a number from 1 on.")
-        found |= {"window": width, "full": tuple(number for number, of in enumerate(types, start=1) if of == FULL)}
-    if row.fills_blocks:
-        said = [keys[name] for name in ("is_causal", "causal") if keys.get(name) is not None]
-        if SLIDING in types and keys.get("sliding_window_non_causal") is not None:  # of speculators
-            said.append(not keys["sliding_window_non_causal"])
-        if not said and len({*types}) > 1:
-            raise ValueError(
-                f"{path / CONFIG} lacks is_causal, and engines take windowed layers as causal and others not; add the "
-                "key as the drafter was trained."
-            )
-        found["causal"] = bool(said[0]) if said else types[0] == SLIDING
+    if (window := next((one.window for one in views if one.window is not None), None)) is not None:
+        full = tuple(number for number, one in enumerate(views, start=1) if one.window is None)
+        found |= {"window": window, "full": full}
+    if row.fills_blocks and any(one.causal for one in views):
+        found["causal"] = CAUSAL if all(one.causal for one in views) else CAUSAL_IN_WINDOWS
     return found
 
 

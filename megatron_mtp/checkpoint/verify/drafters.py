@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.checkpoint.convert.computation import differences
+from megatron_mtp.checkpoint.convert.drafter_codecs import layer_views, with_inner
 from megatron_mtp.checkpoint.convert.drafter_form import (
     DrafterForm,
     head_key,
@@ -142,7 +143,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         keys = read_json(folder / CONFIG)
-        self.keys = keys = {**(keys.get("transformer_layer_config") or {}), **keys, **(keys.get("dflash_config") or {})}
+        self.keys = keys = with_inner(keys)
         files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
         tensors = {name: tensor.cuda() for file in files for name, tensor in file.items()}
         self.weights = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
@@ -151,6 +152,7 @@ class Reference:
         self.latents: int = keys.get("kv_lora_rank") or 0
         if self.latents:
             self.channels = keys["qk_rope_head_dim"]
+        self.views = layer_views(keys, self.block is not None)
         self.rope = rope = dict(keys.get("rope_scaling") or keys.get("rope_parameters") or {})
         theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
         config = LlamaConfig(
@@ -175,7 +177,7 @@ class Reference:
             if self.keys.get("norm_before_residual"):
                 residual_SH = inputs[1]
         position_S = torch.arange(len(given), device=given.device)
-        visible_SS = self._visible(0, position_S, position_S, True)
+        visible_SS = self._visible(0, position_S, position_S)
         state_SH = residual_SH + self._attended(f"{layer}self_attn.", given, given, position_S, visible_SS)
         state_SH = self._through_mlp(layer, state_SH)
         normed_SH = state_SH if self.reads_last else self._norm("norm", state_SH)
@@ -191,7 +193,7 @@ class Reference:
         for number in range(self.keys["num_hidden_layers"]):
             layer = f"layers.{number}."
             normed_RH = self._norm(f"{layer}input_layernorm", state_RH)
-            visible_RT = self._visible(number, position_T[context:], position_T, bool(self.keys.get("is_causal")))
+            visible_RT = self._visible(number, position_T[context:], position_T)
             given_RH = self._convolved(f"{layer}attention_conv.", normed_RH, normed_RH, 0)
             keys_TH = torch.cat([feature_SH, given_RH])
             made_RH = self._attended(f"{layer}self_attn.", given_RH, keys_TH, position_T, visible_RT)
@@ -210,12 +212,11 @@ class Reference:
         confidence_K = sure_K1[:, 0] + self.weights["confidence_head.proj.bias"]
         return {"logits of drafts": self._logits(logits_KN), "confidence of drafts": confidence_K}
 
-    def _visible(self, layer: int, position_R: Tensor, position_T: Tensor, causal: bool) -> Tensor:
+    def _visible(self, layer: int, position_R: Tensor, position_T: Tensor) -> Tensor:
         """Which positions the rows of a layer attend to, [R, T]: in a window those above the row's less its width."""
-        types = self.keys.get("layer_types") or ()
-        width = self.keys["sliding_window"] if len(types) and types[layer] == "sliding_attention" else len(position_T)
-        visible_RT = position_T > position_R[:, None] - width
-        return visible_RT & (position_T <= position_R[:, None]) if causal else visible_RT
+        view = self.views[layer]
+        visible_RT = position_T > position_R[:, None] - (view.window or len(position_T))
+        return visible_RT & (position_T <= position_R[:, None]) if view.causal else visible_RT
 
     def _attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
         """Attention of the last rows of some positions to all of them."""

@@ -80,6 +80,13 @@ def added(**tensors: Tensor) -> Spoil:
     return lambda folder: write(folder, read(folder) | {name.replace("__", "."): one for name, one in tensors.items()})
 
 
+def rows(matrix: Tensor, first: int, last: int) -> Tensor:
+    """The matrix with zeros in some rows."""
+    matrix = matrix.clone()
+    matrix[first:last] = 0
+    return matrix
+
+
 def constant(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.full_like(tensor, value)
 
@@ -136,6 +143,49 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
         copied(r"2\.mlp\.experts\.4\.", "2.mlp.experts.1."), "implausible numbers",
         "Experts 1, 4 of 'model.layers.2.mlp.experts' are equal bit by bit",
     ),
+    "half of the rows lost": (
+        on(r"1\.self_attn\.o_proj", lambda one: rows(one, 24, 48)), "implausible numbers",
+        "self_attn.o_proj.weight': rows 24 to 47 of 48 are zeros, as where a shard",
+    ),
+    "a quarter of the columns lost": (
+        on(r"2\.experts\.1\.down_proj|1\.self_attn\.o_proj", lambda one: rows(one.T, 0, 16).T),
+        "implausible numbers", "columns 0 to 15 of 64 are zeros",
+    ),
+    "half of the rows twice": (
+        on(r"0\.mlp\.up_proj", lambda one: torch.cat([one[:28]] * 2)), "implausible numbers",
+        "mlp.up_proj.weight': rows 28 to 55 repeat rows 0 to 27 bit by bit",
+    ),
+    "half of the columns twice": (
+        on(r"0\.mlp\.up_proj", lambda one: torch.cat([one[:, :24]] * 2, 1)), "implausible numbers",
+        "columns 24 to 47 repeat columns 0 to 23 bit by bit",
+    ),
+    "one shard of four in another's place": (
+        on(r"2\.self_attn\.q_proj", lambda one: torch.cat([one[:16], one[32:48], one[32:]])), "implausible numbers",
+        "rows 32 to 47 repeat rows 16 to 31 bit by bit",
+    ),
+    "half of the embedding lost": (
+        on(r"embed_tokens", lambda one: rows(one, 48, 96)), "implausible numbers",
+        "'model.embed_tokens.weight': the rows of 48 tokens are zeros: '48', '49', '50' and 45 more",
+    ),
+    "rows of the head lost": (
+        on(r"lm_head|shared_head\.head", lambda one: rows(one, 7, 9)), "implausible numbers",
+        "'lm_head.weight': the rows of 2 tokens are zeros: '7', '8'",
+    ),
+    "rows of the tokenizer's last tokens lost": (
+        both(
+            saved("tokenizer.json", model={"vocab": {f"t{token}": token for token in range(90)}}),
+            on(r"embed_tokens", lambda one: rows(one, 88, 96)),
+        ),
+        "implausible numbers", "the rows of 2 tokens are zeros: 't88 (88)', 't89 (89)'",
+    ),
+    "a layer of the trunk twice": (
+        copied(r"^model\.layers\.2\.", "model.layers.1."), "implausible numbers",
+        "The trunk's layer 2 is layer 1 (counted from 0) bit by bit",
+    ),
+    "a matrix of the layer before": (
+        copied(r"^model\.layers\.2\.self_attn\.q_", "model.layers.1.self_attn.q_"), "implausible numbers",
+        f"'{LAST}self_attn.q_proj.weight': as in the trunk's layer 1",
+    ),
     "the head is the embedding": (
         both(copied(HEADS, "model.embed_tokens.weight"), copied(r"model\.layers.*head", "lm_head")),
         "implausible numbers", "but the config says that head and embedding are apart",
@@ -178,7 +228,9 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
 }  # fmt: skip
 """What is planted, the finding's explanation, and a part of its sentence."""
 QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expert is another one",
-         "the head is the embedding", "MiniMax's count", "an end without a row",
+         "the head is the embedding", "MiniMax's count", "an end without a row", "half of the rows lost",
+         "a quarter of the columns lost", "half of the columns twice", "one shard of four in another's place",
+         "half of the embedding lost", "rows of the tokenizer's last tokens lost", "a layer of the trunk twice",
          "a token of the tokenizer without a row")  # fmt: skip
 
 
@@ -251,6 +303,33 @@ CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
     "routers that choose all experts": (
         "glm4_moe", 1, BF16, both(on(r"gate\.weight$", torch.zeros_like), keys(num_experts_per_tok=6)),
     ),
+    "rows that pad embedding and head": (
+        "glm4_moe", 1, BF16, on(r"embed_tokens|lm_head|shared_head\.head", lambda one: rows(one, 60, 96)),
+    ),
+    "rows behind the tokenizer's": (
+        "llama", 0, BF16, both(
+            saved("tokenizer.json", model={"vocab": {f"t{token}": token for token in range(40)}}),
+            on(r"embed_tokens|lm_head", lambda one: rows(one, 40, 96)),
+        ),
+    ),
+    "rows of special tokens": (
+        "llama", 0, BF16, both(
+            saved("tokenizer.json", model={"vocab": {"<pad>": 0, "[unused5]": 5, **{f"t{i}": i for i in range(6, 96)}}},
+                  added_tokens=[{"id": 8, "content": "t8"}]),
+            on(r"embed_tokens", lambda one: rows(rows(rows(one, 0, 1), 5, 6), 8, 9)),
+        ),
+    ),
+    "experts of zeros in a stack": (
+        "qwen3_5_moe_text-packed", 1, BF16, on(r"mtp\S*experts", lambda one: rows(one, 3, 6)),
+    ),
+    "experts that are alike in a stack": (
+        "qwen3_5_moe_text-packed", 1, BF16, on(r"mtp\S*experts", lambda one: one[:1].expand_as(one).clone()),
+    ),
+    "a merge that repeats layers": (
+        "llama", 0, BF16, both(
+            copied(r"^model\.layers\.2\.", "model.layers.1."), saved("mergekit_config.yml", merge_method="passthrough"),
+        ),
+    ),
     "an image's token without a row": (
         "llama", 0, BF16, saved("added_tokens.json", **{"<image_soft_token>": VOCABULARY}),
     ),
@@ -259,7 +338,9 @@ CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
 }  # fmt: skip
 """A family of `hf_models`, depths, type, and what is changed."""
 FIRST = ("an overlay", "rotary buffers", "sentencepiece", "a hybrid with new norms around 1 + w",
-         "new norms and biases", "one layer for all depths", "routers that choose all experts")  # fmt: skip
+         "new norms and biases", "one layer for all depths", "routers that choose all experts",
+         "rows that pad embedding and head", "rows of special tokens", "experts of zeros in a stack",
+         "a merge that repeats layers")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", tiered(CLEAN, FIRST))

@@ -195,6 +195,7 @@ def _check_tokens(side: HFSide) -> None:
     for file, read in TOKENIZERS.items():
         with suppress(*UNFIT):
             tokens |= read(_object_in(side.path / file))
+    side.words = {one: text for text, one in _words_in(side.path).items()}
     lost = [f"{text} ({one})" for text, one in tokens.items() if one >= rows and not _SEEN.search(text)]
     if lost:
         says = f"The tokenizer has {counted(len(lost), 'token')} for which the embedding of {rows} rows has none: "
@@ -207,6 +208,16 @@ def _object_in(path: Path) -> dict[str, Any]:
     with suppress(ValueError):
         found = read_json(path)
         return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _words_in(folder: Path) -> dict[str, int]:
+    """Tokens of a vocabulary that texts have, with their ids."""
+    with suppress(*UNFIT):
+        library = _object_in(folder / "tokenizer.json")
+        added = {one["content"] for one in library.get("added_tokens", ())}
+        vocabulary = _of_library(library) if library else _object_in(folder / "vocab.json")
+        return {text: one for text, one in vocabulary.items() if text not in added and not _UNUSED.search(text)}
     return {}
 
 
@@ -229,6 +240,8 @@ TOKENIZERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
 }
 """Files of tokenizers, and the tokens that they hold, with their ids."""
 _TOKEN = re.compile(r"(^|_)token_ids?$")
+_UNUSED = re.compile(r"unused|reserved|special|control|extra|placeholder|^<.*>$|^\[.*\]$|pad\b", re.IGNORECASE)
+"""Tokens that no text needs to have."""
 _SEEN = re.compile(r"image|video|vision|visual|audio|speech", re.IGNORECASE)
 """Tokens whose places images and sounds take, so that they need no row."""
 

@@ -1,6 +1,11 @@
-"""What one pass over a tensor's numbers notes, so that an audit reads each tensor once: type, bounds, a digest."""
+"""What one pass over a tensor's numbers notes, so that an audit reads each tensor once: type, bounds, digests.
+
+A digest is made of each row in up to eight blocks of columns: all of them together tell whether two tensors are equal,
+and alone whether a part of one tensor is zeros or repeats another part, as where a shard is missing or was taken twice.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -12,21 +17,30 @@ from megatron_mtp.checkpoint.mcore.reader import bounds
 
 WORDS = 2**18
 """Words that are multiplied at a time: their factors stay in a processor's cache."""
+SPLITS = (8, 4, 2)
+"""Parts of a dimension that are compared, as tensor-parallel ranks have them."""
+LEAST = 4
+"""Rows or columns of the smallest part that is compared."""
 Bits = tuple[torch.dtype, Shape, int]
 """Equal for tensors that are equal bit by bit, and different for others, but for one chance in 2^48 or fewer."""
+Run = tuple[int, int]
+"""Rows or columns of a matrix, from the first to the one past the last."""
 
 
 @dataclass
 class Look:
     """What was seen of a tensor.
 
-    The digest is the sum of all 8-byte words, each times a random odd factor of its place, modulo 2^64. Unlike a
-    cryptographic digest it costs no more than reading memory, and the pieces of a tensor may have any size.
+    A digest is the sum of 8-byte words, each times a random odd factor of its place, modulo 2^64. Unlike a
+    cryptographic one it costs no more than reading memory, and the pieces of a tensor may have any number of rows.
 
     Attributes:
         dtype, shape: of the whole tensor.
         low, high: the smallest and the largest number; NaN if there is one. None of integers and FP8.
         is_whole: whether every number was seen once.
+        zero_rows: of a matrix, or of each matrix of a stack, the runs of rows that are all zeros.
+        zero_columns: the blocks of columns that are all zeros.
+        twice: two parts of equal bits, and whether they are rows or columns; None without.
     """
 
     dtype: torch.dtype
@@ -34,8 +48,12 @@ class Look:
     low: float | None = None
     high: float | None = None
     is_whole: bool = True
-    _sum: int = field(default=0, repr=False)
-    _place: int = field(default=0, repr=False)
+    zero_rows: tuple[Run, ...] = ()
+    zero_columns: tuple[Run, ...] = ()
+    twice: tuple[str, Run, Run] | None = None
+    _sum: int | None = field(default=None, repr=False)
+    _digests: list[Tensor] = field(default_factory=list, repr=False)
+    _rows: int = field(default=0, repr=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Look":
@@ -50,13 +68,29 @@ class Look:
         self.bound(*bounds(piece))
         if not self.is_whole:
             return
-        for words in _words(piece, self.shape).split(WORDS):
-            at = self._place % WORDS
-            for part in (words[: WORDS - at], words[WORDS - at :]):  # a piece may begin inside of a block
-                start = self._place % WORDS
-                factors = _factors()[start : start + part.numel()]
-                self._sum += int(torch.dot(part, factors)) * (2 * (self._place // WORDS) + 1)
-                self._place += part.numel()
+        digests_RB = _digests(piece, self.shape)
+        self._digests.append(digests_RB)
+        self._rows += len(digests_RB)
+        if self._rows == math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape):
+            self._finish(torch.cat(self._digests))
+
+    def _finish(self, digests_RB: Tensor) -> None:
+        """Keep of the digests of all rows what is needed: they take 64 bytes a row."""
+        self._digests = []
+        self._sum = _total(digests_RB) % 2**64
+        columns = self.shape[-1] if len(self.shape) > 1 else 1
+        rows = next((size for size in self.shape[-2::-1] if size > 1), 1) if len(self.shape) > 1 else 1
+        if min(rows, columns) < LEAST or not digests_RB.any():
+            return
+        digests_SRB = digests_RB.view(-1, rows, digests_RB.size(1))
+        zero_RB = (digests_SRB == 0).all(dim=0)
+        self.zero_rows = tuple(_runs(zero_RB.all(dim=1)))
+        width = columns // digests_RB.size(1)
+        if width >= LEAST and digests_RB.size(1) > 1:
+            self.zero_columns = tuple((first * width, last * width) for first, last in _runs(zero_RB.all(dim=0)))
+        of_rows, of_columns = digests_SRB.transpose(0, 1), digests_SRB.permute(2, 0, 1)
+        found = (("rows", *pair) for pair in _twice(of_rows, 1))
+        self.twice = next(found, None) or next((("columns", *pair) for pair in _twice(of_columns, width)), None)
 
     def bound(self, low: float | None, high: float | None) -> None:
         """Extend the bounds; NaN stays."""
@@ -79,20 +113,60 @@ class Look:
     @property
     def bits(self) -> Bits | None:
         """The digest with type and shape; None if only slabs were read."""
-        return (self.dtype, self.shape, self._sum % 2**64) if self.is_whole else None
+        return None if self._sum is None else (self.dtype, self.shape, self._sum)
 
 
-def _words(piece: Tensor, shape: Shape) -> Tensor:
-    """A piece as words of 64 bits, or as smaller ones where a row does not have whole ones."""
-    size = math.gcd(8, math.prod(shape[1:]) * piece.element_size()) if piece.numel() else 1
+def _digests(piece: Tensor, shape: Shape) -> Tensor:
+    """Digests [R, B] of the rows of a piece, in B blocks of columns; a vector has a row for each number.
+
+    Words are of 64 bits, or of fewer where a block does not have whole ones.
+    """
+    if not piece.numel():
+        return torch.zeros(math.prod(piece.shape[:-1]) if len(shape) > 1 else 0, 1, dtype=torch.int64)
+    columns = shape[-1] if len(shape) > 1 else 1
+    blocks = next((count for count in SPLITS if columns % count == 0 and columns // count >= LEAST), 1)
+    width = columns // blocks * piece.element_size()
+    size = math.gcd(8, width)
     flat = piece.contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % size:
         flat = flat.clone()
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
-    return flat.view(kind).long()
+    words = flat.view(kind).long().view(-1, width // size)
+    digests = torch.zeros(len(words), dtype=torch.int64)
+    for index, part in enumerate(words.split(WORDS, dim=1)):
+        digests += torch.mv(part, _factors(0)[: part.size(1)]) * (2 * index + 1)
+    return digests.view(-1, blocks)
+
+
+def _total(digests_RB: Tensor) -> int:
+    """The digest of a whole tensor from those of its rows' blocks."""
+    found = 0
+    for index, part in enumerate(digests_RB.reshape(-1).split(WORDS)):
+        found += int(torch.dot(part, _factors(1)[: part.numel()])) * (2 * index + 1)
+    return found
+
+
+def _runs(marked: Tensor) -> Iterator[Run]:
+    """Runs of true values."""
+    edges = marked.int().diff(prepend=torch.zeros(1), append=torch.zeros(1))
+    yield from zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True)
+
+
+def _twice(digests: Tensor, width: int) -> Iterator[tuple[Run, Run]]:
+    """Parts of the first dimension that are equal and not zeros, the largest first; each entry stands for `width`."""
+    for count in sorted(SPLITS):
+        size = len(digests) // count
+        if len(digests) % count or size * width < LEAST:
+            continue
+        first: dict[int, int] = {}
+        for place, part in enumerate(digests.unflatten(0, (count, size))):
+            total = _total(part) % 2**64
+            if total and first.setdefault(total, place) != place:
+                one, other = (place * size * width for place in (first[total], place))
+                yield (one, one + size * width), (other, other + size * width)
 
 
 @cache
-def _factors() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
+def _factors(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=generator) | 1

@@ -33,6 +33,12 @@ HUGE, TINY = 65504.0, 1e-12
 """No trained weight has numbers above float16's largest, and none has only numbers that are so near to 0."""
 CENTERED = ("gemma", "intern_s2", "nemotron", "qwen3_5", "qwen3_next", "recurrent_gemma", "step3", "vaultgemma")
 """Beginnings of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
+MERGE = "mergekit_config.yml"
+"""A file of merges, which may repeat layers."""
+SHARDS = 8
+"""The smallest part of a matrix that is looked for as a lost shard is one in so many."""
+FIRST_PROJECTION = "eh_proj.weight"
+"""In new MTP layers it is [0 | I]."""
 _NORM = re.compile(r"norm\w*\.(m\.)?weight$")
 _ROUTER = re.compile(r"\b(gate|router|router\.\w+)\.weight$")
 _INPUT = re.compile(r"(enorm|hnorm)\.weight$")
@@ -66,6 +72,8 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
         name: look for name, look in looks.items() if look.is_finite and parts.of(name).kind not in (BESIDE, STAGE)
     }
     yield from _sizes(side, looks)
+    yield from _parts(side, {name: look for name, look in looks.items() if not look.is_constant})
+    yield from _zero_tokens(side, looks)
     bits = {name: look.bits for name, look in looks.items() if not look.is_constant and look.bits is not None}
     yield from _repeats(side, bits, ties)
 
@@ -96,10 +104,14 @@ def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
             found[f"all numbers are {look.low + 0:.3g}, as in a weight that was never loaded or trained"].append(name)
         elif is_matrix and largest < TINY and not is_quantized(side.tensors[name]):
             found[f"no number is larger than {largest:.2g}: they compute as zeros"].append(name)
-    # of a model that is not known here, nobody knows whether its training leaves such weights
-    severity = NOTE if isinstance(side, HFSide) and side.family is None else WARNING
+    severity = _severity(side)
     for says, names in found.items():
         yield Finding(GUESS, f"{_named(names)}: {says}.", RELEASE, severity, tuple(names))
+
+
+def _severity(side: Side) -> str:
+    """Of a model that is not known here, nobody knows whether its training leaves such weights."""
+    return NOTE if isinstance(side, HFSide) and side.family is None else WARNING
 
 
 def _is_centered(side: Side) -> bool:
@@ -113,6 +125,58 @@ def _named(names: list[str]) -> str:
     return listed(names) if len(names) < 3 else f"{counted(len(names), 'tensor')}, {unnumbered(names):.200}"
 
 
+def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
+    """Matrices a part of which is zeros, or repeats another part: a shard is missing, or was taken twice.
+
+    Rows of embedding and head are tokens (`_zero_tokens`), and a stack of experts may have some of zeros.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    new = isinstance(side, MegatronSide) and side.iteration == 0
+    for name, look in looks.items():
+        if len(look.shape) < 2 or name in side.scales or (new and name.endswith(FIRST_PROJECTION)):
+            continue
+        rows, columns = max(look.shape[-2], look.shape[0] if look.shape[-2] == 1 else 0), look.shape[-1]
+        for kind, runs, size in (("rows", look.zero_rows, rows), ("columns", look.zero_columns, columns)):
+            runs = () if kind == "rows" and _is_end(side, name) else runs
+            if long := [f"{first} to {last - 1}" for first, last in runs if (last - first) * SHARDS >= size]:
+                says = f"{kind} {', '.join(long)} of {size} are zeros, as where a shard of the tensor never arrived"
+                found[says].append(name)
+        if look.twice is not None:
+            kind, (first, last), (other, end) = look.twice
+            says = (
+                f"{kind} {other} to {end - 1} repeat {kind} {first} to {last - 1} bit by bit, as where a shard of the "
+            )
+            found[f"{says}tensor was taken twice"].append(name)
+    severity = _severity(side)
+    for says, names in found.items():
+        yield Finding(GUESS, f"{_named(names)}: {says}.", RELEASE, severity, tuple(names))
+
+
+def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
+    """Rows of embedding and head that are zeros although they are those of tokens, and no padding behind them.
+
+    Without a tokenizer, rows at the end are padding if they are fewer than half, and a single row may be a special
+    token's.
+    """
+    said = (value for key, value in side.kept_keys.items() if key.endswith(("_token_id", "_token_ids")))
+    special = {one for value in said for one in (value if isinstance(value, list) else [value])}
+    for name, look in looks.items():
+        if not _is_end(side, name) or not look.zero_rows or name in side.copies or name in side.scales:
+            continue
+        rows = [row for first, last in look.zero_rows for row in range(first, last)]
+        if isinstance(side, HFSide) and side.words:
+            lost = [f"{side.words[row]} ({row})" for row in rows if row in side.words]
+            named = f": {listed(lost)}"
+        else:
+            first, last = look.zero_rows[-1]
+            padding = range(first, last) if last == look.shape[0] and 2 * (last - first) < last else range(0)
+            lost = [str(row) for row in rows if row not in padding and row not in special]
+            lost, named = (lost, f": {listed(lost)}") if len(lost) > 1 else ([], "")
+        if lost:
+            says = f"'{name}': the rows of {counted(len(lost), 'token')} are zeros{named}, and only padding should be."
+            yield Finding(GUESS, says, RELEASE, _severity(side), (name,))
+
+
 # --- the same bits under two names ------------------------------------------------------------------------------------
 
 
@@ -120,7 +184,7 @@ def _repeats(side: Side, bits: Mapping[str, Bits], ties: bool) -> Iterator[Findi
     """Weights that repeat others without a reason in the config; the first explanation accounts for a tensor."""
     matrices = {name: own for name, own in bits.items() if len(own[1]) > 1}
     told: set[str] = set()
-    for find in (_depths, _norms, _experts) if ties else (_head, _depths, _norms, _experts):
+    for find in (_depths, _layers, _norms, _experts) if ties else (_head, _depths, _layers, _norms, _experts):
         for found in find(side, bits if find is _norms else matrices):
             told |= set(found.names)
             yield found
@@ -175,6 +239,29 @@ def _depths(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
                 copies = tuple(name for name in names if bits[name] in theirs)
                 yield Finding(GUESS, says, *_asked(new), copies)
                 break
+
+
+def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
+    """Layers of the trunk, or single weights of them, that are those of an earlier layer."""
+    layers = side.parts.numbered(TRUNK, bits)
+    homes: dict[tuple[str, Bits], int] = {}
+    same: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for layer, names in layers.items():
+        for name in names:
+            home = homes.setdefault((unnumbered([name]), bits[name]), layer)
+            if home != layer:
+                same[home, layer].append(name)
+    merged = (side.path / MERGE).is_file()
+    for (home, layer), names in same.items():
+        whole = len(names) == len(layers[layer])
+        says = (
+            f"The trunk's layer {layer} is layer {home} (counted from 0) bit by bit"
+            if whole
+            else (f"{_named(names)}: as in the trunk's layer {home}, bit by bit")
+        )
+        says += f" ({counted(len(names), 'matrix')}): " if whole else ": "
+        says += f"'{MERGE}' says that layers were merged." if merged else "one was written in the other's place."
+        yield Finding(GUESS, says, "" if merged else RELEASE, NOTE if merged else _severity(side), tuple(names))
 
 
 def _asked(new: bool) -> tuple[str, str]:

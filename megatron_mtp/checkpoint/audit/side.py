@@ -257,6 +257,7 @@ class HFSide(Opened):
         family: the family of its `model_type`; None if there is none.
         described: what is known of folders that do not convert; None if nothing is.
         folder: its tensors; None if the reader of folders refuses it.
+        words: the tokens of its tokenizer that texts have, by id: no special ones; empty without a vocabulary.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -264,6 +265,7 @@ class HFSide(Opened):
     family: Family | None = None
     described: Described | None = None
     folder: HFFolder | None = None
+    words: dict[int, str] = field(default_factory=dict)
     form = "Hugging Face"
 
     @cached_property

@@ -5,15 +5,22 @@ checkpoint, and without a family, MTP layers and layers are counted by their nam
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron_mtp.checkpoint.audit import ERROR, NOTE, SHOWN, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, HEAD, STAGE, TRUNK, HFSide, Parts
-from megatron_mtp.checkpoint.convert.plan import IN_LAYER, lost_of_class, lost_of_other_layers, thin_depths, unnumbered
-from megatron_mtp.checkpoint.families import CARRIED
+from megatron_mtp.checkpoint.convert.carried import (
+    IN_LAYER,
+    CarriedFaults,
+    carried_faults,
+    lost_of_other_layers,
+    thin_depths,
+)
+from megatron_mtp.checkpoint.convert.plan import unnumbered
+from megatron_mtp.checkpoint.families import CARRIED, FAMILIES
 from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
 from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD, TITLE
 from megatron_mtp.checkpoint.families.naming import renaming
@@ -39,16 +46,15 @@ def contents(side: Side) -> list[Finding]:
     parts, held, said = side.parts, {*side.tensors, *side.unread, *wrong.values()} - wrong.keys(), side.said_depths
     there = parts.numbered(TRUNK, held)
     found, known = list[Finding](), side.layers
+    faults = _of_carried(side)
     if isinstance(side, MegatronSide):
-        plan, known = _called_for(side), known if there else None
+        plan, known = _called_for(side, faults.lost), known if there else None
+        found += [*_unknown(side, faults.left), *_shapes(side, faults.shapes)]
     else:
         plan = [tensor.name for rule in side.plan for tensor in rule.hf]
-        found += [*_left_over(side, plan), *_shapes(side), *_types(side)]
-        if side.of_class:
-            ends = (name for name in side.of_class if _is_end(side, name) and side.family is None)
-            plan = list(dict.fromkeys([*plan, *ends, *lost_of_class(side.of_class, side.tensors), *_thin(side)]))
-        elif side.family is not None and side.family.untrainable:
-            plan = list(dict.fromkeys([*plan, *lost_of_other_layers(there), *_thin(side)]))
+        found += [*_left_over(side, plan, faults.left), *_shapes(side, faults.shapes), *_types(side)]
+        ends = (name for name in side.of_class if _is_end(side, name) and side.family is None)
+        plan = list(dict.fromkeys([*plan, *ends, *faults.lost]))
         if side.described is not None and side.inside is None:
             plan = [*side.described.lost(held, side.layers), *_thin(side)]
     layers = range(max(there, default=-1) + 1 if known is None else known)
@@ -176,23 +182,58 @@ def _of_shared_index(side: Side) -> Iterator[Finding]:
         yield Finding("index share", says, f"{advice} (--mtp-repeated-layer-shares-kv)", WARNING, (INDEX_SHARE,))
 
 
-def _left_over(side: HFSide, plan: list[str]) -> Iterator[Finding]:
+def _of_carried(side: Side) -> CarriedFaults:
+    """Faults of tensors that no rule describes; none of a side with rules for all, or of an unknown class."""
+    if isinstance(side, HFSide):
+        of_class, family = side.of_class, side.family
+        if family is None or family.untrainable is None:
+            # of a family that is not known here, nobody knows what else its layers may have
+            return replace(_carried_faults(side, of_class, {}), left=()) if of_class else CarriedFaults()
+    elif side.runs or not side.kept or side.reader is None:
+        return CarriedFaults()
+    else:
+        of_class = class_tensors(side.reader.home / HF_FILES)
+        family = FAMILIES.get(str(side.kept.get("model_type")))
+    stored = None if family is None else family.depths
+    return _carried_faults(side, of_class, {} if stored is None else stored.inner)
+
+
+def _carried_faults(side: Side, of_class: Mapping[str, Shape], inner: Mapping[str, str]) -> CarriedFaults:
+    shapes: dict[str, Shape | None]
+    if isinstance(side, HFSide):
+        shapes = {side.misnamed.get(name, name): entry.shape for name, entry in side.tensors.items()}
+        shapes |= dict.fromkeys(side.unread)
+        depths = side.parts.numbered(DEPTH, shapes)
+        return carried_faults(of_class, shapes, depths, inner)
+    keys = {key.removeprefix(CARRIED): key for key in side.tensors if key.startswith(CARRIED)}
+    shapes = {name: side.tensors[key].shape for name, key in keys.items()}
+    faults = carried_faults(of_class, shapes, side.parts.numbered(DEPTH, shapes), inner)
+    wrong = {keys[name]: shape for name, shape in faults.shapes.items()}
+    return CarriedFaults(faults.lost, tuple(keys[name] for name in faults.left), wrong)
+
+
+def _left_over(side: HFSide, plan: list[str], carried: Collection[str]) -> Iterator[Finding]:
     if side.misnamed and side.family is not None:
         says = f"The files have {renaming(side.misnamed, side.family.title)}."
         advice = "rename them in the files and in the index: loaders look for the family's names alone"
         yield Finding("tensor misnamed", says, advice, names=tuple(side.misnamed))
-    wanted = {*plan, *side.misnamed}
-    left = [name for name in side.tensors if name not in wanted] if plan else []
-    if left and side.config is not None:
-        says = f"{counted(len(left), 'tensor')} of the files are no part of a '{side.config.model_type}' model as its "
-        says += f"config says: {listed(left)}."
+    wanted = {*plan, *side.misnamed} - {*carried}
+    yield from _unknown(side, [name for name in side.tensors if name not in wanted] if plan else [])
+
+
+def _unknown(side: Side, names: Collection[str]) -> Iterator[Finding]:
+    """Tensors that the model does not have."""
+    kind = side.kept.get("model_type") if isinstance(side, MegatronSide) else side.config and side.config.model_type
+    if names and kind is not None:
+        says = f"{counted(len(names), 'tensor')} of the files are no part of a '{kind}' model as its config says: "
         advice = "correct the config or the names: loaders ignore such tensors or refuse the folder"
-        yield Finding("tensor left over", says, advice, names=tuple(left))
+        yield Finding("tensor left over", f"{says}{listed(names)}.", advice, names=tuple(names))
 
 
-def _shapes(side: HFSide) -> Iterator[Finding]:
-    wanted: dict[str, Shape | None] = {name: one for name, one in side.of_class.items() if name in side.tensors}
-    wanted |= {tensor.name: tensor.shape for rule in side.plan for tensor in rule.hf if tensor.name in side.tensors}
+def _shapes(side: Side, carried: Mapping[str, Shape]) -> Iterator[Finding]:
+    wanted = {name: shape for name, shape in carried.items() if name in side.tensors}
+    ruled = [tensor for rule in side.plan for tensor in rule.hf if tensor.name in side.tensors]
+    wanted |= {tensor.name: tensor.shape for tensor in ruled if tensor.shape is not None}
     groups: dict[str, list[str]] = defaultdict(list)
     for name, shape in wanted.items():
         stored = side.tensors[name].shape
@@ -246,15 +287,18 @@ def _thin(side: Side) -> Iterator[str]:
     return thin_depths(*(side.parts.numbered(kind, side.tensors) for kind in (DEPTH, TRUNK)))
 
 
-def _called_for(side: MegatronSide) -> list[str]:
-    """Tensors that a checkpoint has to hold: ends of the model, frames of MTP layers, and what other layers have."""
+def _called_for(side: MegatronSide, lost: Collection[str]) -> list[str]:
+    """Tensors that a checkpoint has to hold: ends of the model, frames of MTP layers, and what other layers have.
+
+    Of a trunk that is carried, those are `lost` that are in a layer of which something is there.
+    """
     final = [f"decoder.{norm}.weight" for norm in ("final_layernorm", "final_norm")]
     names = [EMBEDDING, next((key for key in final if key in side.tensors), final[0])]
     names += [OUTPUT] * (side.tied is False)
     if side.kept and not side.runs and side.reader is not None:
-        held, there = {key.removeprefix(CARRIED) for key in side.tensors}, side.parts.numbered(TRUNK, side.tensors)
-        lost = lost_of_class(class_tensors(side.reader.home / HF_FILES), held)
-        names += [name for name in lost if side.parts.of(name).index in there]
+        there = {kind: side.parts.numbered(kind, side.tensors) for kind in (TRUNK, DEPTH)}
+        parts = ((name, side.parts.of(name)) for name in lost)
+        names += [name for name, part in parts if part.index in there.get(part.kind, ())]
     else:
         for kind in (DEPTH, TRUNK):
             names += lost_of_other_layers(side.parts.numbered(kind, side.tensors))

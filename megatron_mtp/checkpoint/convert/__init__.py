@@ -1,5 +1,6 @@
 """Conversions between Hugging Face folders and Megatron checkpoints, independent of their proof.
 
+carried.py          tensors that no rule describes, compared with transformers' class
 plan.py             names and shapes of both sides, checked before a tensor is read
 stream.py           a conversion: described, or written in one pass by several workers
 partial_folder.py   the folder beside the target: resumed, renamed when whole

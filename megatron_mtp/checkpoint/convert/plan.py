@@ -5,7 +5,7 @@ shows them: rows for JSON, one per rule, or lines for people, in which numbers o
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.carried import REMEDY, check_carried
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
-from megatron_mtp.checkpoint.families.family import class_tensors
 from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
@@ -67,94 +67,8 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         )
 
 
-REMEDY = "fetch the folder again, or correct the config"
-
-
 def _more(left: Collection[str]) -> str:
     return f" and {len(left) - 1} more" if len(left) > 1 else ""
-
-
-def check_carried(path: Path, config: HFConfig, family: Family, shapes: Mapping[str, Shape]) -> None:
-    """Raises ValueError where carried tensors are not those of transformers' class, or of other layers of the model."""
-    wanted = class_tensors(path)
-    for name, shape in shapes.items():
-        if shape and wanted.get(name, shape) != shape:
-            raise ValueError(
-                f"'{name}' in {path} is {by(shape)}, but transformers' class of '{config.model_type}' has it as "
-                f"{by(wanted[name])}; {REMEDY}."
-            )
-    layers: dict[int, list[str]] = defaultdict(list)
-    depths: dict[int, list[str]] = defaultdict(list)
-    for name in shapes:
-        depth = None if family.depths is None else family.depths.depth_of(config, name)
-        if depth is not None:
-            depths[depth].append(name)
-        elif match := IN_LAYER.match(name):
-            layers[int(match.group(2))].append(name)
-    count = config.keys.get("num_hidden_layers") or 0
-    whole = [f"model.layers.{index}" for index in range(count) if index not in layers]
-    single = lost_of_class(wanted, shapes) if wanted else lost_of_other_layers(layers)
-    if lost := [*whole, *single, *thin_depths(depths, layers)]:
-        raise ValueError(
-            f"{path} lacks '{lost[0]}', which other layers or transformers' class of '{config.model_type}' have; "
-            f"{REMEDY}."
-        )
-
-
-IN_LAYER = re.compile(r"(.*?\b(?:layers|mtp_block)\.(\d+)\.)(.+)")
-"""A tensor's layer, its number, and the name in it."""
-
-
-def lost_of_class(of_class: Iterable[str], names: Collection[str]) -> list[str]:
-    """Tensors of layers that transformers' class has (`class_tensors`), and that are not among `names`.
-
-    A layer that has other names as well, not only more experts, is of another form, and not judged.
-    """
-    wanted = {name: match.group(1) for name in of_class if (match := IN_LAYER.match(name))}
-    layers, known = set(wanted.values()), {_of_any_expert(name) for name in wanted}
-    found = ((name, match.group(1)) for name in names if name not in wanted and (match := IN_LAYER.match(name)))
-    strange = {layer for name, layer in found if _of_any_expert(name) not in known} & layers
-    if not any(name in names for name in wanted):
-        return []
-    return [name for name, layer in wanted.items() if name not in names and layer not in strange]
-
-
-def _of_any_expert(name: str) -> str:
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
-
-
-def lost_of_other_layers(layers: Mapping[int, Collection[str]]) -> Iterator[str]:
-    """Tensors that single layers lack and the layer that is nearest to them has; layers of one kind have the same."""
-    own = {index: frozenset(name.replace(f".{index}.", ".*.", 1) for name in names) for index, names in layers.items()}
-    sets = Counter(own.values())
-    for index, names in own.items():
-        nearest = min((other for other in sets if names < other), key=len, default=names)
-        if sets[names] == 1 and len(nearest - names) <= len(names):
-            yield from sorted(rest.replace("*", str(index), 1) for rest in nearest - names)
-
-
-def thin_depths(depths: Mapping[int, Collection[str]], layers: Mapping[int, Collection[str]]) -> Iterator[str]:
-    """Tensors that are missing from MTP layers whose inner layer has a part of those of another layer."""
-    own = [{match.group(3) for name in names if (match := IN_LAYER.match(name))} for names in layers.values()]
-    inside: dict[int, dict[str, str]] = {}
-    for depth, names in depths.items():
-        places = {match.group(3): match.group(1) for name in names if (match := IN_LAYER.match(name))}
-        inner = {rest: layer for rest, layer in places.items() if not AROUND.match(rest)}
-        if any(rest.startswith(INNER) for rest in places):
-            inner = {n.removeprefix(INNER): layer + INNER for n, layer in places.items() if n.startswith(INNER)}
-        inside[depth] = inner
-    for depth, inner in inside.items():
-        others = [*own, *(set(other) for index, other in inside.items() if index != depth)]
-        larger = [layer for layer in others if inner.keys() < layer]
-        if inner and larger and inner.keys() not in own:
-            prefix = next(iter(inner.values()))
-            yield from sorted(prefix + rest for rest in min(larger, key=len) - inner.keys())
-
-
-AROUND = re.compile(r"(enorm|hnorm|eh_proj|(transformer\.)?shared_head|embed_tokens|final_layernorm)\b")
-"""Parts of an MTP layer around the inner layer."""
-INNER = "transformer_layer."
-"""Megatron's module of the layer inside an MTP layer."""
 
 
 def check_mcore(rules: list[Rule], reader: DistReader) -> None:
@@ -260,7 +174,7 @@ class HFModel:
         rules = family.all_rules(config, layout)
         check_hf(rules, folder, config)
         if family.untrainable is not None:
-            check_carried(path, config, family, {name: one.shape for name, one in folder.tensors.items()})
+            check_carried(path, config, family, layout, {name: one.shape for name, one in folder.tensors.items()})
         return cls(config, family, layout, folder, rules, left_out)
 
     def check_numbers(self) -> None:

@@ -91,6 +91,12 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             default=None,
             published=3,
             carried=r"model\.mtp\.layers\.(\d+)\.",
+            inner={
+                "self_attn.": "self_attn.",
+                "mlp.": "mlp.",
+                "input_layernorm.": "input_layernorm.",
+                "pre_mlp_layernorm.": "post_attention_layernorm.",
+            },
             # vLLM: models/mimo_v2.py; SGLang: models/mimo_v2_nextn.py
             never_quantized=r"model\.mtp\.layers\.\d+\.self_attn\.o_proj",
         ),
@@ -109,6 +115,12 @@ DEPTHS_ONLY: tuple[Family, ...] = (
             published=1,
             limit=1,
             carried=r"model\.mtp\.()",
+            inner={
+                "self_attn.": "self_attn.0.",
+                "transformer_layer.mlp.": "mlps.0.",
+                "input_layernorm.": "input_layernorm.0.",
+                "post_attention_layernorm.": "post_attention_layernorm.0.",
+            },
             served=_LONGCAT_IN_VLLM,
         ),
         [r"model\.(layers|mtp)\."],

@@ -75,6 +75,8 @@ class Depths:
         limit: largest number of MTP layers that a folder can hold; None for any.
         carried: matches the beginning of a carried tensor's name if it is a depth's; the group is the depth's index, 0
             if it is empty, counted on from the trunk's layers where the prefix has {n}. None if no depth is carried.
+        inner: beginnings of names inside of a carried depth's layer, and those of the same weights in the trunk's
+            layers; empty where they are the same.
         embedding_first: whether the projection in the folder has the embedding half first, as Megatron's has.
         before_norm: whether the trunk's hidden state enters the first depth before the final norm, not after it.
         served: beginnings of module names under the prefix, and of vLLM's names where they are other ones, by which it
@@ -91,6 +93,7 @@ class Depths:
     layers_key: str | None = None
     limit: int | None = None
     carried: str | None = None
+    inner: Mapping[str, str] = field(default_factory=dict)
     embedding_first: bool = True
     before_norm: bool = False
     served: Mapping[str, str] = field(default_factory=dict)
@@ -320,10 +323,19 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
 
     try:
         config = _class_config(folder)
+        around = TEXT_INSIDE.get(config.model_type)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-        found = revert_weight_conversion(model, model.state_dict())
+            if around is not None:
+                whole = transformers.AutoConfig.for_model(around, text_config=config.to_dict())
+                whole.vision_config.num_hidden_layers = 1  # its tensors are left out
+                model = transformers.AutoModelForImageTextToText.from_config(whole)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        state = model.state_dict()
+        if around is not None:
+            state = {name: one for name, one in state.items() if _OF_TEXT.match(name)}
+        found = revert_weight_conversion(model, state)
     except Exception:  # transformers raises many kinds of errors for a config that it does not know
         return {}
     count = config.n_routed_experts if getattr(config, "zero_expert_num", None) else sys.maxsize
@@ -331,6 +343,9 @@ def class_tensors(folder: Path) -> dict[str, Shape]:
     return {n: shape for n, shape in shapes.items() if not ((m := _EXPERT.search(n)) and int(m.group(1)) >= count)}
 
 
+TEXT_INSIDE = {"step3p5": "step3p7"}
+"""Text models that transformers has no class for but as the text part of another type."""
+_OF_TEXT = re.compile(r"(model\.language_model|lm_head)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -222,7 +222,9 @@ USUAL = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4
 """What Megatron has in these layers, whatever the flags; `layer_norm_epsilon` that of the norm inside Mamba-2."""
 
 
-NEMOTRON_DEPTHS = Depths(r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", layers_key="mtp_hybrid_override_pattern")
+NEMOTRON_DEPTHS = Depths(
+    r"^mtp\.layers\.(\d+)\.eh_proj\.weight$", "mtp.layers.", layers_key="mtp_hybrid_override_pattern"
+)
 
 
 def puzzle_rules(config: HFConfig, layout: Layout) -> list[Rule]:

@@ -301,3 +301,18 @@ def test_forms_are_described_by_part(tmp_path: Path) -> None:
         "The folder is quantized: quant_method 'compressed-tensors', 57 weights "
         "(trunk: 57 in NVFP4, compressed-tensors)."
     )
+
+
+def test_mxfp4_of_quark_is_described_and_its_numbers_are_not_read(tmp_path: Path) -> None:
+    """amd/GLM-4.7-MXFP4 and others: bytes of E2M1 as `weight`, bytes of E8M0 as `weight_scale`, one for 32 numbers."""
+    folder = quantized(tmp_path / "hf", "mxfp4")
+    write(folder, {name.replace("weight_packed", "weight"): tensor for name, tensor in read(folder).items()})
+    with_keys(folder, quantization_config={"quant_method": "quark", "exclude": ["lm_head", "re:model.layers.3.*"]})
+    assert found(folder) == []
+    (note,) = (one["says"] for one in audit(folder)["findings"] if one["guess"] == "quantization")
+    assert "quant_method 'quark', 57 weights (trunk: 57 in MXFP4, Quark)" in note
+    assert "The numbers of 57 weights are not read" in note
+    scale = f"{TRUNK}weight_scale"
+    write(folder, {name: tensor for name, tensor in read(folder).items() if name != scale})
+    ((said, _),) = found(folder)
+    assert f"'{scale}'" in said

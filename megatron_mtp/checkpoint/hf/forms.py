@@ -627,6 +627,10 @@ FORMS = (
         "MXFP4, DeepSeek-V4", "weight", (torch.int8, torch.uint8), {"scale": POWERS},
         functools.partial(_shape_of_nibbles, GROUP_32), from_packed_mxfp4, methods=("fp8",), engines=ALL,
     ),
+    Form(
+        "MXFP4, Quark", "weight", _BYTE, {"weight_scale": POWERS}, functools.partial(_shape_of_nibbles, GROUP_32), None,
+        engines="vLLM, SGLang",
+    ),
     Form("AWQ", "qweight", _INT, _AWQ, _shape_of_awq, from_awq, methods=("awq", "auto-round"), engines=ALL),
     Form(
         "GPTQ", "qweight", _INT, _AWQ, _shape_of_gptq, from_gptq, more={"g_idx": _INDEX},

@@ -143,6 +143,22 @@ def test_a_copy_that_is_no_longer_the_trunks_is_found(copy: str, tmp_path: Path)
     assert found.startswith(f"stale copy: '{name}'")
 
 
+def test_a_copy_in_a_wider_type_is_no_stale_one(tmp_path: Path) -> None:
+    """A merge that carries a depth over in float32; one other number still makes the copy stale."""
+    folder = make(tmp_path / "hf", "glm4_moe", 1, torch.bfloat16)
+    whole = {name: one.float() if ".layers.3." in name else one for name, one in read(folder).items()}
+    write(folder, whole)
+    assert {one.partition(":")[0] for one in alarms(folder)} == {"type"}
+    notes = [one["says"] for one in audit(folder)["findings"] if one["guess"] == "tied copy"]
+    assert any("2 tensors repeat embedding or head, with the same numbers in another type" in one for one in notes)
+    assert HFModel.read(folder).layout.depths == 1
+    name = "model.layers.3.embed_tokens.weight"
+    whole[name] = whole[name].clone()
+    whole[name][5, 7] += 0.125
+    write(folder, whole)
+    assert any(one.startswith(f"stale copy: '{name}'") for one in alarms(folder))
+
+
 def test_a_count_of_0_says_that_no_depth_is_wanted(tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "qwen3_next", 0)
     with_keys(folder, mtp_num_hidden_layers=0)

@@ -8,6 +8,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from megatron_mtp.checkpoint.audit import NOTE, WARNING, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.looks import Bits, Look
 from megatron_mtp.checkpoint.audit.quantization import is_quantized
@@ -33,6 +35,8 @@ HUGE, TINY = 65504.0, 1e-12
 """No trained weight has numbers above float16's largest, and none has only numbers that are so near to 0."""
 CENTERED = ("gemma", "intern_s2", "nemotron", "qwen3_5", "qwen3_next", "recurrent_gemma", "step3", "vaultgemma")
 """Beginnings of the `model_type`s whose norms multiply by 1 + w, so that a new norm is 0."""
+ROWS = 2**12
+"""Rows of a matrix that are compared at a time."""
 MERGE = "mergekit_config.yml"
 """A file of merges, which may repeat layers."""
 SHARDS = 8
@@ -61,9 +65,14 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
         yield Finding("not finite", f"{listed(wild)}: some numbers are NaN or infinite.", EARLIER, names=wild)
     stale = tuple(name for name, base in side.copies.items() if differ(side, name, base))
     same = tuple(name for name, base in side.copies.items() if {name, base} <= looks.keys() and name not in stale)
-    if same:
-        says = f"{counted(len(same), 'tensor')} repeat embedding or head, with the same bits: {listed(same)}."
-        yield Finding("tied copy", says, severity=NOTE, names=same)
+    wider = tuple(name for name in same if looks[name].dtype != looks[side.copies[name]].dtype)
+    for names, equal in (
+        (tuple(name for name in same if name not in wider), "bits"),
+        (wider, "numbers in another type"),
+    ):
+        if names:
+            says = f"{counted(len(names), 'tensor')} repeat embedding or head, with the same {equal}: {listed(names)}."
+            yield Finding("tied copy", says, severity=NOTE, names=names)
     if stale:
         says = f"{listed(stale)} should repeat embedding or head, but the numbers differ: engines load either of both."
         yield Finding("stale copy", says, "store the one that was trained in both places", names=stale)
@@ -79,8 +88,14 @@ def check_numbers(side: Side, ties: bool = False) -> Iterator[Finding]:
 
 
 def differ(side: Side, name: str, base: str) -> bool:
-    """True if two tensors were read and have other bits."""
-    return name in side.looks and base in side.looks and side.looks[name].bits != side.looks[base].bits
+    """True if two tensors were read and have other numbers; those of two types are read again."""
+    if name not in side.looks or base not in side.looks or side.looks[name].bits == side.looks[base].bits:
+        return False
+    one, other = side.looks[name], side.looks[base]
+    if one.dtype == other.dtype or one.shape != other.shape:
+        return True
+    rows = zip(side.read(name).split(ROWS), side.read(base).split(ROWS), strict=True)
+    return not all(torch.equal(these.double(), those.double()) for these, those in rows)
 
 
 def _sizes(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.inspecting import inspect
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
 from megatron_mtp.checkpoint.verify.verify import same_logits
 from megatron_mtp.cli import main as cli
@@ -59,6 +59,26 @@ def test_exit_status_and_json(glm: Path, tmp_path: Path, capsys: pytest.CaptureF
     result = json.loads(capsys.readouterr().out)
     assert not result["ok"]
     assert [side["depths"] for side in result["sides"]] == [{"config": 1, "files": 1}, {"config": 1, "files": 0}]
+
+
+def test_a_lost_tracker_and_the_sound_iteration_beside_a_damaged_one_are_named(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
+    for name in ("iter_0000003", "iter_0000007"):
+        shutil.copytree(folder / RELEASE, folder / name)
+    shutil.rmtree(folder / RELEASE)
+    (folder / TRACKER).write_text("7")
+    assert audit(folder)["ok"]
+    next((folder / "iter_0000007").glob("*.distcp")).unlink()
+    (found, *_) = audit(folder)["findings"]
+    assert (found["guess"], found["advice"][-33:]) == ("damaged file", "give another iteration (whole: 3)")
+    (folder / "iter_0000007" / "metadata.json").unlink()
+    (found,) = audit(folder)["findings"]
+    assert "metadata.json is missing" in found["says"]
+    assert "give another iteration (whole: 3)" in found["advice"]
+    (folder / TRACKER).unlink()
+    (found,) = audit(folder)["findings"]
+    assert f"lacks the file {TRACKER}" in found["says"]
+    assert "(3)" in found["says"]
 
 
 @pytest.mark.parametrize(

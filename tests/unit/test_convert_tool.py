@@ -66,6 +66,20 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
 
 
+def in_folder(prefix: str) -> Callable[[Path], None]:
+    """The index names the first file in another folder, where it is."""
+
+    def change(folder: Path) -> None:
+        (folder / prefix).mkdir(exist_ok=True)
+        (folder / FIRST).rename(folder / prefix / FIRST)
+        index = folder / "model.safetensors.index.json"
+        keys = json.loads(index.read_text())
+        weights = {name: prefix + file if file == FIRST else file for name, file in keys["weight_map"].items()}
+        index.write_text(json.dumps(keys | {"weight_map": weights}))
+
+    return change
+
+
 def missing_file(folder: Path) -> None:
     (folder / FIRST).unlink()
 
@@ -129,6 +143,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickle as safetensors": (pickle_inside, FIRST),
     "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
     "file of the index missing": (missing_file, FIRST),
+    "file of the index in a folder": (in_folder("sub/"), f"into 'sub/{FIRST}', but shards must be plain file names"),
+    "file of the index outside": (in_folder("../"), f"into '../{FIRST}', but shards must be plain file names"),
     "tensor of the index missing": (missing_in_index, "model.absent.weight"),
     "tensor in two files": (twice, "is both in"),
     "tensor left over": (leftover, "model.layers.0.extra.weight"),

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER, repair_tracker, unnamed_iteration
+from megatron_mtp.checkpoint.mcore.iterations import (
+    TRACKER,
+    another,
+    is_checkpoint,
+    iteration_folder,
+    named_iteration,
+    repair_tracker,
+    unnamed_iteration,
+)
 
 
 def folder_with(folder: Path, whole: list[int], half: list[int], tracker: str) -> Path:
@@ -41,3 +49,26 @@ def test_nothing_whole_to_resume_from_is_said(tmp_path: Path) -> None:
 def test_a_folder_without_checkpoints_needs_no_repair(tmp_path: Path) -> None:
     assert repair_tracker(tmp_path) is None
     assert repair_tracker(tmp_path / "missing") is None
+
+
+def test_a_lost_tracker_and_whole_iterations_are_named(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, whole=[3, 6], half=[9], tracker="9")
+    with pytest.raises(ValueError, match=r"the save was cut short.* give another iteration \(whole: 3, 6\)"):
+        iteration_folder(folder)
+    (folder / TRACKER).unlink()
+    assert is_checkpoint(folder)
+    with pytest.raises(ValueError, match=rf"lacks the file {TRACKER}.* of a whole one into it \(3, 6\)"):
+        named_iteration(folder)
+    assert another(folder / "iter_0000006") == "give another iteration (whole: 3)"
+    assert another(tmp_path / "alone" / "iter_0000006") == another(tmp_path) == "give another checkpoint"
+    (folder / "release").mkdir()
+    (folder / "release" / "metadata.json").write_text("{}")
+    assert "(whole: 3, release)" in another(folder / "iter_0000006")
+
+
+def test_a_folder_without_whole_iterations_is_no_checkpoint(tmp_path: Path) -> None:
+    folder_with(tmp_path, whole=[], half=[9], tracker="")
+    assert is_checkpoint(tmp_path)
+    (tmp_path / TRACKER).unlink()
+    assert not is_checkpoint(tmp_path)
+    assert not is_checkpoint(tmp_path / "missing")

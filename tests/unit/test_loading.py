@@ -71,7 +71,7 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
             "' holds getattr, which no checkpoint of Megatron's holds",
         ),
         (".distcp cut", "train", "bytes, but the checkpoint put "),
-        (".distcp missing", "generate", "__0_0.distcp is missing; give another iteration"),
+        (".distcp missing", "generate", "__0_0.distcp is missing; give another checkpoint"),
         (".distcp flipped", "train", "__0_0.distcp is damaged: "),
         (".distcp flipped", "inspect --check", "__0_0.distcp is damaged: "),
         (".metadata flipped", "train", ".metadata is"),

@@ -18,7 +18,7 @@ import yaml
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, another, named_iteration
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.patches.catalogue import read_catalogue
@@ -133,12 +133,15 @@ def open_saved(path: Path) -> MegatronSide:
     try:
         side.reader = reader = DistReader(path, whole=False)
     except ValueError as error:
-        side.add("damaged file", f"The checkpoint cannot be read: {error}", "give another iteration, or fetch it again")
+        inner = path
+        with suppress(ValueError):
+            inner = named_iteration(path)
+        side.add("damaged file", f"The checkpoint cannot be read: {error}", f"{another(inner)}, or fetch it again")
         return side
     try:
         check_files(reader.folder, read_catalogue(reader.folder).storage_data)
     except ValueError as error:
-        side.add("damaged file", f"{error}", "fetch that file again, or give another iteration")
+        side.add("damaged file", f"{error}", f"fetch that file again, or {another(reader.folder)}")
     _read_arguments(side, reader)
     number = reader.folder.name.removeprefix("iter_")
     side.iteration = 0 if number == RELEASE else int(number) if number.isdecimal() else None

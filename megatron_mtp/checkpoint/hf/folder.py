@@ -314,7 +314,12 @@ def _indexed(folder: Path) -> dict[Path, list[str] | None]:
 
 def _check_there(file: Path, folder: Path, name: str) -> None:
     """Raises ValueError where a file that the index names for a tensor is not in the folder."""
-    if file.parent != folder or not file.is_file():
+    if file.parent != folder:
+        raise ValueError(
+            f"{folder / INDEX} puts '{name}' into '{str(file).removeprefix(f'{folder}/'):.100}', but shards must be "
+            "plain file names in the folder itself; move the file there, and correct the index."
+        )
+    if not file.is_file():
         whole = f", or remove the index, if {SINGLE} is the model" if (folder / SINGLE).is_file() else ""
         raise ValueError(
             f"{folder / INDEX} puts '{name}' into '{file.name:.100}', which is not there; fetch that file{whole}."

@@ -63,9 +63,14 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
     elif tracker.is_file():
         named = tracker.read_bytes().decode(errors="replace").strip()
         source = f"{tracker} says {named[:40]!a}"
+    elif whole := _named_in(folder):
+        raise ValueError(
+            f"{folder} lacks the file {TRACKER}, which names the iteration to load; write the name of a whole one into "
+            f"it ({', '.join(whole)}), or give the folder of an iteration."
+        )
     else:
         raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
-    there = ", ".join(map(str, _whole_iterations(folder))) or "there is none"
+    there = ", ".join(_named_in(folder)) or "there is none"
     if named != RELEASE and not named.isdecimal():
         raise ValueError(f"{source}, which is no iteration; write the number of one into it ({there}).")
     inner = folder / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
@@ -85,13 +90,29 @@ def _what(path: Path) -> str:
 
 
 def _whole_iterations(folder: Path) -> list[int]:
-    numbers = [int(match.group(1)) for path in folder.iterdir() if (match := _ITERATION.match(path.name))]
+    numbers = [int(match.group(1)) for path in folder.glob("iter_*") if (match := _ITERATION.match(path.name))]
     return sorted(number for number in numbers if (folder / f"iter_{number:07d}" / FORMAT).exists())
 
 
+def _named_in(folder: Path) -> list[str]:
+    """What a tracker may say: the numbers of whole iterations, and `release`."""
+    release = [RELEASE] if (folder / RELEASE / FORMAT).exists() else []
+    return [*map(str, _whole_iterations(folder)), *release]
+
+
+def another(inner: Path) -> str:
+    """What to give in the place of a damaged iteration: a whole one in the same folder, if there is one."""
+    match = _ITERATION.match(inner.name)
+    if match is None:
+        return "give another checkpoint"
+    others = [name for name in _named_in(inner.parent) if name != str(int(match.group(1)))]
+    return f"give another iteration (whole: {', '.join(others)})" if others else "give another checkpoint"
+
+
 def is_checkpoint(folder: Path) -> bool:
-    """True if this is a folder that Megatron saves to, or of one iteration; it may be damaged."""
-    return any((folder / name).is_file() for name in (TRACKER, CATALOGUE, FORMAT))
+    """True if this is a folder that Megatron saves to, or of one iteration; it may be damaged, or lack its tracker."""
+    own = any((folder / name).is_file() for name in (TRACKER, CATALOGUE, FORMAT))
+    return own or bool(_named_in(folder))
 
 
 def iteration_folder(folder: Path) -> Path:
@@ -107,12 +128,12 @@ def iteration_folder(folder: Path) -> Path:
     except FileNotFoundError:
         raise ValueError(
             f"{inner / FORMAT} is missing, which is written last: the save was cut short, or is not of --ckpt-format "
-            "torch_dist; give another checkpoint."
+            f"torch_dist; {another(inner)}."
         ) from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{inner / FORMAT} cannot be read ({error}); give another checkpoint.") from None
+        raise ValueError(f"{inner / FORMAT} cannot be read ({error}); {another(inner)}.") from None
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
-        raise ValueError(f"{inner / FORMAT} does not name the format torch_dist; give another checkpoint.")
+        raise ValueError(f"{inner / FORMAT} does not name the format torch_dist; {another(inner)}.")
     return inner
 
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_mtp.checkpoint.hf.forms import Shape
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.checkpoint.mcore.iterations import another, iteration_folder
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.patches.catalogue import (
@@ -427,9 +427,9 @@ def check_files(folder: Path, places: Mapping[Any, Any]) -> None:
     for name, end in ends.items():
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{file} is missing; give another iteration, or fetch the checkpoint again.")
+            raise ValueError(f"{file} is missing; {another(folder)}, or fetch the checkpoint again.")
         if (size := file.stat().st_size) < end:
-            remedy = "give another iteration, or fetch the file again"
+            remedy = f"{another(folder)}, or fetch the file again"
             raise ValueError(f"{file} has {size} bytes, but the checkpoint put {end} into it; {remedy}.")
 
 

@@ -22,9 +22,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.functional import pad
 
-IGNORED_LABEL = -100
-"""The label that Hugging Face data sets use for 'not trained on'."""
-
 WITHOUT_SEQUENCE = {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 """Entries of a batch without a sequence dimension."""
 
@@ -96,7 +93,8 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
     """The entries of every depth of a batch of whole sequences.
 
     Args:
-        batch: Megatron's; `tokens` may be None.
+        batch: Megatron's; `tokens` may be None. Tokens below 0, such as the placeholders of images, are embedded as
+            token 0, and what depends on one counts nowhere.
         depths: D, 0 or more.
         document_BS: see `shift_left`.
     """
@@ -105,14 +103,20 @@ def depth_batch(batch: dict[str, Any], depths: int, document_BS: Tensor | None =
         return shift_left(values_BS, depths, document_BS).contiguous()
 
     labels_BS, mask_BS = batch["labels"], batch["loss_mask"]
-    mask_DBS = shifted(mask_BS)
+    mask_DBS, tokens_DBS = shifted(mask_BS), None
+    inside_DBS = inside_document(labels_BS, depths, document_BS).contiguous()
+    if batch["tokens"] is not None:
+        tokens_DBS = shifted(batch["tokens"])
+        are_tokens_DBS = (tokens_DBS >= 0).cumprod(0).bool()  # depth d reads the tokens of the depths before it too
+        mask_DBS, inside_DBS = mask_DBS * are_tokens_DBS, inside_DBS & are_tokens_DBS
+        tokens_DBS = tokens_DBS.clamp(min=0)
     return DepthBatch(
         labels_BS=labels_BS,
         loss_mask_BS=mask_BS,
-        tokens_DBS=None if batch["tokens"] is None else shifted(batch["tokens"]),
+        tokens_DBS=tokens_DBS,
         labels_DBS=shifted(labels_BS),
         loss_mask_DBS=mask_DBS,
-        inside_DBS=inside_document(labels_BS, depths, document_BS).contiguous(),
+        inside_DBS=inside_DBS,
         positions_S=torch.arange(labels_BS.size(1)),
         whole_tokens=torch.cat([mask_BS.float().sum().view(1), mask_DBS.float().sum((1, 2))]),
     )
@@ -142,9 +146,9 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def mask_ignored_labels(batch: dict[str, Any]) -> None:
-    """Turn labels of -100 into label 0 with mask 0, in place."""
+    """Turn labels below 0, such as Hugging Face's -100, into label 0 with mask 0, in place."""
     labels_BS = batch["labels"]
-    ignored_BS = labels_BS == IGNORED_LABEL
+    ignored_BS = labels_BS < 0
     batch["labels"] = labels_BS.masked_fill(ignored_BS, 0)
     batch["loss_mask"] = batch["loss_mask"].masked_fill(ignored_BS, 0)
 

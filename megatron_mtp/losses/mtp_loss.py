@@ -113,9 +113,10 @@ def mtp_loss(
             layers' loss out of the whole trunk, its embedding and head too; so does `mtp_train_only` in the settings.
             Then the trunk's gradients are bit by bit those of a step without this call.
         model: the last pipeline stage, wrapped or not.
-        tokens_BS: what the trunk saw, whole sequences under context parallelism too.
-        labels_BS: t_{i+1} at position i, as the trunk has them; -100 counts as masked. The MTP layers' are shifted
-            here. None for the next tokens of `tokens_BS`.
+        tokens_BS: what the trunk saw, whole sequences under context parallelism too. What depends on a token below 0,
+            such as the placeholder of an image, is not learned.
+        labels_BS: t_{i+1} at position i, as the trunk has them; one below 0, such as -100, counts as masked. The MTP
+            layers' are shifted here. None for the next tokens of `tokens_BS`.
         loss_mask_BS: 1 where the label counts, such as the answer of a prompt or the tokens of a rollout.
         settings: loss, temperature and weights of the MTP layers; cross-entropy by default. The soft labels of kd and
             tv are the trunk's own, without a gradient. A draft vocabulary is the model's own, whatever they say.

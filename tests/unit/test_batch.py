@@ -73,8 +73,19 @@ def test_packed_rows_become_one_row_with_the_offsets_of_that_row() -> None:
     assert batch["cu_seqlens"].dtype == batch["cu_seqlens_padded"].dtype == torch.int32
 
 
-def test_labels_of_minus_100_are_masked_at_every_depth() -> None:
-    batch: dict[str, Any] = dict(SIX, labels=torch.tensor([[11, 12, 13, -100, 15, -100]]))
+def test_what_depends_on_a_placeholder_counts_nowhere() -> None:
+    """Token 3 is that of an image: depth 2 at position 1 reads it, and at position 2 continues from depth 1's state."""
+    batch: dict[str, Any] = dict(SIX, tokens=torch.tensor([[10, 11, 12, -200, 14, 15]]))
+    depths = depth_batch(batch, 2)
+    assert depths.tokens_DBS is not None
+    assert depths.tokens_DBS.tolist() == [[[11, 12, 0, 14, 15, 0]], [[12, 0, 14, 15, 0, 0]]]
+    assert depths.loss_mask_DBS.tolist() == [[[1, 0, 0, 1, 1, 0]], [[0, 0, 0, 1, 0, 0]]]
+    assert depths.inside_DBS.int().tolist() == [[[1, 1, 0, 1, 1, 0]], [[1, 0, 0, 1, 0, 0]]]
+    assert depths.whole_tokens.tolist() == [5, 3, 1]
+
+
+def test_labels_below_0_are_masked_at_every_depth() -> None:
+    batch: dict[str, Any] = dict(SIX, labels=torch.tensor([[11, 12, 13, -100, 15, -1]]))
     mask_ignored_labels(batch)
     assert batch["labels"].tolist() == [[11, 12, 13, 0, 15, 0]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0]]

@@ -24,10 +24,12 @@ from megatron_single import (
 )
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import IGNORED_LABEL
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, trunk_states
 from megatron_mtp.losses.objective import depth_weights
+
+IGNORED = -100
+"""The label of Hugging Face data sets for what is not learned."""
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -129,14 +131,14 @@ def test_without_labels_the_next_tokens_are_learned_and_the_last_of_a_document_i
     hidden_SBH = trunk_states(model, tokens_BS, document_BS)
     made = mtp_loss(hidden_SBH, model, tokens_BS, None, mask_BS, document_BS=document_BS)
     labels_BS = tokens_BS.roll(-1, 1)
-    labels_BS[:, [5, LENGTH - 1]] = IGNORED_LABEL
+    labels_BS[:, [5, LENGTH - 1]] = IGNORED
     given = mtp_loss(hidden_SBH, model, tokens_BS, labels_BS, mask_BS, document_BS=document_BS)
     assert torch.equal(made.depth_means, given.depth_means)
 
 
 def test_labels_that_are_ignored_are_masked_and_the_trunk_can_be_left_out() -> None:
     model, batch = our_model(2), make_batch(2)
-    masked = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED_LABEL)
+    masked = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
     hidden_SBH = trunk_states(model, batch["tokens"])
     by_mask = mtp_loss(hidden_SBH, model, batch["tokens"], batch["labels"], batch["loss_mask"])
     ones = torch.ones_like(batch["loss_mask"])

@@ -11,13 +11,14 @@ The hooks are those of model/attachment.py: while a forward runs, the model look
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, override
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -26,9 +27,11 @@ from torch.distributed.tensor import DTensor
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, positions_of_group
+from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment
-from megatron_mtp.model.head import Drafted
+from megatron_mtp.model.head import Drafted, head_owner
+from megatron_mtp.model.mtp import AttentionInputs, is_detached
+from megatron_mtp.model.stages import NO_BACKWARD
 from megatron_mtp.model.stock import (
     FROZEN,
     OWN,
@@ -36,6 +39,7 @@ from megatron_mtp.model.stock import (
     StockHead,
     add_block,
     is_frozen,
+    refused_heads,
     refused_models,
     tied_embedding,
 )
@@ -46,6 +50,12 @@ READ = {
 }
 """Settings that attached MTP layers read: loss, temperature, weights, and whether the loss trains them alone."""
 
+TOKENS, LABELS = "tokens", "labels"
+"""Where the loss mask of a forward without labels stands."""
+
+TAKEN = "mtp_taken"
+"""Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
+
 
 def attach(
     model: nn.Module | list[nn.Module],
@@ -53,6 +63,7 @@ def attach(
     settings: MTPConfig | None = None,
     weight: float | None = None,
     block: str = OWN,
+    mask_at: str = TOKENS,
 ) -> "Attached":
     """Attach MTP layers to a `GPTModel` or `HybridModel` of Megatron's, or train those that it has.
 
@@ -65,11 +76,15 @@ def attach(
         depths: D, of a new block; None for the model's own.
         settings: what the layers learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
         weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
-            forward gives: its labels, or the next tokens where it has none, and its loss mask. In a loop without
-            Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what multiplies the trunk's loss. None
-            where the loop asks for `Attached.loss`.
+            forward gives: its labels, or the next tokens where it has none (or where they are its very `input_ids`),
+            and its loss mask. In a loop without Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what
+            multiplies the trunk's loss, before the loop or after each forward. None where the loop asks for
+            `Attached.loss`.
         block: of a hybrid, the pattern of a depth, such as `*-`. 'own' for the trunk's last layer, or for a hybrid's
             last layer that mixes positions with those after it.
+        mask_at: where the loss mask of a forward without labels stands. 'tokens', as in Megatron-Core since 0.19: it
+            is 1 at position i where `input_ids[i]` counts. 'labels': where `input_ids[i + 1]` does. With labels it
+            stands at them.
 
     Raises:
         ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
@@ -82,6 +97,8 @@ def attach(
         )
     settings = settings or MTPConfig()
     adopts = bool(chunks[0].config.mtp_num_layers)
+    if mask_at not in (TOKENS, LABELS):
+        raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
     for chunk in chunks:
         _check(chunk, depths, settings, weight, block, adopts)
     if not adopts:
@@ -92,7 +109,27 @@ def attach(
         from megatron_mtp.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), settings, weight)
+    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), settings, weight, mask_at)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward of the model, as the loss of its MTP layers needs it.
+
+    Attributes:
+        states_SBH: the decoder's output.
+        tokens_BS, position_ids_BS: this rank's part of its input; None where it had none.
+        attention: inputs of the trunk's layers.
+        records: whether gradients were on.
+        backward: autograd's task in which it ran, as recomputation does; else `NO_BACKWARD`.
+    """
+
+    states_SBH: Tensor
+    tokens_BS: Tensor | None
+    position_ids_BS: Any
+    attention: AttentionInputs
+    records: bool
+    backward: int
 
 
 class Attached(Attachment):
@@ -105,11 +142,13 @@ class Attached(Attachment):
         last: what `weight=` added to the last forward, without a graph; None before.
     """
 
-    def __init__(self, model: Any, settings: MTPConfig, weight: float | None) -> None:
+    def __init__(self, model: Any, settings: MTPConfig, weight: float | None, mask_at: str = TOKENS) -> None:
         super().__init__(model, [StockHead(model)] if model.post_process else [])
-        self.settings, self.weight = settings, weight
+        self.settings, self.weight, self.mask_at = settings, weight, mask_at
         self.last: MTPLoss | None = None
-        self._states_SBH: Tensor | None = None
+        self._newest: _Forward | None = None
+        self._newest_with_graph: _Forward | None = None
+        self._forwards = 0  # since the last loss
         self._position_ids_BS: Any = None
         if model.post_process:
             self._tied = None if hasattr(model, "embedding") else tied_embedding(model)
@@ -125,36 +164,84 @@ class Attached(Attachment):
     ) -> MTPLoss:
         """The loss of the MTP layers in the microbatch whose forward has just run, on the last stage.
 
+        Forwards without a graph, such as that of a reference policy, may run in between: under gradients the loss is
+        that of the last forward with a graph, if there is one. Under `torch.no_grad` it is that of the last forward.
+
         Args:
             tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of losses/mtp_loss.py: whole sequences,
-                under context parallelism too. Packed parameters are those of the forward.
+                under context parallelism too; the mask stands at labels. Packed parameters are those of the forward.
             document_BS: where tokens, labels and mask are not shifted across the ends of documents that rows have
                 without packed parameters; attention is that of the forward.
 
         Raises:
-            ValueError: no forward has run since the last call, the stage has no MTP layers, shapes differ, FSDP has
-                sharded the output layer or an MTP layer by itself, or the layers are frozen and the loss would train
-                the trunk through them.
+            ValueError: no forward has run since the last call, or others than that of these tokens; the forward ran
+                without gradients, and the loss would train the trunk; the stage has no MTP layers, shapes differ, the
+                output layer is not read as it computes, FSDP has sharded it or an MTP layer by itself, or the layers
+                are frozen and the loss would train the trunk through them.
         """
         if not self.heads:
             raise ValueError("this pipeline stage has no MTP layers; call Attached.loss on the last stage.")
-        if self._states_SBH is None:
+        forward = self._taken(tokens_BS)
+        packed = forward.attention.packed_seq_params
+        return self._loss_of(forward, Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer))
+
+    def _taken(self, tokens_BS: Tensor) -> _Forward:
+        """The forward whose loss is asked for; its loss is taken once."""
+        records, task = torch.is_grad_enabled(), torch._C._current_graph_task_id()
+        kept = self._newest_with_graph if records else None, self._newest
+        forward = next((each for each in kept if each is not None and each.backward == task), None)
+        if forward is None:
             raise ValueError(
                 "no forward of the model has run since the last loss of its MTP layers; call the model first"
                 + (", or attach without weight, which takes the loss already." if self.weight is not None else ".")
             )
-        states_SBH, self._states_SBH = self._states_SBH, None
+        if records and not forward.records and self._trains_trunk():
+            raise ValueError(
+                "the model's forward ran without gradients, as under torch.no_grad or in a reentrant checkpoint "
+                "around the model, so the MTP layers' loss would not train the trunk; run the forward with gradients "
+                "(use_reentrant=False), or set mtp_train_only in the settings."
+            )
+        if self._forwards > 1:
+            self._check_tokens(forward, tokens_BS)
+        if records or forward is self._newest_with_graph:
+            self._newest_with_graph = None
+        self._newest, self._forwards = None, int(self._newest_with_graph is not None)
+        return forward
+
+    def _trains_trunk(self) -> bool:
+        """Return whether the loss trains more than the MTP layers."""
+        if self.settings.mtp_train_only or is_detached(self.config):
+            return False
+        named = self.model.named_parameters()
+        return any(each.requires_grad for name, each in named if not name.startswith("mtp."))
+
+    def _check_tokens(self, forward: _Forward, tokens_BS: Tensor) -> None:
+        """Refuse tokens of another forward of the same shape, where several have run."""
+        if forward.tokens_BS is None:
+            return
+        own_S = own_positions(self.pg_collection.cp, tokens_BS.size(1), forward.attention.packed_seq_params)
+        own_BS = tokens_BS[:, to_device(own_S, tokens_BS.device)]
+        if own_BS.shape == forward.tokens_BS.shape and not torch.equal(own_BS, forward.tokens_BS):
+            raise ValueError(
+                f"{self._forwards} forwards of the model have run since the last loss of its MTP layers, and these "
+                "tokens are not those of the one that the loss is of; ask for the loss after each forward."
+            )
+
+    def _loss_of(self, forward: _Forward, batch: Batch) -> MTPLoss:
         self._check_gathered()
-        packed = self._attention.packed_seq_params
-        batch = Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer)
-        made = loss_of_stage(self, states_SBH, batch, self.settings)
+        for is_so, sentence in refused_heads(self.model):
+            if is_so:
+                raise ValueError(sentence)
+        self._attention, self._position_ids_BS = forward.attention, forward.position_ids_BS
+        made = loss_of_stage(self, forward.states_SBH, batch, self.settings)
         if made.loss.requires_grad and is_frozen(self.model.mtp):
             raise ValueError(FROZEN)
         return made
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
-        read = [self._owner.weight, *(layer.enorm.weight for layer in self.model.mtp.layers)]
+        owner = head_owner(self.model)
+        read = [getattr(owner, "weight", None), *(layer.enorm.weight for layer in self.model.mtp.layers)]
         if any(isinstance(weight, DTensor) for weight in read):
             raise ValueError(
                 "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "
@@ -164,7 +251,10 @@ class Attached(Attachment):
     @property
     @override
     def embedding(self) -> Any:
-        return self.model.embedding if self._tied is None else self._tied.train(self.model.training)
+        if self._tied is None:
+            return self.model.embedding
+        self._tied.word_embeddings.weight = self.model.output_layer.weight
+        return self._tied.train(self.model.training)
 
     @override
     def drafted(self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool) -> Drafted:
@@ -176,23 +266,26 @@ class Attached(Attachment):
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
     @override
-    def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._states_SBH = None
-        return super()._begin(model, given, named)
-
-    @override
     def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
-        """Keep the states, or add the loss to them."""
-        self._states_SBH, self._position_ids_BS = hidden_SBH, call.get("position_ids")
-        if self.weight is None:
-            return None
-        if not torch.is_grad_enabled():
-            self._states_SBH = None
-            return None
-        made: Tensor = MTPLossAutoScaler.apply(hidden_SBH, self._riding(call, self.weight))
-        return made
+        """Keep the forward for its loss, or add the loss to its states."""
+        forward = _Forward(
+            hidden_SBH,
+            call.get("input_ids"),
+            call.get("position_ids"),
+            self._attention,
+            torch.is_grad_enabled(),
+            torch._C._current_graph_task_id(),
+        )
+        if self.weight is not None and forward.records:
+            self._newest = None  # its loss is taken here
+            apply: Callable[..., Tensor] = _Riding.apply  # torch types it from 2.15 on
+            return apply(hidden_SBH, self._riding(forward, call, self.weight))
+        self._newest, self._forwards = forward, self._forwards + 1
+        if hidden_SBH.requires_grad:
+            self._newest_with_graph = forward
+        return None
 
-    def _riding(self, call: Mapping[str, Any], weight: float) -> Tensor:
+    def _riding(self, forward: _Forward, call: Mapping[str, Any], weight: float) -> Tensor:
         """The weighted loss of the forward that is running.
 
         Megatron's schedule scales it as the trunk's loss: divided by microbatches, or all sums by the tokens of the
@@ -205,16 +298,17 @@ class Attached(Attachment):
                 "tokens too."
             )
         mask_BS = torch.ones_like(tokens_BS) if mask_BS is None else mask_BS
-        per_token = self.config.calculate_per_token_loss
-        tokens_BS, mask_BS = self._whole(tokens_BS), self._whole(mask_BS)
-        labels_BS = None if labels_BS is None else self._whole(labels_BS)
-        made = self.loss(tokens_BS, labels_BS, mask_BS, 1.0 if per_token else None)
+        per_token, packed = self.config.calculate_per_token_loss, forward.attention.packed_seq_params
+        labels_BS = None if labels_BS is None or labels_BS is tokens_BS else self._whole(labels_BS, packed)
+        tokens_BS, mask_BS = self._whole(tokens_BS, packed), self._whole(mask_BS, packed)
+        normalizer, at_tokens = 1.0 if per_token else None, self.mask_at == TOKENS
+        made = self._loss_of(forward, Batch(tokens_BS, labels_BS, mask_BS, None, packed, normalizer, at_tokens))
         self.last = replace(made, loss=made.loss.detach())
         return weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss
 
-    def _whole(self, part_BS: Tensor) -> Tensor:
+    def _whole(self, part_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Whole sequences, of the parts that context-parallel ranks have."""
-        group, packed = self.pg_collection.cp, self._attention.packed_seq_params
+        group = self.pg_collection.cp
         if group.size() == 1:
             return part_BS
         parts = [torch.empty_like(part_BS) for _ in range(group.size())]
@@ -222,6 +316,31 @@ class Attached(Attachment):
         joined_BS = torch.cat(parts, dim=1)
         order_RS = positions_of_group(group, joined_BS.size(1), packed)
         return joined_BS[:, to_device(order_RS.flatten().argsort(), joined_BS.device)]
+
+
+class _Riding(torch.autograd.Function):
+    """Megatron's `MTPLossAutoScaler`, whose scale outlives the schedule that has set it.
+
+    A schedule sets the scale after every forward. A scale that was set after a forward is of that forward alone: the
+    next one, of a plain loop, begins with 1. A loop's scale that was set before its forwards stays.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states_SBH: Tensor, loss: Tensor) -> Tensor:
+        scale = MTPLossAutoScaler.main_loss_backward_scale
+        if getattr(scale, TAKEN, False) and torch._C._current_graph_task_id() == NO_BACKWARD:
+            scale = torch.ones_like(scale)
+            MTPLossAutoScaler.set_loss_scale(scale)
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return states_SBH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        scale = MTPLossAutoScaler.main_loss_backward_scale
+        if scale is not ctx.scale:
+            setattr(scale, TAKEN, True)
+        dtype, device = ctx.like
+        return gradients[0], scale.to(device, dtype).reshape(())
 
 
 def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:

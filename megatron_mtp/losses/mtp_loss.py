@@ -146,6 +146,10 @@ def mtp_loss(
 class Batch:
     """Whole sequences, under context parallelism too; the fields are arguments of `mtp_loss`.
 
+    Attributes:
+        mask_at_tokens: whether the mask of a batch without labels stands at the tokens that count; else where the
+            label is one that counts.
+
     Raises:
         ValueError: shapes differ.
     """
@@ -156,6 +160,7 @@ class Batch:
     document_BS: Tensor | None = None
     packed: PackedSeqParams | None = None
     normalizer: Tensor | float | None = None
+    mask_at_tokens: bool = False
 
     def __post_init__(self) -> None:
         given = [self.tokens_BS, self.loss_mask_BS, *([] if self.labels_BS is None else [self.labels_BS])]
@@ -176,6 +181,8 @@ def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings:
         document_BS = _documents(packed, tokens_BS)
     if labels_BS is None:
         labels_BS = shift_left(tokens_BS, 1, document_BS)[0]
+        if batch.mask_at_tokens:
+            loss_mask_BS = shift_left(loss_mask_BS, 1, document_BS)[0]
         loss_mask_BS = loss_mask_BS * inside_document(tokens_BS, 1, document_BS)[0]
     loss_mask_BS = loss_mask_BS.float()
     if normalizer is not None:

@@ -72,13 +72,6 @@ class Attachment:
     ) -> None:
         self.model, self.config, self.pg_collection = model, model.config, model.pg_collection
         self.heads, self.draft_vocabulary, self.true_vocab_size = list(heads), draft_vocabulary, true_vocab_size
-        self._owner: Any = None
-        if model.post_process:
-            self._owner = head_owner(model)
-            if self.config.mtp_num_layers and not is_detached(self.config):
-                # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with
-                # that of the MTP layers' loss; with this mark the dummy is zero, and is added.
-                self._owner.weight.zero_out_wgrad = True
         self._names = [*inspect.signature(model.forward).parameters]
         self._call: dict[str, Any] | None = None
         self._shown: dict[str, Any] = {}
@@ -108,7 +101,12 @@ class Attachment:
             gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
             detached: whether the head is not trained.
         """
-        return head_of(self.model, self._owner, gathers, detached, self.draft_vocabulary, self.true_vocab_size)
+        owner = head_owner(self.model)  # at every forward: a framework may put another output layer on the model
+        if self.config.mtp_num_layers and not is_detached(self.config):
+            # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with
+            # that of the MTP layers' loss; with this mark the dummy is zero, and is added.
+            owner.weight.zero_out_wgrad = True
+        return head_of(self.model, owner, gathers, detached, self.draft_vocabulary, self.true_vocab_size)
 
     def drafted(
         self, hidden_SBH: Tensor, batch: DepthBatch, packed: "PackedSeqParams | None", length: int, is_apart: bool

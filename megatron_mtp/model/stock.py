@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
-from megatron_mtp.model.head import Head, attach_embedding
+from megatron_mtp.model.head import Head, attach_embedding, head_owner
 from megatron_mtp.model.mtp import (
     AttentionInputs,
     Layer,
@@ -80,8 +80,10 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             "cuda_graph_impl is full_iteration, and hooks are not in the replay of such a graph; take another.",
         ),
         (
-            getattr(config, "enable_hyper_connections", False),  # not there before 0.20
-            "enable_hyper_connections gives the trunk several residual streams, and MTP layers read one; turn it off.",
+            # The flag of it has another name in every branch of Megatron that has one.
+            any(type(each).__name__ == "HyperConnectionModule" for each in chunk.decoder.modules()),
+            "the trunk's layers have hyper-connections, which give it several residual streams, and MTP layers read "
+            "one; build the model without them.",
         ),
         (
             config.mtp_standalone,
@@ -116,6 +118,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             adopts and layers and is_frozen(chunk.mtp),
             FROZEN,
         ),
+        *(refused_heads(chunk) if chunk.post_process else []),
         (
             config.num_moe_experts is not None
             and "padding_mask" not in signature(MultiTokenPredictionLayer._proj_and_transformer_layer).parameters,
@@ -125,6 +128,27 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
         (
             not all(hasattr(layer, "_proj_and_transformer_layer") for layer in layers),
             "the model's MTP layers are not of Megatron's class; models of this package train by mtp_loss.",
+        ),
+    ]
+
+
+def refused_heads(chunk: Any) -> Refused:
+    """Output layers whose logits are not those of their weight, or that have no row for each token."""
+    layer, rows = chunk.output_layer, chunk.vocab_size // chunk.pg_collection.tp.size()
+    own, kind = getattr(layer, "weight", None), type(layer).__name__
+    weights = own, getattr(head_owner(chunk), "weight", None)  # a tied head's is the embedding's
+    others = [] if layer is None else [name for name, each in layer.named_parameters() if each is not own]
+    return [
+        (
+            layer is None or any(weight is not None and len(weight) != rows for weight in weights),
+            f"the model's output layer is a {kind}, and MTP layers draft with one that has a row for each of the "
+            f"{chunk.vocab_size} tokens; attach none to a critic or a classifier.",
+        ),
+        (
+            others,
+            f"the model's output layer is a {kind}, whose parameters {', '.join(others)} the MTP layers' loss would "
+            "leave out, as those of an adapter; merge them into its weight, or leave the output layer out of the "
+            "adapter's targets.",
         ),
     ]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
@@ -26,11 +27,13 @@ from tiers import tiered
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.losses.mtp_loss import mtp_loss
+from megatron_mtp.data.batch import shift_left
+from megatron_mtp.losses.mtp_loss import _documents, mtp_loss
 from megatron_mtp.model.stock import _end_of
 from megatron_mtp.patches.patch import original_of
 from megatron_mtp.patches.table import PATCHES
@@ -130,12 +133,21 @@ def test_loss_and_gradients_are_those_of_this_packages_model(
     assert differing(found, wanted) == []
 
 
-@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
+@pytest.mark.parametrize(
+    ("position", "form", "has_labels"),
+    [("learned_absolute", "rows", True), ("rope", "rows", True), ("rope", "rows", False), ("rope", "packed", False)],
+)
 def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
-    position: str, monkeypatch: pytest.MonkeyPatch
+    position: str, form: str, has_labels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later token is embedded at its own position, where the embedding adds one."""
-    batch, found = make_batch(2, torch.ones(3, 16)), list[dict[str, Any]]()
+    """A later token is embedded at its own position, where the embedding adds one; without labels the mask moves too.
+
+    A policy's forward gives no labels: Megatron then takes the mask to stand at the tokens that count.
+    """
+    batch, found = make_batch(2, torch.ones(3, 16) if has_labels else None), list[dict[str, Any]]()
+    forms: dict[str, Any] = {"labels": batch["labels"]} if has_labels else {}
+    if form == "packed":
+        batch, forms["packed_seq_params"] = packed_batch(batch)
     MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     for attaches in (False, True):
@@ -143,13 +155,61 @@ def test_depths_of_megatrons_block_have_the_losses_of_megatrons_training(
         draw(model)
         attached = attach(model, weight=LAMBDA) if attaches else None
         arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
-        model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"]).mean().backward()
+        model(*arguments, loss_mask=batch["loss_mask"], **forms).mean().backward()
         found.append({name: each.grad for name, each in model.named_parameters()})
     assert attached is not None
     assert attached.last is not None
     expected = MTPLossLoggingHelper.tracker["loss_values"].tolist()
     assert attached.last.depth_means.tolist() == pytest.approx(expected, rel=1e-6)
     assert max(relative_difference(found[1][name], value) for name, value in found[0].items()) < 2e-6
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_the_mask_of_a_forward_without_labels_stands_where_the_framework_says(form: str) -> None:
+    """At tokens, at labels as slime's, or at tokens with labels that are the tokens, as NeMo-RL's fused head has it."""
+    batch, packed, means = make_batch(2), None, []
+    if form == "packed":
+        batch, packed = packed_batch(batch)
+    tokens_BS, mask_BS = batch["tokens"], batch["loss_mask"]
+    at_labels_BS = shift_left(mask_BS, 1, None if packed is None else _documents(packed, tokens_BS))[0]
+    for mask_at, given in (
+        ("labels", {"loss_mask": at_labels_BS}),
+        ("tokens", {"loss_mask": mask_BS}),
+        ("tokens", {"loss_mask": mask_BS, "labels": tokens_BS}),
+    ):
+        model = stock("dense")
+        attached = attach(model, 2, weight=0.3, mask_at=mask_at)
+        draw(model)
+        forms = {} if packed is None else {"packed_seq_params": packed}
+        model(tokens_BS, batch["position_ids"], batch["attention_mask"], **given, **forms)
+        assert attached.last is not None
+        means.append(attached.last.depth_means.tolist())
+    model(tokens_BS, batch["position_ids"], batch["attention_mask"], **forms)
+    assert means[0] == means[1] == means[2] != attached.last.depth_means.tolist()
+
+
+def test_placeholders_of_images_are_left_out_of_the_loss() -> None:
+    """A multimodal model embeds them itself; the layers look up the tokens after them."""
+    batch, found = make_batch(1), list[Any]()
+    model = stock("dense")
+    attached = attach(model, 1)
+    draw(model)
+    embedded_SBH = model.embedding(input_ids=batch["tokens"], position_ids=batch["position_ids"]).detach()
+    images_BS = batch["tokens"].clone()
+    images_BS[:, 4:7] = -200
+    text_BS = torch.cat([torch.ones(3, 4), torch.zeros(3, 3), torch.ones(3, 9)], dim=1)
+    for tokens_BS, mask_BS in ((images_BS, torch.ones(3, 16)), (images_BS.clamp(min=0), text_BS)):
+        labels_BS = tokens_BS.roll(-1, 1).masked_fill(text_BS.roll(-1, 1) == 0, -1)
+        labels_BS[:, -1] = -100
+        arguments = tokens_BS, batch["position_ids"], batch["attention_mask"]
+        for labels in (None if tokens_BS is images_BS else labels_BS, labels_BS):
+            model.zero_grad()
+            model(*arguments, decoder_input=embedded_SBH)
+            made = attached.loss(tokens_BS, labels, mask_BS)
+            made.loss.backward()
+            found.append((made.depth_means, model.output_layer.weight.grad.clone()))
+    assert all(torch.equal(means, found[0][0]) for means, _ in found)
+    assert max(relative_difference(gradient, found[0][1]) for _, gradient in found) < 1e-6
 
 
 def test_documents_without_packed_parameters_end_the_shifts() -> None:
@@ -236,15 +296,166 @@ def test_a_forward_without_labels_carries_the_loss_of_the_next_tokens() -> None:
     assert max(relative_difference(found[name], wanted[name]) for name in depths) < 1e-6
 
 
-def test_nothing_rides_along_without_gradients() -> None:
+def test_nothing_rides_along_without_gradients_and_a_validation_asks_for_the_loss() -> None:
     model, batch = stock("dense"), make_batch(2)
     attached = attach(model, 2, weight=0.3)
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
     with torch.no_grad():
         model(*arguments, labels=batch["labels"])
+        validated = attached.loss(*given)
     assert attached.last is None
+    model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    assert attached.last is not None
+    assert validated.depth_means.tolist() == attached.last.depth_means.tolist()
     with pytest.raises(ValueError, match="or attach without weight, which takes the loss already"):
-        attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+        attached.loss(*given)
+
+
+def plain_gradient(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Of the MTP layers after a step of a loop without a schedule."""
+    model.zero_grad()
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]).mean().backward()
+    return model.mtp.layers[0].eh_proj.weight.grad.clone()
+
+
+def test_the_scale_of_a_schedule_ends_with_it_and_that_of_a_loop_stays() -> None:
+    """A supervised step between RL steps had the gradient of one of the schedule's microbatches."""
+    model, batch = stock("dense"), make_batch(2)
+    attach(model, 2, weight=0.3)
+    draw(model)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    first = plain_gradient(model, batch)
+
+    def forward_step(data: Any, model: Any) -> Any:
+        made = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=next(data)["labels"])
+        return made, lambda nats_BS: (nats_BS.mean(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch] * 4),
+        model=[model],
+        num_microbatches=4,
+        seq_length=16,
+        micro_batch_size=3,
+        forward_only=False,
+    )
+    assert relative_difference(model.mtp.layers[0].eh_proj.weight.grad, 2 * first) < 1e-5  # 1 + 4 x 1 / 4
+    assert torch.equal(plain_gradient(model, batch), first)
+    quarter = torch.tensor(0.25)
+    MTPLossAutoScaler.set_loss_scale(quarter)
+    for _ in range(2):
+        assert relative_difference(plain_gradient(model, batch), first / 4) < 1e-6
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    for _ in range(2):  # the same tensor after every forward
+        model.zero_grad()
+        nats_BS = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        MTPLossAutoScaler.set_loss_scale(quarter)
+        nats_BS.mean().backward()
+        assert relative_difference(model.mtp.layers[0].eh_proj.weight.grad, first / 4) < 1e-6
+    assert torch.equal(plain_gradient(model, batch), first)
+
+
+# --- which forward the loss is of ------------------------------------------------------------------------------------
+
+
+def shown(attached: Any, batch: dict[str, Any]) -> list[float]:
+    means: list[float] = attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).depth_means.tolist()
+    return means
+
+
+def forward(model: Any, batch: dict[str, Any]) -> Any:
+    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form: str) -> None:
+    """A reference policy is the model without its adapters; its attention inputs are not the policy's either."""
+    batch, packed = make_batch(2), None
+    if form == "packed":
+        batch, packed = packed_batch(batch)
+    forms = {} if packed is None else {"packed_seq_params": packed}
+    arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    model = stock("dense")
+    attached = attach(model, 2, MTPConfig(mtp_train_only=True, mtp_loss="kd"))
+    draw(model)
+    model(*arguments, **forms)
+    expected, weight = shown(attached, batch), model.decoder.layers[0].mlp.linear_fc2.weight
+    model(*arguments, **forms)
+    with torch.no_grad():
+        weight.neg_()
+        forward(model, make_batch(2))
+        weight.neg_()
+    assert shown(attached, batch) == expected
+    with pytest.raises(ValueError, match="no forward of the model has run since the last loss"):
+        shown(attached, batch)
+
+
+def test_a_second_loss_of_a_forward_is_refused_with_and_without_gradients() -> None:
+    model, batch = stock("dense"), make_batch(2)
+    attached = attach(model, 2)
+    for records in (True, False):
+        with torch.set_grad_enabled(records):
+            forward(model, batch)
+            shown(attached, batch)
+            with pytest.raises(ValueError, match=r"no forward of the model has run since .* call the model first\."):
+                shown(attached, batch)
+
+
+def test_a_validation_between_a_forward_and_its_loss_has_its_own() -> None:
+    model, batch, other = stock("dense"), make_batch(2), make_batch(2, seed=5)
+    attached = attach(model, 2)
+    draw(model)
+    expected = []
+    for each in (other, batch):
+        forward(model, each)
+        expected.append(shown(attached, each))
+    forward(model, batch)
+    with torch.no_grad():
+        forward(model, other)
+        assert shown(attached, other) == expected[0]
+    assert shown(attached, batch) == expected[1]
+
+
+def test_the_loss_of_a_forward_before_the_last_is_refused() -> None:
+    """Of chosen and rejected answers, say: both have the same shape."""
+    model, chosen, rejected = stock("dense"), make_batch(2), make_batch(2, seed=5)
+    attached = attach(model, 2)
+    for each in (chosen, rejected):
+        forward(model, each)
+    with pytest.raises(ValueError, match=r"2 forwards of the model have run .* ask for the loss after each forward"):
+        shown(attached, chosen)
+    assert shown(attached, rejected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("settings", [None, APART], ids=["joint", "apart"])
+def test_a_checkpoint_around_the_model_trains_the_trunk_or_is_refused(
+    reentrant: bool, settings: MTPConfig | None
+) -> None:
+    """A reentrant one runs the forward without gradients, and again in the backward pass."""
+    model, batch, found = stock("dense"), make_batch(2), list[dict[str, torch.Tensor]]()
+    attached = attach(model, 2, settings)
+    draw(model)
+    given = batch["tokens"], batch["labels"], batch["loss_mask"]
+    input_BS = batch["loss_mask"].clone().requires_grad_()  # a reentrant checkpoint wants a gradient of an input
+
+    def run(_: torch.Tensor) -> Any:
+        return forward(model, batch)
+
+    for checkpoints in (False, True, True):
+        model.zero_grad()
+        logits = checkpoint(run, input_BS, use_reentrant=reentrant) if checkpoints else run(input_BS)
+        if checkpoints and reentrant and settings is None:
+            with pytest.raises(ValueError, match=r"ran without gradients, .* reentrant checkpoint .* mtp_train_only"):
+                attached.loss(*given)
+            return
+        (loss_of_logits(model, logits, batch) + attached.loss(*given).loss).backward()
+        found.append({name: each.grad.clone() for name, each in model.named_parameters()})
+        with pytest.raises(ValueError, match="no forward of the model has run since the last loss"):
+            attached.loss(*given)
+    for name, expected in found[0].items():
+        assert max(relative_difference(each[name], expected) for each in found[1:]) < 1e-6, name
 
 
 def test_a_stage_without_tokens_says_so() -> None:
@@ -358,6 +569,72 @@ def test_a_forward_after_one_that_the_keyboard_interrupted_leaves_the_depths() -
     assert "shared_embedding_or_output_weight" not in vars(model)
 
 
+class Adapted(torch.nn.Module):
+    """A low-rank adapter on a linear layer of Megatron's."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((2, 32), (96, 2)))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self.base.weight
+        return weight
+
+    def forward(self, hidden_SBH: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        logits_SBV, bias = self.base(hidden_SBH, *rest, **named)
+        return logits_SBV + hidden_SBH @ self.down.t() @ self.up.t(), bias
+
+
+HEADS: dict[str, tuple[Any, str]] = {
+    "adapter": (Adapted, "is a Adapted, whose parameters down, up .* leave the output layer out of the adapter's targ"),
+    "critic": (lambda _: torch.nn.Linear(32, 1), "is a Linear, and .* a row for each of the 96 tokens; .* a critic"),
+    "none": (lambda _: None, "is a NoneType, and MTP layers draft with one that has a row for each of the 96 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_computes_more_than_its_weight_or_other_numbers_is_refused(case: str, tied: bool) -> None:
+    """On the model before `attach`, and put there afterwards; the layers would learn the head without it."""
+    (replaced, sentence), batch = HEADS[case], make_batch(2)
+    before, after = stock("dense", tied), stock("dense", tied)
+    before.output_layer = replaced(before.output_layer)
+    with pytest.raises(ValueError, match=sentence):
+        attach(before, 2)
+    assert before.config.mtp_num_layers is None
+    attached = attach(after, 2)
+    forward(after, batch)
+    after.output_layer = replaced(after.output_layer)
+    with pytest.raises(ValueError, match=sentence):
+        shown(attached, batch)
+
+
+def test_a_head_that_replaces_another_is_the_one_that_is_learned() -> None:
+    """An output layer of other weights, after `attach`."""
+    batch, means = make_batch(2), []
+    for replaces in (False, True):
+        model, other = stock("dense"), stock("dense")
+        attached = attach(model, 2, MTPConfig(mtp_loss="kd"))
+        for each in (model, other):
+            draw(each)
+        forward(model, batch)
+        shown(attached, batch)
+        with torch.no_grad():
+            other.output_layer.weight.neg_()
+            if replaces:
+                model.output_layer = other.output_layer
+            else:
+                model.output_layer.weight.neg_()
+        forward(model, batch)
+        made = attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"])
+        made.loss.backward()
+        means.append((made.depth_means.tolist(), model.output_layer.weight.grad))
+    assert means[0][0] == means[1][0]
+    assert torch.equal(means[0][1], means[1][1])
+
+
 def test_a_deep_copy_trains_its_own_depths() -> None:
     """An average of the weights, say, which ran the original's; process groups cannot be copied, and are kept."""
     model, batch = stock("dense"), make_batch(2)
@@ -456,10 +733,6 @@ def test_arguments_that_do_not_fit_are_refused(case: str) -> None:
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "schedule plans": ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm runs schedule"),
     "graph": ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is full_iteration, and hooks are not in"),
-    "streams": (
-        {"enable_hyper_connections": True},
-        "enable_hyper_connections gives the trunk several residual streams",
-    ),
     "own stage": ({"mtp_standalone": True}, "the pipeline layout gives the MTP layers a stage of their own; put m"),
     "layout": ({"pipeline_model_parallel_layout": object()}, "the pipeline layout has no place for new MTP layers"),
     "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "fp8_recipe is delayed, whose scales would be updated"),
@@ -473,6 +746,15 @@ def test_what_hooks_would_miss_is_refused(case: str) -> None:
     model, (changes, sentence) = stock("dense"), FIELDS[case]
     vars(model.config).update(changes)
     with pytest.raises(ValueError, match=sentence):
+        attach(model, 2)
+    assert not hasattr(model, "mtp")
+
+
+def test_a_trunk_of_several_residual_streams_is_refused_by_its_layers() -> None:
+    """Its flag has one name in Megatron's main and another one in its dev branch."""
+    model = stock("dense")
+    model.decoder.layers[0].mlp_hyper_connection = type("HyperConnectionModule", (torch.nn.Module,), {})()
+    with pytest.raises(ValueError, match="layers have hyper-connections, which give it several residual streams"):
         attach(model, 2)
     assert not hasattr(model, "mtp")
 

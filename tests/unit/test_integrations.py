@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_single import LENGTH, make_batch
 from stock_models import draw, learned, stock
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_mtp.attach import attach
 from megatron_mtp.config import MTPConfig
@@ -201,6 +202,24 @@ def check_three_policy_steps(model: Any) -> None:
     assert all(not torch.equal(each, before[name]) for name, each in model.mtp.named_parameters())
 
 
+PROMPT = 10
+AT_TOKENS = (torch.arange(LENGTH) >= PROMPT).float().expand(3, -1)
+"""NeMo-RL's `token_mask`: 1 where the token was generated."""
+AT_LABELS = pad(torch.ones(3, LENGTH - PROMPT), (PROMPT - 1, 1))
+"""slime's `full_loss_masks`, of the same rows: 1 where the next token was generated."""
+
+
+def check_mask(model: Any, mask_BS: Tensor, **given: str) -> None:
+    """The layers count the generated tokens, whatever place the framework's mask has."""
+    batch = make_batch(2)
+    arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    model(*arguments, loss_mask=mask_BS, **{name: batch[key] for name, key in given.items()})
+    counted = model.mtp_attached.last.depth_means
+    with torch.no_grad():
+        model(*arguments)
+        assert torch.equal(model.mtp_attached.loss(batch["tokens"], None, AT_LABELS).depth_means, counted)
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_a_patch_is_short_and_calls_what_there_is(patch: Path) -> None:
     lines = changed_lines(patch)
@@ -234,6 +253,8 @@ def test_the_patched_function_attaches_layers_and_the_policy_does_not_change_by_
     function = compiled(tmp_path / stack.file, stack.function, stack.names, monkeypatch)
     [model] = stack.call(function, Provider())
     check_three_policy_steps(model)
+    check_mask(model, AT_TOKENS)
+    check_mask(model, AT_TOKENS, labels="tokens")  # NeMo-RL's fused head shifts them itself
 
 
 LOOP = {
@@ -326,3 +347,4 @@ def test_slimes_provider_attaches_to_the_model_that_slime_builds(monkeypatch: py
     model = names["provider"]()
     assert [args.custom_model_provider_path for args in asked] == [None]  # else slime would ask for this one again
     check_three_policy_steps(model)
+    check_mask(model, AT_LABELS)

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from megatron_single import make_batch, megatron_name, our_model, relative_difference
-from stock_models import KINDS, VIRTUAL, chunks, draw, packed_batch
+from stock_models import KINDS, PACKED, VIRTUAL, chunks, draw, packed_batch
 
 from megatron_mtp.attach import Attached, attach
 from megatron_mtp.config import MTPConfig
@@ -82,6 +82,14 @@ def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str,
             continue
         together = step(joint, batches, every[0])
         record["weight"] = far(step(riding, batches, every[1]), together, rounding, "gradient of ")
+        if own and layout == "cp2":
+            theirs, policy = build(depths=own), build(depths=own)
+            carrying = attach(policy, weight=WEIGHT)
+            for each in (*theirs, *policy):
+                draw(each, tied)
+            masked = [with_even_mask(*batch) for batch in batches]
+            expected_mask = step(theirs, masked, None, policy=True)
+            record["mask"] = far(step(policy, masked, carrying, policy=True), expected_mask, rounding, "gradient of ")
         if kind in KINDS and len(model) == 1:
             ours = our_model(2, tied, **KINDS[kind], **LAYOUTS[layout])
             draw(ours, tied)
@@ -140,6 +148,18 @@ def batch_of(seed: int, form: str) -> tuple[dict[str, Any], Any]:
     return packed_batch(batch) if form == "packed" else (batch, None)
 
 
+def with_even_mask(batch: dict[str, Any], packed: Any) -> tuple[dict[str, Any], Any]:
+    """With a mask at tokens of which both context-parallel ranks have as many targets, at every depth.
+
+    Megatron's own MTP takes the mean of each rank's targets, and then that of the ranks. Depth d has the target t at
+    position t - d - 1: in the same chunk for the last token of a chunk of four or more.
+    """
+    start, chunk = (0, 4) if packed is None else (PACKED[-2], (PACKED[-1] - PACKED[-2]) // 4)
+    place_S = torch.arange(batch["tokens"].size(1)) - start
+    mask_S = ((place_S >= 0) & (place_S % chunk == chunk - 1)).float()
+    return batch | {"loss_mask": mask_S.expand_as(batch["loss_mask"])}, packed
+
+
 def step(
     inner: list[Any],
     batches: list[Any],
@@ -147,8 +167,12 @@ def step(
     ours: bool = False,
     apart: bool = False,
     sharded: bool = False,
+    policy: bool = False,
 ) -> dict[str, Tensor]:
-    """Logits, gradients (unless sharded) and weights after a step of a model's chunks, by name."""
+    """Logits, gradients (unless sharded) and weights after a step of a model's chunks, by name.
+
+    The forward of a `policy` has a loss mask and no labels.
+    """
     destroy_moe_metrics_tracker()
     of_buffers = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
     model = [DistributedDataParallel(each.config, of_buffers, each) for each in inner]
@@ -164,7 +188,7 @@ def step(
     for each in model:
         each.zero_grad_buffer()
     get_forward_backward_func()(
-        forward_step_func=partial(forward_step, attached, ours, logits),
+        forward_step_func=partial(forward_step, attached, ours, policy, logits),
         data_iterator=[iter(batches) for _ in model] if len(model) > 1 else iter(batches),
         model=model,
         num_microbatches=len(batches),
@@ -179,17 +203,19 @@ def step(
 
 
 def forward_step(
-    attached: Attached | None, ours: bool, kept: dict[str, Tensor], data: Iterator[Any], model: Any
+    attached: Attached | None, ours: bool, policy: bool, kept: dict[str, Tensor], data: Iterator[Any], model: Any
 ) -> tuple[Any, Any]:
     """A microbatch of a loop: the trunk's loss of logits, and the depths' by a call, or by labels with the forward."""
     batch, packed = next(data)
     group = mpu.get_context_parallel_group()
     own_S = own_positions(group, batch["tokens"].size(1), packed)
     here = {name: value[:, own_S] for name, value in batch.items() if torch.is_tensor(value) and value.dim() == 2}
-    rides = attached is not None and attached.weight is not None
+    rides = attached is not None and attached.weight is not None and not policy
     extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
     if rides:
         extra |= {"labels": here["labels"], "loss_mask": here["loss_mask"]}
+    if policy:
+        extra["loss_mask"] = here["loss_mask"]
     if ours:
         extra["output_processor"] = logits_and_states
     made = model(here["tokens"], here["position_ids"], None, **extra)
@@ -205,7 +231,7 @@ def forward_step(
         given = batch["tokens"], batch["labels"], batch["loss_mask"]
         if ours:
             total = total + WEIGHT * mtp_loss(states_SBH, model, *given, packed_seq_params=packed).loss
-        elif attached is not None and not rides:
+        elif attached is not None and attached.weight is None:
             total = total + WEIGHT * attached.loss(*given).loss
         return total, {}
 

@@ -53,7 +53,7 @@ def test_any_four_of_layout_kind_head_depths_and_batches_meet() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    tiered(CASES, [("pp2", "dense")]),
+    tiered(CASES, [("pp2", "dense"), ("cp2", "dense")]),
 )
 def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kind: str, tmp_path: Path) -> None:
     """With new depths and with those of Megatron's block, head tied and untied (`compared`):
@@ -61,6 +61,7 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
     - trunk: logits, gradients and weights after a step are bit by bit those of the model without depths;
     - ours: gradients of a loss that trains all are those of this package's own model and `mtp_loss`;
     - weight: of the loss that rides along, those of the explicit one;
+    - mask: of a policy's forward, without labels, those of Megatron's own training of its block (cp2);
     - copies: a last stage that has no embedding gets the first stage's, and one with a tied head no second copy.
     """
     cases = [" ".join(case) for case in compared(layout, kind)]

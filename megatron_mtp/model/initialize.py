@@ -58,11 +58,17 @@ def fill_absent_layers(
 
 
 def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tensor]:
-    """This rank's part of a layer, by name relative to it; entries without a rule stay as initialized."""
+    """This rank's part of a layer, by name relative to it.
+
+    Raises:
+        ValueError: there is no rule for a tensor, which would be as each rank happens to have initialized it.
+    """
 
     def draw(entry: ShardedTensor) -> Tensor:
         part = weights.draw(entry.key, entry.global_shape, entry.global_slice())
-        return entry.data if part is None else part.view(entry.local_shape).to(entry.data)
+        if part is None:
+            raise ValueError(f"--mtp-init random cannot draw '{entry.key}'; give --mtp-init last-layer.")
+        return part.view(entry.local_shape).to(entry.data)
 
     drawn = {}
     for name, entry in layer.sharded_state_dict(prefix).items():
@@ -115,7 +121,8 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 # They are drawn by key and row: the same seed gives the same weights in every layout and in every tool.
 #
 # They follow Megatron's initialization of a new model: norms 1, biases 0, matrices normal with standard deviation
-# `--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. A rank draws the rows
+# `--init-method-std`, divided by sqrt(2 layers) for matrices that write to the residual stream. Mamba and Gated
+# DeltaNet layers have uniform convolutions and decays A, and Mamba's steps dt are log-uniform. A rank draws the rows
 # that it holds and takes its columns, without communication between tensor- and expert-parallel ranks.
 #
 #     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
@@ -127,7 +134,18 @@ DRAWN = (
 """First letters of the names of matrices, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
-NORM_WEIGHT, BIASES = "layer_norm_weight", ("bias", "layer_norm_bias", "expert_bias")
+NORM_WEIGHT = "layer_norm_weight"
+ZERO = (
+    *("bias", "layer_norm_bias", "expert_bias"),
+    *("markov_w2", "confidence_weight", "confidence_bias", "kernel_projection"),
+    "head",
+)
+"""Biases, what a drafter adds to its drafts, and its own rows of the output head, which it copies afterwards."""
+CONVOLUTION, KERNEL = "conv1d", 4
+"""Module of a causal convolution, and its width in Mamba layers."""
+MAMBA = "mixer"
+A_RANGE, DT_RANGE, LEAST_DT = (1.0, 16.0), (1e-3, 0.1), 1e-4
+"""Megatron's defaults of `MambaMixer` and `GatedDeltaNet`."""
 
 Part = tuple[int | slice, ...]
 
@@ -165,20 +183,39 @@ class RandomWeights:
             part: its place in the whole tensor; None for all of it.
         """
         # Checkpoints keep the rows of `in_proj.weight` apart by what they make, as `in_proj.weight.dt`.
-        *_, module, name = re.sub(r"in_proj\.weight\..*", "in_proj.weight", key).split(".")
+        *_, above, module, name = f".{re.sub(r'(in_proj|conv1d)[.](weight|bias)[.].*', r'\1.\2', key)}".split(".")
         part = part or (slice(None),) * len(shape)
-        if name in BIASES:
+        if module == CONVOLUTION:
+            bound = 1 / math.sqrt(shape[-1] if name == "weight" else KERNEL)
+            return self._uniform(key, shape, part, -bound, bound)
+        if name in ZERO:
             return torch.zeros(tuple(shape))[part]
+        if name == "base_kernel":
+            made = torch.zeros(tuple(shape))
+            made[:, 0] = 1  # a convolution that changes nothing
+            return made[part]
+        if name == "D" or (above, module) == (MAMBA, "norm"):  # its gated norm is not zero-centered
+            return torch.ones(tuple(shape))[part]
         if name == NORM_WEIGHT or (module.endswith("norm") and name == "weight"):
             return torch.full(tuple(shape), self.norm)[part]
+        if name == "A_log":
+            return self._uniform(key, shape, part, *A_RANGE).log()
+        if name == "dt_bias":
+            if module != MAMBA:
+                return torch.ones(tuple(shape))[part]
+            dt = self._uniform(key, shape, part, *map(math.log, DT_RANGE)).exp().clamp(min=LEAST_DT)
+            return dt + (-(-dt).expm1()).log()  # what softplus makes dt of
         if not (module.startswith(DRAWN) or name.startswith(DRAWN)):
             return None
         deviation = self.deviation / math.sqrt(2 * self.layers) if module in TO_RESIDUAL else self.deviation
         return deviation * self._normal(key, shape, part)
 
+    def _uniform(self, key: str, shape: Sequence[int], part: Part, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.special.ndtr(self._normal(key, shape, part))
+
     def _normal(self, key: str, shape: Sequence[int], part: Part) -> Tensor:
         *of_rows, columns = shape
-        rows = torch.arange(math.prod(of_rows)).view(*of_rows)[part[:-1]]
+        rows = torch.arange(math.prod(of_rows)).view(of_rows)[part[:-1]]
         drawn = [normal_by_name(f"{self.seed}/{key}/{row}", columns)[part[-1]] for row in rows.flatten().tolist()]
         return torch.stack(drawn).view(*rows.shape, -1)
 

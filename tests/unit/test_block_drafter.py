@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_single import LENGTH, VOCABULARY, make_batch, one_head, our_model
 from test_eagle3 import rms, states_after, turned
 from tiers import tiered
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.data.batch import with_blocks
+from megatron_mtp.data.batch import depth_batch, with_blocks
 from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
@@ -301,6 +302,35 @@ def test_a_block_that_sees_its_future_is_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(BlockAttention, "forward", unmasked)
     ours, expected, _, _ = losses(drafter_model("dflash"), "dflash")
     assert abs(ours - expected) / expected > 1e-3
+
+
+def loss_of_last(model: GPTModel, kind: str, documents: list[Tensor]) -> Tensor:
+    """The drafter's loss of the last of the documents that a row packs."""
+    lengths = torch.tensor([0, *(len(each) - 1 for each in documents)])
+    offsets = lengths.cumsum(0, dtype=torch.int32)
+    packed = PackedSeqParams("thd", offsets, offsets, None, None, int(lengths.max()), int(lengths.max()))
+    tokens_BS, labels_BS = (torch.cat([each[part] for each in documents])[None] for part in (slice(-1), slice(1, None)))
+    number_BS = torch.searchsorted(offsets[1:], torch.arange(int(offsets[-1])), right=True)[None]
+    mask_BS = (number_BS == len(documents) - 1).float()
+    position_BS = torch.cat([torch.arange(len(each) - 1) for each in documents])[None]
+    depths = depth_batch({"tokens": tokens_BS, "labels": labels_BS, "loss_mask": mask_BS}, DRAFTS, number_BS)
+    settings = MTPConfig(**KINDS[kind], **LOSSES[kind])
+    loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
+    objective = one_head(depth_weights(settings, DRAFTS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False)
+    named = {"labels": labels_BS, "packed_seq_params": packed, "output_processor_context": [depths]}
+    output = model(tokens_BS, position_BS, None, output_processor=objective, **named)
+    made: Tensor = (output.loss - output.main.total) / output.main.tokens
+    return made
+
+
+@pytest.mark.parametrize("kind", tiered(KINDS, ("dspark",)))
+def test_a_block_sees_the_positions_of_its_packed_document_alone(kind: str) -> None:
+    """The second of two documents has the loss that it has by itself, whatever the first one is."""
+    model, generator = drafter_model(kind), torch.Generator().manual_seed(4)
+    first, other, last = (torch.randint(1, VOCABULARY, (count,), generator=generator) for count in (6, 6, 9))
+    expected = loss_of_last(model, kind, [last])
+    for before in (first, other):
+        torch.testing.assert_close(loss_of_last(model, kind, [before, last]), expected, rtol=1e-6, atol=0)
 
 
 def test_a_ranks_blocks_begin_at_its_own_positions_and_count_for_all() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_mtp.config import MTPConfig, loss_parts
+from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.distillation import AcceptedLength
 from megatron_mtp.losses.objective import depth_weights, kept_positions, scaling_factor
@@ -171,6 +172,29 @@ def test_a_forward_step_learns_by_the_loss_of_its_step(
     (learner,) = step._learners
     assert learner.loss == depth_loss(MTPConfig(mtp_loss=expected))
     assert sum(learner.weights) == 1
+
+
+def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same again in a run that goes on in that step."""
+    args = SimpleNamespace(
+        **{"mtp_num_layers": 2, "train_iters": 9, "skip_train": False, "calculate_per_token_loss": False, "seed": 5},
+        **{"mtp_loss_scaling_factor": 0.3, "context_parallel_size": 1},
+    )
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step, "mpu", SimpleNamespace(get_context_parallel_group=lambda: None))
+    batch = {name: torch.ones(1, 64) for name in ("tokens", "labels", "loss_mask")}
+    drafter = MTPConfig(drafter="dflash", drafter_steps=2, drafter_blocks=8)
+    drawn, begun = list[list[int]](), list[list[int]]()
+    for args.curr_iteration in (3, 4, 3):
+        step = forward_step.ForwardStep(MTPConfig(mtp_token_fraction=0.25), Metrics(None))
+        kept = step._objective().heads[0].kept_positions(64)
+        (part,) = forward_step.ForwardStep(drafter, Metrics(None))._batches(depth_batch(batch, 2))
+        assert kept is not None
+        assert part.blocks_A is not None
+        drawn.append(kept.tolist())
+        begun.append(part.blocks_A.tolist())
+    for found in (drawn, begun):
+        assert found[0] == found[2] != found[1]
 
 
 def test_the_log_names_each_loss_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,17 @@ def test_overlap_is_the_sum_of_the_smaller_probabilities(head: Head) -> None:
     assert stats_of(counts).overlap == pytest.approx([(0.75 + 0.3) / 2])
 
 
+def test_rows_that_only_pad_the_vocabulary_are_neither_drafted_nor_predicted(megatron: None) -> None:
+    """Of a head of five rows three are words. The drafts lean to row 4, and the trunk to row 3."""
+    padded = replace(head_of(torch.eye(5).cuda()), vocab_size=WORDS)
+    probabilities_SV = torch.tensor([[0.2, 0.3, 0.5, 0, 0], [0.5, 0.25, 0.25, 0, 0], [0.1, 0.1, 0.8, 0, 0]])
+    trunk_SBV = (probabilities_SV + torch.tensor([0, 0, 0, 9, 1e-9])).log().unsqueeze(1).cuda()
+    draft_SBV = (probabilities_SV.roll(-1, 0) + torch.tensor([0, 0, 0, 1e-9, 9])).log().unsqueeze(1).cuda()
+    rates = stats_of(count_acceptance(trunk_SBV, [draft_SBV], padded, document(1, 3, 1)))
+    assert rates.conditional_acceptance == [1]
+    assert rates.overlap == pytest.approx([1])
+
+
 def test_a_perfect_drafter_is_always_accepted(head: Head) -> None:
     slots, depths = 7, 3
     trunk_SBV = torch.randn(slots, 2, WORDS, generator=torch.Generator().manual_seed(3)).cuda()

@@ -29,7 +29,7 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment
-from megatron_mtp.model.head import Drafted, head_owner
+from megatron_mtp.model.head import Drafted
 from megatron_mtp.model.mtp import AttentionInputs, is_detached
 from megatron_mtp.model.stages import NO_BACKWARD
 from megatron_mtp.model.stock import (
@@ -229,7 +229,7 @@ class Attached(Attachment):
 
     def _loss_of(self, forward: _Forward, batch: Batch) -> MTPLoss:
         self._check_gathered()
-        for is_so, sentence in refused_heads(self.model):
+        for is_so, sentence in refused_heads(self.model, self.head_owner):
             if is_so:
                 raise ValueError(sentence)
         self._attention, self._position_ids_BS = forward.attention, forward.position_ids_BS
@@ -240,8 +240,7 @@ class Attached(Attachment):
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
-        owner = head_owner(self.model)
-        read = [getattr(owner, "weight", None), *(layer.enorm.weight for layer in self.model.mtp.layers)]
+        read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in self.model.mtp.layers)]
         if any(isinstance(weight, DTensor) for weight in read):
             raise ValueError(
                 "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, head_of, head_owner
+from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, head_of, is_embedding
 from megatron_mtp.model.mtp import AttentionInputs, TrunkOutput, is_detached
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Attachment:
     ) -> None:
         self.model, self.config, self.pg_collection = model, model.config, model.pg_collection
         self.heads, self.draft_vocabulary, self.true_vocab_size = list(heads), draft_vocabulary, true_vocab_size
+        self._head_is_embedding = model.post_process and is_embedding(model)
         self._names = [*inspect.signature(model.forward).parameters]
         self._call: dict[str, Any] | None = None
         self._shown: dict[str, Any] = {}
@@ -94,6 +95,11 @@ class Attachment:
         """The settings of the first head, if that is a drafter."""
         return self.heads[0].drafter if self.heads else None
 
+    @property
+    def head_owner(self) -> Any:
+        """The module whose weight is the head's; a framework may put another output layer on the model."""
+        return self.model.embedding.word_embeddings if self._head_is_embedding else self.model.output_layer
+
     def head(self, gathers: bool | None = None, *, detached: bool = False) -> Head:
         """The output head, as a loss needs it.
 
@@ -101,7 +107,7 @@ class Attachment:
             gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
             detached: whether the head is not trained.
         """
-        owner = head_owner(self.model)  # at every forward: a framework may put another output layer on the model
+        owner = self.head_owner
         if self.config.mtp_num_layers and not is_detached(self.config):
             # With fused gradient accumulation the head returns a dummy gradient, which DDP would drop together with
             # that of the MTP layers' loss; with this mark the dummy is zero, and is added.

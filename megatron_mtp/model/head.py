@@ -119,11 +119,9 @@ class Head:
         return Vocabulary(rows, self.tp_group, self.logit_scale, drafted, self.vocab_size)
 
 
-def head_owner(model: LanguageModule) -> Any:
-    """The module whose weight is the head's: the output layer, or the embedding of a tied head."""
-    if model.share_embeddings_and_output_weights and (model.pre_process or model.mtp_process):
-        return model.embedding.word_embeddings
-    return model.output_layer
+def is_embedding(model: LanguageModule) -> bool:
+    """Return whether the head is the weight of this stage's embedding, and not of its output layer."""
+    return model.share_embeddings_and_output_weights and bool(model.pre_process or model.mtp_process)
 
 
 def head_of(
@@ -138,7 +136,7 @@ def head_of(
 
     Args:
         model: Megatron's, or a class on top of it.
-        owner: see `head_owner`.
+        owner: the module whose weight is the head's.
         gathers: whether `project` gathers the slices of the vocabulary; None for the model's own choice.
         detached: whether the head is not trained.
         draft_vocabulary, vocab_size: see `Head`.

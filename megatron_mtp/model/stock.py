@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
-from megatron_mtp.model.head import Head, attach_embedding, head_owner
+from megatron_mtp.model.head import Head, attach_embedding
 from megatron_mtp.model.mtp import (
     AttentionInputs,
     Layer,
@@ -118,7 +118,7 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
             adopts and layers and is_frozen(chunk.mtp),
             FROZEN,
         ),
-        *(refused_heads(chunk) if chunk.post_process else []),
+        *(refused_heads(chunk, chunk.output_layer) if chunk.post_process else []),
         (
             config.num_moe_experts is not None
             and "padding_mask" not in signature(MultiTokenPredictionLayer._proj_and_transformer_layer).parameters,
@@ -132,11 +132,15 @@ def refused_models(chunk: Any, adopts: bool) -> Refused:
     ]
 
 
-def refused_heads(chunk: Any) -> Refused:
-    """Output layers whose logits are not those of their weight, or that have no row for each token."""
+def refused_heads(chunk: Any, owner: Any) -> Refused:
+    """Output layers whose logits are not those of the head's weight, or that have no row for each token.
+
+    Args:
+        owner: the module whose weight is the head's.
+    """
     layer, rows = chunk.output_layer, chunk.vocab_size // chunk.pg_collection.tp.size()
     own, kind = getattr(layer, "weight", None), type(layer).__name__
-    weights = own, getattr(head_owner(chunk), "weight", None)  # a tied head's is the embedding's
+    weights = own, getattr(owner, "weight", None)
     others = [] if layer is None else [name for name, each in layer.named_parameters() if each is not own]
     return [
         (

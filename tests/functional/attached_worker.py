@@ -88,8 +88,16 @@ def compare(layout: str, kind: str, cases: Sequence[str]) -> dict[str, dict[str,
             for each in (*theirs, *policy):
                 draw(each, tied)
             masked = [with_even_mask(*batch) for batch in batches]
-            expected_mask = step(theirs, masked, None, policy=True)
-            record["mask"] = far(step(policy, masked, carrying, policy=True), expected_mask, rounding, "gradient of ")
+            wanted = step(theirs, masked, None, policy=True)
+            record["mask"] = far(step(policy, masked, carrying, policy=True), wanted, rounding, "gradient of ")
+            asked, carried = (build(depths=own, calculate_per_token_loss=True) for _ in range(2))
+            attachments = attach(asked, 2), attach(carried, weight=WEIGHT)
+            for each in (*asked, *carried):
+                draw(each, tied)
+            wanted, found_now = (
+                step(each, batches, of) for each, of in zip((asked, carried), attachments, strict=True)
+            )
+            record["per token"] = far(found_now, wanted, rounding, "gradient of ")
         if kind in KINDS and len(model) == 1:
             ours = our_model(2, tied, **KINDS[kind], **LAYOUTS[layout])
             draw(ours, tied)
@@ -219,16 +227,26 @@ def forward_step(
     if ours:
         extra["output_processor"] = logits_and_states
     made = model(here["tokens"], here["position_ids"], None, **extra)
+    if attached is not None and attached.weight is None:  # a reference policy's forward
+        with torch.no_grad():
+            model(here["tokens"], here["position_ids"], None, **extra)
 
-    def loss(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(made: Any) -> tuple[Any, ...]:
         logits_BSV, states_SBH = made if ours else (made, None)
         nats_BS = logits_BSV
         if not rides:
             kept[f"logits {len(kept)}"] = logits_BSV.detach().clone()
             logits_SBV = logits_BSV.transpose(0, 1).clone(memory_format=torch.contiguous_format)
             nats_BS = unwrap_model(model).compute_language_model_loss(here["labels"], logits_SBV)
-        total = (nats_BS * here["loss_mask"]).sum() / batch["loss_mask"].sum()
+        per_token = unwrap_model(model).config.calculate_per_token_loss
         given = batch["tokens"], batch["labels"], batch["loss_mask"]
+        if per_token:
+            total = (nats_BS * here["loss_mask"]).sum()
+            if not rides:
+                assert attached is not None
+                total = total + WEIGHT * attached.loss(*given, normalizer=1.0).loss
+            return total, here["loss_mask"].sum().int(), {}
+        total = (nats_BS * here["loss_mask"]).sum() / batch["loss_mask"].sum()
         if ours:
             total = total + WEIGHT * mtp_loss(states_SBH, model, *given, packed_seq_params=packed).loss
         elif attached is not None and attached.weight is None:

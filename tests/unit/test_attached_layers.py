@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import shift_left
 from megatron_mtp.losses.mtp_loss import _documents, mtp_loss
-from megatron_mtp.model.stock import _end_of
+from megatron_mtp.model.stock import _end_of, refused_heads
 from megatron_mtp.patches.patch import original_of
 from megatron_mtp.patches.table import PATCHES
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
@@ -611,6 +611,15 @@ def test_a_head_that_computes_more_than_its_weight_or_other_numbers_is_refused(c
         shown(attached, batch)
 
 
+def test_a_tensor_parallel_rank_has_its_slice_of_the_head() -> None:
+    model = stock("dense")
+    model.pg_collection.tp = SimpleNamespace(size=lambda: 2)
+    for rows, is_refused in ((48, False), (96, True)):
+        layer = torch.nn.Linear(32, rows, bias=False)
+        model.output_layer = layer
+        assert any(is_so for is_so, _ in refused_heads(model, layer)) is is_refused
+
+
 def test_a_head_that_replaces_another_is_the_one_that_is_learned() -> None:
     """An output layer of other weights, after `attach`."""
     batch, means = make_batch(2), []
@@ -668,6 +677,16 @@ def test_a_trunk_in_bfloat16_gets_layers_in_bfloat16() -> None:
     wrapped(batch["tokens"], batch["position_ids"], batch["attention_mask"])
     assert attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.isfinite()
     assert {each.dtype for each in model.mtp.parameters()} == {torch.bfloat16}
+
+
+def test_new_layers_keep_the_types_that_a_trunk_of_several_has() -> None:
+    """Mamba's decays are float32 in a model of bfloat16."""
+    model = stock("hybrid", bf16=True, params_dtype=torch.bfloat16)
+    attach(model, 1, block="M-")
+    trunk, layer = model.decoder.layers[0], model.mtp.layers[0].mtp_model_layer.layers[0]
+    types = {name: each.dtype for name, each in layer.named_parameters()}
+    assert types == {name: each.dtype for name, each in trunk.named_parameters()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32}
 
 
 @pytest.mark.parametrize("own", [None, 2], ids=["new", "adopted"])

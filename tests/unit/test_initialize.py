@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -20,7 +21,7 @@ from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.model.initialize import RandomWeights, fill_absent_layers
+from megatron_mtp.model.initialize import RandomWeights, _pass_hidden_state, fill_absent_layers
 
 QUIET = Options(quiet=True, workers=1)
 
@@ -52,6 +53,12 @@ def test_last_layer_is_copied_and_the_hidden_state_passes(model: GPTModel) -> No
 def drafter(kind: str, layers: tuple[int, ...] | None, drafted: list[int] | None = None, **own: Any) -> GPTModel:
     settings = {"drafter": kind, **({} if layers else {"drafter_layers": None}), **own}
     return our_model(3, num_layers=4, drafter_layers=layers or (), drafter=settings, drafted=drafted)
+
+
+def test_every_tensor_parallel_rank_passes_its_own_part_of_the_hidden_state() -> None:
+    ranks = [SimpleNamespace(tp_group=SimpleNamespace(rank=lambda rank=rank: rank)) for rank in range(2)]
+    parts = [_pass_hidden_state(torch.ones(2, 8), rank) for rank in ranks]  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(parts), torch.cat([torch.zeros(4, 4), torch.eye(4)], dim=1))
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -242,6 +242,8 @@ def test_what_is_not_trained_on_is_counted(tagged: bool, tmp_path: Path) -> None
     assert left_out == {"masked_turns": 1, "unthought_turns": 1}
     ChatEncoder(tokenizer, masks_history=True).encode(Chat(turns), left_out)
     assert left_out == {"masked_turns": 2, "unthought_turns": 1, "history_turns": 1}
+    last_is_masked = Chat([user("q"), said("a"), user("r"), said("b") | {"weight": 0}])
+    assert ChatEncoder(tokenizer, masks_history=True).encode(last_is_masked) == []  # and no earlier answer in its place
     ChatEncoder(tokenizer).encode(Chat([user("q")]), left_out)
     ChatEncoder(tokenizer).encode(Chat([user("q"), said("a") | {"train": False}]), left_out)
     assert (left_out["chats_without_answer"], left_out["chats_without_trained_answer"]) == (1, 1)

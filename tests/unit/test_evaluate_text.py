@@ -55,6 +55,11 @@ def test_contexts_that_cannot_be_counted_are_refused(
     assert said in capsys.readouterr().err
 
 
+def test_a_k_of_context_is_1024_tokens() -> None:
+    flags = ["--load", "x", "--context-lengths", "512", "2k", "4k"]
+    assert evaluate.parser("evaluate").parse_args(flags).context_lengths == [512, 2048, 4096]
+
+
 def test_contexts_of_rows() -> None:
     """Seven positions of two rows, whose first documents are 5 and 9; lengths 2 and 4."""
     document_BS = torch.tensor([[5, 5, 6, 6, 6, 6, 6], [9, 9, 9, 9, 9, 9, 9]])

@@ -16,7 +16,7 @@ from megatron_mtp.data.sources import first_number, named_source, read_sources, 
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.losses.objective import sums_of_documents
 from megatron_mtp.training.datasets import TextDataset
-from megatron_mtp.training.documents import source_table
+from megatron_mtp.training.documents import gathered, source_table
 from megatron_mtp.training.run_files import read_documents, write_documents
 
 
@@ -68,6 +68,20 @@ def test_damaged_sources_are_refused_and_absent_ones_are_the_corpus(corpus: Path
     assert sources_of([first_number(str(corpus / "c")) + 2], [str(corpus / "c")]) == ["c"]
     file.write_bytes(whole)
     sidecar.write_text(about)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_document_in_two_batches_counts_with_both() -> None:
+    """Documents 3 and 5, of which only 3 goes on in the second batch; no position of 7 counts."""
+    first = torch.tensor([3, 5, 7]), torch.tensor([1.0, 2.0, 0.0])[:, None, None].expand(3, 4, 2)
+    second = torch.tensor([3]), torch.full((1, 4, 2), 10.0)
+    found = gathered({"mtp": [first, second], "drafter": [second]})
+    assert {
+        name: {number: counts_4D.unique().item() for number, counts_4D in of.items()} for name, of in found.items()
+    } == {
+        "mtp": {3: 11.0, 5: 2.0},
+        "drafter": {3: 10.0},
+    }
 
 
 @pytest.mark.usefixtures("megatron")

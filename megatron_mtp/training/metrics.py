@@ -137,6 +137,7 @@ class Metrics:
         evaluated: the row and the table of the last evaluation, on the rank that has the figures.
         sources: the documents' counts of what drafts in the last evaluation, by source, where data sets name documents.
         validated: the expected accepted length of the last evaluation on validation data, on the rank that has it.
+        is_validated: the state after the last step has been evaluated on validation data; the same on all ranks.
         step: the last one done; numbers count from the start of a resumed run.
         best: the best state so far, where --mtp-patience asks for it: what is recorded is of that state.
         has_trained: a step is done, and the loop has gone on to the next one.
@@ -150,6 +151,7 @@ class Metrics:
         self.sources: BySource = {}
         self.best: BestState | None = None
         self.validated: float | None = None
+        self.is_validated = False
         self._training = LogWindow()
         self._evaluation = LogWindow()
         self._data, self._sets = "validation", 0  # what is evaluated on, and how many of its sets are done
@@ -186,7 +188,7 @@ class Metrics:
         if self._began is not None:
             self._seconds.append(time.perf_counter() - self._began)
         self._began = None
-        self.step = step
+        self.step, self.is_validated = step, False
         self._skipped += step.is_skipped
         if step.number % get_args().log_interval == 0:
             self._end_interval()
@@ -194,6 +196,7 @@ class Metrics:
     def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
         """An evaluation on 'validation' or 'test' data begins; Megatron calls `end_evaluation` without the name."""
         self._data, self._sets, self._is_after_run = data, 0, is_after_run
+        self.is_validated = data == "validation" and self.step is not None
 
     def end_evaluation(self, model: Any) -> None:
         """Megatron's `non_loss_data_func`, called on every rank when the evaluation on one set is done."""
@@ -262,6 +265,8 @@ class Metrics:
             return
         if MTP_GRAD_NORM in row:
             figures[MTP_GRAD_NORM] = row[MTP_GRAD_NORM]
+        if split.startswith("test"):
+            figures = losses | figures
         suffix, writer, wandb = "" if split == "training" else f" {split}", get_tensorboard_writer(), get_wandb_writer()
         for name, value in figures.items():  # what Megatron's loop does not give its writers
             if writer:
@@ -309,8 +314,10 @@ class Metrics:
         with self._going_on_without(self.folder / METRICS):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._has_written:
-                drop_rows_after(self.folder / METRICS, get_args().iteration)
-                write_run_record(self.folder, get_args())
+                args = get_args()
+                is_evaluated_again = self.step is None and not args.skip_train  # a run that had ended before
+                drop_rows_after(self.folder / METRICS, args.iteration, is_evaluated_again)
+                write_run_record(self.folder, args)
                 self._has_written = True
             append(self.folder / METRICS, json.dumps(row) + "\n")
 

@@ -253,8 +253,15 @@ def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> A
     """Only the prefix of Megatron's own line names the data: 'iteration 9', '... on test set'."""
 
     def announced(prefix: str, *rest: Any, **named: Any) -> None:
+        data = "test" if prefix.endswith("test set") else "validation"
         is_after_run = prefix.endswith(" set")
-        metrics.begin_evaluation("test" if prefix.endswith("test set") else "validation", is_after_run)
+        if (
+            is_after_run and data == "validation" and metrics.is_validated
+        ):  # other batches, under the same name and step
+            return
+        if data == "test":  # Megatron would write it as "validation"; ours has its name
+            named["write_to_tensorboard"] = False
+        metrics.begin_evaluation(data, is_after_run)
         evaluate_and_print_results(prefix, *rest, **named)
 
     return announced

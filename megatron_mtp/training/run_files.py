@@ -121,8 +121,12 @@ def append(file: Path, row: str) -> None:
         raise
 
 
-def drop_rows_after(path: Path, iteration: int) -> None:
-    """Remove damaged rows, and those of steps that a resumed run takes again; a new run renames it *.old.jsonl."""
+def drop_rows_after(path: Path, iteration: int, is_evaluated_again: bool = False) -> None:
+    """Remove damaged rows, and those of steps that a resumed run takes again; a new run renames it *.old.jsonl.
+
+    Args:
+        is_evaluated_again: the resumed run takes no step, and evaluates: the evaluations of that step go too.
+    """
     if not path.exists():
         return
     if iteration == 0:
@@ -130,7 +134,9 @@ def drop_rows_after(path: Path, iteration: int) -> None:
         return
     lines = path.read_bytes().splitlines()
     with written_beside(path) as beside:
-        kept = [line for line in lines if (row := _row(line)) is not None and row["iteration"] <= iteration]
+        rows = [(line, row) for line in lines if (row := _row(line)) is not None]
+        last = iteration - 1 if is_evaluated_again else iteration
+        kept = [line for line, row in rows if row["iteration"] <= (iteration if row["split"] == "training" else last)]
         beside.write_bytes(b"".join(line + b"\n" for line in kept))
 
 

@@ -42,15 +42,15 @@ def test_a_run_over_several_processes_trains_and_evaluates(processes: int, flags
     losses = [float(loss) for loss in re.findall(r"lm loss (\S+) \|", log)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert log.count("expected accepted length") == 4  # at steps 2 and 4, and in the end on validation and test data
+    assert log.count("expected accepted length") == 3  # at steps 2 and 4, and in the end on test data
 
 
 def test_rows_say_on_what_data_an_evaluation_was(tmp_path: Path) -> None:
-    """In the loop at step 2, and after it on validation and test data."""
+    """In the loop at step 2, and after it on test data: the state of step 2 is evaluated once on each."""
     flags = "--train-iters 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --split 80,10,10".split()
     launch.run(launch.pretrain(*flags, "--mtp-metrics-dir", str(tmp_path)), tmp_path / "log")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    expected = [(1, "training"), (2, "training"), (2, "validation"), (2, "validation"), (2, "test")]
+    expected = [(1, "training"), (2, "training"), (2, "validation"), (2, "test")]
     assert [(row["iteration"], row["split"]) for row in rows] == expected
 
 

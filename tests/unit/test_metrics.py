@@ -17,6 +17,7 @@ from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run_files
 from megatron_mtp.training.metrics import Metrics, Step, table
+from megatron_mtp.training.run import _evaluations
 from megatron_mtp.training.run_files import write_run_record
 
 
@@ -108,7 +109,7 @@ def test_evaluations_say_on_what_data_they_were(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the loop, after it, and on test data: three at the same step, whose figures had the same names."""
+    """Twice on validation data, and on test data, whose losses Megatron would write under the names of validation."""
     writer = Writer()
     monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
     args.multiple_validation_sets, args.validation_set_names = sets > 1, names
@@ -118,7 +119,53 @@ def test_evaluations_say_on_what_data_they_were(
     assert [row["split"] for row in rows(tmp_path)] == splits
     assert metrics.evaluated is not None
     assert metrics.evaluated[0]["split"] == splits[-1]
-    assert writer.names == {f"{name} {split}" for name in RATES for split in splits}
+    losses = {f"{name} {split}" for name in ("lm loss", "mtp_1 loss") for split in splits if split.startswith("test")}
+    assert {name for name, _ in writer.written} == {f"{name} {split}" for name in RATES for split in splits} | losses
+
+
+def test_a_step_has_one_evaluation_of_each_name(
+    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop evaluates steps 2 and 4; after it Megatron evaluates step 4 on other batches, then on test data."""
+    writer, metrics = Writer(), Metrics(tmp_path)
+    monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
+
+    def megatrons(prefix: str, step: int, write_to_tensorboard: bool = True) -> None:
+        with torch.no_grad():
+            metrics.add(report(1.0, 1), {"mtp": counts([2], [2], [1])})
+        if write_to_tensorboard:
+            writer.add_scalar("lm loss validation", 1.0, step)  # whatever the data
+        metrics.end_evaluation(model=None)
+
+    evaluate_and_print_results = _evaluations(metrics, megatrons)
+    for last in (2, 4):
+        train(metrics, args, last - 1, last)
+        evaluate_and_print_results(f"iteration {last}", last, write_to_tensorboard=True)
+    for data in ("validation", "test"):
+        evaluate_and_print_results(f"iteration 4 on {data} set", 4, write_to_tensorboard=True)
+    metrics.close()
+    splits = [(2, "training"), (2, "validation"), (4, "training"), (4, "validation"), (4, "test")]
+    assert [(row["iteration"], row["split"]) for row in rows(tmp_path)] == splits
+    assert len(writer.written) == len(set(writer.written))
+    assert {("lm loss validation", 4), ("lm loss test", 4)} < set(writer.written)
+
+    args.iteration = 4  # the same command again: no step is left, and the evaluation after the run takes place
+    again = Metrics(tmp_path)
+    evaluate(again, "validation", 1)
+    again.close()
+    assert [(row["iteration"], row["split"]) for row in rows(tmp_path)] == [*splits[:3], (4, "validation")]
+
+
+def test_a_run_whose_last_step_is_not_evaluated_is_evaluated_after_it(args: Namespace, tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    evaluate_and_print_results = _evaluations(metrics, lambda prefix: metrics.end_evaluation(None))
+    train(metrics, args, 1, 2)
+    evaluate_and_print_results("iteration 2")
+    assert metrics.is_validated
+    train(metrics, args, 3, 3)
+    assert not metrics.is_validated
+    evaluate_and_print_results("iteration 3 on validation set")
+    assert metrics.is_validated
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -144,10 +191,10 @@ class Writer:
     """Of TensorBoard, as far as it is asked."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.written: list[tuple[str, int]] = []
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        self.names.add(name)
+        self.written.append((name, iteration))
 
 
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,10 @@ COUNTS_IF_TRUE = (
     "weight loss loss_weight loss_mask loss_scale step_loss_mask train training trainable train_on_turn".split()
 )
 COUNTS_IF_FALSE = ["mask", "masked"]
-FLAG_LIKE = re.compile(r"(?<![a-z])(loss|train\w*|weights?|mask\w*)(?![a-z])")
-"""Fields that say whether a turn is trained on, and what else may mean such a field."""
+LEFT_OUT_IF_TRUE = ["ignore", "ignored", "skip", "exclude"]
+FLAGS = (*COUNTS_IF_TRUE, *COUNTS_IF_FALSE, *LEFT_OUT_IF_TRUE)
+FLAG_LIKE = re.compile(r"(?<![a-z])(loss|train\w*|weights?|mask\w*|ignor\w*|skip\w*|exclud\w*)(?![a-z])")
+"""Fields that set whether a turn is trained on (the last ones set nothing if false), and others that may."""
 
 VALUES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -105,6 +107,12 @@ def normal_line(fields: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if mask is not None and NAMES.get(str(mask).lower()) != "user":  # NeMo's: the role that is not trained on
         raise ValueError(f"the line has 'mask': {mask!r:.20}, and all but the assistant is masked; remove the field")
+    for name, value in fields.items():
+        is_list = isinstance(value, list) and all(str(one).lower() in VALUES for one in value)
+        if is_list and FLAG_LIKE.search(name.lower()):  # NeMo-RL's message_loss_mask
+            raise ValueError(f"the line has '{name}' of all messages; give each message a 'loss_mask' of its own")
+        if name in LEFT_OUT_IF_TRUE and VALUES.get(str(value).lower()):
+            raise ValueError(f"the line has '{name}': {value!r:.20}; remove the line")
     first = messages[0]
     if not system:
         return list(messages)
@@ -153,6 +161,8 @@ def _part(part: Any, where: str) -> str:
         raise ValueError(f"{where} has a part of the type {kind!r}; only parts of text are read, so leave it out")
     if not isinstance(text, str):
         raise ValueError(f"{where} has a part of the type {kind!r} without text; give its 'text'")
+    if flag := next(filter(FLAG_LIKE.search, part), None):
+        raise ValueError(f"{where} has a part with '{flag}', and a message counts as a whole or not; remove the field")
     return text
 
 
@@ -161,13 +171,15 @@ def _is_trained(fields: dict[str, Any], is_assistant: bool, where: str) -> bool:
     said = dict[str, bool]()
     for name in [name for name in fields if FLAG_LIKE.search(name.lower())]:
         value = fields.pop(name)
-        if name not in (*COUNTS_IF_TRUE, *COUNTS_IF_FALSE):
-            known = ", ".join((*COUNTS_IF_TRUE, *COUNTS_IF_FALSE))
-            raise ValueError(f"{where} has a field '{name}', which is not read; give one of {known}, or remove it")
+        if name not in FLAGS:
+            raise ValueError(
+                f"{where} has a field '{name}', which is not read; give one of {', '.join(FLAGS)}, or remove it"
+            )
         if (flag := VALUES.get(str(value).lower())) is None:
             shown = json.dumps(value, ensure_ascii=False)
             raise ValueError(f"{where} has '{name}': {shown:.80}; a message counts as a whole or not, so give 1 or 0")
-        said[name] = flag == (name in COUNTS_IF_TRUE)
+        if flag or name not in LEFT_OUT_IF_TRUE:
+            said[name] = flag == (name in COUNTS_IF_TRUE)
     if len(set(said.values())) > 1:
         raise ValueError(f"{where} has {' and '.join(map(repr, said))}, which contradict each other; keep one")
     counts = all(said.values())

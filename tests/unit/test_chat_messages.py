@@ -101,7 +101,7 @@ def test_no_tools_are_none(tools: Any) -> None:
 
 def test_the_system_has_one_message() -> None:
     system = {"role": "System", "content": "S"}
-    of_line = {"messages": [user("q")], "system": "S", "weight": 1, "mask": "User"}
+    of_line = {"messages": [user("q")], "system": "S", "weight": 1, "mask": "User", "train_tags": ["a"]}
     assert normal_line(of_line) == [{"role": "system", "content": "S"}, user("q")]
     assert normal_line({"messages": [system, user("q")], "system": "S"}) == [system, user("q")]
 
@@ -112,6 +112,8 @@ def test_the_system_has_one_message() -> None:
         ({"system": "T"}, "its first message is another one of the system"),
         ({"weight": 0.5}, "'weight': 0.5, and chats all count alike"),
         ({"mask": "Assistant"}, "'mask': 'Assistant', and all but the assistant is masked"),
+        ({"message_loss_mask": [0, 1]}, "'message_loss_mask' of all messages; give each message"),
+        ({"ignore": True}, "'ignore': True; remove the line"),
     ],
 )
 def test_a_line_that_asks_for_something_else_is_refused(field: dict[str, Any], because: str) -> None:
@@ -143,6 +145,12 @@ def test_a_mask_says_the_opposite(name: str) -> None:
     assert normal_messages(given).trained == (3,)
 
 
+@pytest.mark.parametrize("name", ["ignore", "ignored", "skip", "exclude"])
+def test_a_field_may_leave_a_turn_out_and_asks_for_nothing_if_false(name: str) -> None:
+    given = [user("q") | {name: True}, ANSWER | {name: True}, user("r") | {name: False}, ANSWER | {name: False}]
+    assert normal_messages(given) == ([user("q"), ANSWER, user("r"), ANSWER], (3,))
+
+
 @pytest.mark.parametrize(
     ("message", "because"),
     [
@@ -163,6 +171,9 @@ def test_a_mask_says_the_opposite(name: str) -> None:
         ({"from": "function_call", "value": "add 2"}, "the call is no JSON"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, "'weight': 0.5; a message counts as a whole or not"),
         ({"role": "assistant", "content": "a", "weight": 0, "train": True}, "'weight' and 'train', which contradict"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "a", "train": False}]}, "a part with 'train', and"),
+        ({"role": "assistant", "content": "a", "ignore": True, "train": 1}, "'ignore' and 'train', which contradict"),
+        ({"role": "assistant", "content": "a", "ignore_loss": 1}, "a field 'ignore_loss', which is not read"),
         ({"role": "assistant", "content": "a", "training_detail": []}, "a field 'training_detail', which is not read"),
         ({"role": "user", "content": "a", "train": True}, "trained on by 'train', but what the assistant writes alone"),
     ],

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag around what the assistant writes, where a template has it."""
 
+OPENED = re.compile(r"[<\[][^<>\[\]/]*(think|thought|reason)[^<>\[\]/]*[>\]]\s*$", re.IGNORECASE)
+"""The beginning of a thought, with which some generation prompts end."""
+
 MODES: tuple[dict[str, Any], ...] = ({}, *({"enable_thinking": on, "thinking": on} for on in (False, True)))
 """Variables by which generation prompts differ: with nothing, an empty thinking block, or the beginning of one."""
 
@@ -66,6 +69,8 @@ LEFT_OUT = {
     "history_turns": "{} turns of the assistant do not count, since others follow (--chat-mask-history)",
     "opening_turns": "{} turns of the assistant do not count, since they begin a chat",
     "unthought_turns": "{} turns of the assistant count without their reasoning, which the chat template leaves out",
+    "unopened_turns": "{} turns of the assistant count without the thought that the generation prompt begins, as the "
+    "chat template renders them; give data with reasoning, or a template with {{% generation %}}, to train on thoughts",
     "empty_turns": "{} turns of the assistant are empty, and teach to answer nothing",
 }
 """What is not trained on, or not as it was written, and the line that says so."""
@@ -249,9 +254,9 @@ class ChatEncoder:
         _check_roles(chat, template)
         turns = self._turns(chat, is_tagged, counter)
         form = ChatForm(chat.messages, chat.tools, chat.variables)
-        made, unthought = (self._tagged if is_tagged else self._plain)(form, turns)
+        made = (self._tagged if is_tagged else self._plain)(form, turns, counter)
         if left_out is not None:
-            left_out.update(+(counter + Counter(unthought_turns=unthought)))
+            left_out.update(+counter)
         return made
 
     def _turns(self, chat: Chat, is_tagged: bool, left_out: Counter[str]) -> list[int]:
@@ -273,25 +278,25 @@ class ChatEncoder:
         )
         return turns
 
-    def _plain(self, form: ChatForm, turns: list[int]) -> tuple[list[Counted], int]:
-        """The documents of a template without tags, and how many turns have lost their reasoning."""
+    def _plain(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
+        """The documents of a template without tags; counts the turns that have lost their reasoning."""
         made: list[Counted] = []
-        unthought = 0
         for place in reversed(turns):
-            ids, history, start, end = self._turn(form, place)
-            unthought += self._loses_reasoning(form, place, ids[history:start], ids[start:end])
+            ids, history, start, end = self._turn(form, place, left_out)
+            left_out["unthought_turns"] += self._loses_reasoning(form, place, ids[history:start], ids[start:end])
             if made and made[0].ids[:end] == ids[:end]:
                 made[0].spans.insert(0, (start, self._end(made[0].ids, start, end)))
             elif start < end:
                 made.insert(0, self._closed(Counted(ids[:end], [(start, end)]), form.messages[place]))
-        return made, unthought
+        return made
 
-    def _turn(self, form: ChatForm, place: int) -> tuple[list[int], int, int, int]:
+    def _turn(self, form: ChatForm, place: int, left_out: Counter[str]) -> tuple[list[int], int, int, int]:
         """Tokens of the messages up to a turn, how many are of those before it, and the span of them that counts."""
         text = self._render(form, place + 1)
         ids, (history, openings, texts) = self._tokenize(text), self._prompt(form, place)
         found = [len(history) + len(opening) for opening in openings if _starts(ids, history + opening)]
-        if not found and (whole := self._cut(text, texts)) is not None:
+        if not found and (whole := self._cut(text, texts) or self._unopened(text, ids, texts)) is not None:
+            left_out["unopened_turns"] += not any(map(text.startswith, texts))
             ids, start = whole
             found = [start]
         if not found:
@@ -316,7 +321,19 @@ class ChatEncoder:
         begun, written = self._tokenize(prompt), self._tokens(text[len(prompt) :]).input_ids
         return (begun + written, len(begun)) if self._tokenizer.decode(written) == text[len(prompt) :] else None
 
-    def _tagged(self, form: ChatForm, turns: list[int]) -> tuple[list[Counted], int]:
+    def _unopened(self, text: str, ids: list[int], prompts: list[str]) -> tuple[list[int], int] | None:
+        r"""As `_cut`, where the prompts open a thought that the text has not: behind what both share.
+
+        Distilled R1 is asked with "<Assistant><think>\n", and an answer is rendered as "<Assistant>yes".
+        """
+        heads = [OPENED.sub("", prompt) for prompt in prompts if OPENED.search(prompt)]
+        shared = [one for head in heads for one in (head, head.rstrip()) if text.startswith(one)]
+        for head in shared[:1]:
+            begun = self._tokenize(head)
+            return (ids, len(begun)) if _starts(ids, begun) else self._cut(text, [head])
+        return None
+
+    def _tagged(self, form: ChatForm, turns: list[int], left_out: Counter[str]) -> list[Counted]:
         """As `_plain`, of a template with {% generation %}: one document, without what generation prompts supply."""
         text, blocks = self._blocks(form, len(form.messages))
         answers = [place for place, message in enumerate(form.messages) if message["role"] == "assistant"]
@@ -332,7 +349,7 @@ class ChatEncoder:
         ends = {len(prompt) for of_turn in prompts.values() for prompt in of_turn.texts if text.startswith(prompt)}
         if cuts := sorted(ends & {own[0][0] for own in blocks_of.values() if own} - {start for start, _ in places}):
             ids, places = self._in_pieces(text, cuts)
-        spans, unthought = list[tuple[int, int]](), 0
+        spans = list[tuple[int, int]]()
         for place in turns:
             counted, before = list[tuple[int, int]](), list[int]()
             for start, stop in (_tokens_of(places, *block) for block in blocks_of[place]):
@@ -340,11 +357,11 @@ class ChatEncoder:
                 counted.append((first, self._end(ids, first, stop)))
                 before += ids[start:first]
             written = [one for start, end in counted for one in ids[start:end]]
-            unthought += self._loses_reasoning(form, place, before, written)
+            left_out["unthought_turns"] += self._loses_reasoning(form, place, before, written)
             spans += [span for span in counted if span[0] < span[1]]
         if not spans:
-            return [], unthought
-        return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])], unthought
+            return []
+        return [self._closed(Counted(ids[: spans[-1][1]], spans), form.messages[turns[-1]])]
 
     def _in_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens and their characters of a text; none goes beyond a cut, where a prompt ends."""

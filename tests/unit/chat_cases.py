@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of twelve published families, small and written anew, and by hand what counts.
+"""Chat templates in the shapes of thirteen published families, small and written anew, and by hand what counts.
 
 In a template ¶ is a line break, and « » are around what a tagged form has in {% generation %}. In an expected text ⟦ ⟧
 are around what a person would mark, the tokens that the model writes. A chat is one expected text or, where the
@@ -208,6 +208,13 @@ SHAPES = {
         "{{ m.content }}[e~[»¶{% else %}]~b]{{ m.role }}¶{{ m.content }}[e~[¶{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}]~b]ai¶<think>¶{% endif %}",
     ),
+    "R1-Distill": Shape(
+        "<|User|> <|Assistant|> <|end|>",
+        "<|end|>",
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|>«{{ m.content.split('</think>')[-1] }}"
+        "<|end|>»{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>¶{% endif %}",
+    ),
 }
 
 QWEN = "<|im_start|>user\nq<|im_end|>\n"
@@ -403,5 +410,8 @@ CASES: list[Expected] = [
         ],
         ["]~!b[]~b]user\nq[e~[\n]~b]ai\n⟦a[e~[⟧\n]~b]user\nr[e~[\n]~b]ai\n<think>\n⟦u\n</think>\n\nb[e~[⟧"],
     ),
+    ("MiniMax", ONE, ["]~!b[]~b]user\nq[e~[\n]~b]ai\n⟦a[e~[⟧"], None),
+    ("R1-Distill", THOUGHT, ["<|User|>q<|Assistant|>⟦a<|end|>⟧<|User|>r<|Assistant|>⟦b<|end|>⟧"], None),
+    ("R1-Distill", Chat([user("q"), said("<b>")]), ["<|User|>q<|Assistant|>⟦<b><|end|>⟧"], None),
 ]
 """Shape, chat, its documents by the plain template, and those by the tagged one where they are others."""

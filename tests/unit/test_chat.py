@@ -97,14 +97,22 @@ def lines_of(file: Path, *rows: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("shape", "messages", "because"),
     [
-        ("MiniMax", ONE.messages, "message 2 is rendered as 'a[e~[\\n', where the generation prompt has '<think>\\n'"),
+        (
+            "MiniMax",
+            [user("q"), said("a")],
+            "message 2 is rendered as 'a[e~[\\n', where the generation prompt has 'Draft",
+        ),
         ("Gemma", [user("q"), user("q"), said("a")], "turns must alternate"),
     ],
 )
 def test_a_template_whose_prompt_does_not_begin_the_turn_is_refused(
     shape: str, messages: list[dict[str, Any]], because: str, tmp_path: Path
 ) -> None:
-    encoder = ChatEncoder(SHAPES[shape].tokenizer(tmp_path, tagged=False))
+    tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged=False)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "]~b]ai{{ '\\n' }}<think>", "]~b]ai{{ '\\n' }}Draft: <think>"
+    )
+    encoder = ChatEncoder(tokenizer)
     _, line = lines_of(tmp_path / "chats.jsonl", {"messages": ONE.messages}, {"messages": messages})
     with pytest.raises(ValueError, match="refuses") as raised:
         encoder.documents(line, read_chat(line))
@@ -242,6 +250,8 @@ def test_what_is_not_trained_on_is_counted(tagged: bool, tmp_path: Path) -> None
     assert left_out == {"masked_turns": 1, "unthought_turns": 1}
     ChatEncoder(tokenizer, masks_history=True).encode(Chat(turns), left_out)
     assert left_out == {"masked_turns": 2, "unthought_turns": 1, "history_turns": 1}
+    ChatEncoder(SHAPES["R1-Distill"].tokenizer(tmp_path / "r1", tagged)).encode(TWO, opened := Counter[str]())
+    assert opened == ({} if tagged else {"unopened_turns": 2})
     last_is_masked = Chat([user("q"), said("a"), user("r"), said("b") | {"weight": 0}])
     assert ChatEncoder(tokenizer, masks_history=True).encode(last_is_masked) == []  # and no earlier answer in its place
     ChatEncoder(tokenizer).encode(Chat([user("q")]), left_out)

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,6 +29,9 @@ LONGEST = 600
 
 LIKENESS = 0.65
 """Least likeness by `difflib` of a name that is offered in the place of an unknown word."""
+
+FOREIGN = "foreign flags"
+"""Name of the registry in which a parser keeps what to give here in the place of flags of other programs."""
 
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
 """Messages of torch where memory is exhausted."""
@@ -57,9 +60,8 @@ class Parser(ArgumentParser):
             for action in self._actions:
                 if isinstance(action, _SubParsersAction):
                     parsers += filter(None, [action.choices.get(getattr(found, action.dest))])
-            flags = [flag for parser in parsers for flag in parser._option_string_actions]
             wrong = [word.split("=")[0] for word in unknown if word.startswith("--")]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{flags_meant(wrong, *parsers)}")
         return found
 
     @override
@@ -81,13 +83,28 @@ class Parser(ArgumentParser):
         fail(self.prog, f"{message} (--help lists the flags)")
 
 
+def add_foreign_flags(parser: ArgumentParser, here: Mapping[str, str]) -> None:
+    """Let a parser answer the flags of other programs with what to give here in their place."""
+    for flag, remedy in here.items():
+        parser.register(FOREIGN, flag, remedy)
+
+
+def flags_meant(words: Sequence[str], *parsers: ArgumentParser) -> str:
+    """The end of a sentence on unknown flags: what to give in the place of foreign ones, else the nearest; or empty."""
+    foreign = {flag: remedy for parser in parsers for flag, remedy in parser._registries.get(FOREIGN, {}).items()}
+    known = {word: here for word in words if (here := foreign.get(word.replace("_", "-")))}
+    said = "".join(f"; in the place of {word} give {here}" for word, here in known.items())
+    names = [flag for parser in parsers for flag in parser._option_string_actions]
+    return said + did_you_mean([word for word in words if word not in known], names)
+
+
 def did_you_mean(words: Sequence[str], names: Iterable[str]) -> str:
     """A question that ends a sentence on unknown words: the names most like them; empty without any.
 
-    Underscores count as hyphens.
+    Underscores count as hyphens, and capitals as small letters.
     """
-    plain = {name.replace("_", "-"): name for name in names}
-    close = [get_close_matches(word.replace("_", "-"), plain, cutoff=LIKENESS) for word in words]
+    plain = {name.replace("_", "-").lower(): name for name in names}
+    close = [get_close_matches(word.replace("_", "-").lower(), plain, cutoff=LIKENESS) for word in words]
     best = dict.fromkeys(plain[found[0]] for found in close if found)
     return f"; did you mean {' and '.join(best)}?" if best else ""
 

@@ -46,6 +46,22 @@ EXAMPLES = """examples:
 """
 
 
+MEGATRONS: dict[str, tuple[str | None, str]] = {
+    "--mtp-num-layers": (
+        "N",
+        "MTP layers, each of which predicts a token further ahead; 0 trains without those of a launch line. Default: "
+        "none.",
+    ),
+    "--mtp-loss-scaling-factor": (
+        "X",
+        "Lambda, the weight of the MTP loss, which is the mean over all depths. Default: 0.1.",
+    ),
+    "--mtp-use-repeated-layer": (None, "One MTP layer, which all depths run. Default: a layer for every depth."),
+    "--mtp-detach-heads": (None, "Let the MTP loss train the MTP layers alone. Default: the trunk too."),
+}
+"""Megatron's own flags of MTP layers, which its parser has: metavar (None for a switch) and help."""
+
+
 def main(arguments: list[str], program: str) -> int:
     """Train; bad input ends with one sentence and exit status 2."""
     given, rest = parse_run(program, arguments)
@@ -73,8 +89,14 @@ def main(arguments: list[str], program: str) -> int:
 
 def parser(program: str) -> ArgumentParser:
     """Our flags; the description names those of Megatron's that most runs need."""
-    made = Parser(program, usage=f"{program} [flags]", description=DESCRIPTION, epilog=EXAMPLES)
-    return add_mtp_arguments(add_run_arguments(made))
+    made = add_run_arguments(Parser(program, usage=f"{program} [flags]", description=DESCRIPTION, epilog=EXAMPLES))
+    group = made.add_argument_group("multi-token prediction (Megatron-LM)")
+    for flag, (metavar, what) in MEGATRONS.items():
+        if metavar is None:
+            group.add_argument(flag, help=what, action="store_true")
+        else:
+            group.add_argument(flag, help=what, metavar=metavar)
+    return add_mtp_arguments(made)
 
 
 def full_parser(program: str) -> ArgumentParser:

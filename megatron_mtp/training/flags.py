@@ -23,12 +23,50 @@ from typing import get_args
 import yaml
 
 from megatron_mtp.config import MTPConfig, add_yarn_arguments, flag_of
-from megatron_mtp.errors import Parser, did_you_mean
+from megatron_mtp.errors import Parser, add_foreign_flags, flags_meant
 from megatron_mtp.losses import LOSSES
+
+_STEPS = "--drafter-steps (of a drafter) or --mtp-unroll (of a repeated MTP layer)"
+_FROM_FOLDER = "--load, a checkpoint that megatron-mtp convert hf-to-mcore makes of it"
+_CORPUS = "--data-path, a corpus that megatron-mtp preprocess makes, or --chat"
+OF_OTHER_TRAINERS = {
+    # Megatron-LM 0.20, Megatron-Bridge
+    "--freeze-base-model-for-mtp": "--mtp-train-only",
+    # SpecForge, speculators, ModelOpt, NeMo-RL
+    **dict.fromkeys(("--ttt-steps", "--ttt-length", "--rollout-steps", "--num-speculative-steps"), _STEPS),
+    "--draft-vocab-size": "--mtp-draft-vocab-size",
+    "--target-layer-ids": "--drafter-layers",
+    "--block-size": "--drafter-steps",
+    "--num-anchors": "--drafter-blocks",
+    **dict.fromkeys(("--target-model-path", "--verifier-name-or-path", "--model-name-or-path"), _FROM_FOLDER),
+    # configurations of models, papers
+    **dict.fromkeys(("--num-nextn-predict-layers", "--num-mtp-layers", "--mtp-depth"), "--mtp-num-layers"),
+    **dict.fromkeys(("--mtp-loss-weight", "--mtp-lambda"), "--mtp-loss-scaling-factor"),
+    # transformers, TRL, axolotl, LLaMA-Factory
+    **dict.fromkeys(("--max-steps", "--num-steps", "--max-train-steps"), "--train-iters"),
+    **dict.fromkeys(("--num-train-epochs", "--num-epochs", "--epochs"), "--train-samples, the sequences of all epochs"),
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size, the sequences of a step on all ranks",
+    **dict.fromkeys(("--max-length", "--max-seq-length", "--max-seq-len", "--cutoff-len"), "--seq-length"),
+    "--learning-rate": "--lr",
+    "--lr-scheduler-type": "--lr-decay-style",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-ratio": "--lr-warmup-fraction",
+    "--max-grad-norm": "--clip-grad",
+    "--output-dir": "--save",
+    "--resume-from-checkpoint": "--load",
+    "--save-steps": "--save-interval",
+    "--eval-steps": "--eval-interval",
+    "--logging-steps": "--log-interval",
+    **dict.fromkeys(("--dataset", "--train-file", "--train-data-file"), _CORPUS),
+    "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+"""Flags of other trainers, and what to give in their place."""
 
 
 def add_mtp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's `extra_args_provider`: one flag for every field of `MTPConfig`."""
+    add_foreign_flags(parser, OF_OTHER_TRAINERS)
     parser.parse_args = MethodType(Parser.parse_args, parser)  # type: ignore[method-assign]
     parser.error = MethodType(Parser.error, parser)  # type: ignore[method-assign]  # Megatron's usage is 900 lines
     for action in parser._actions:  # `--help` of megatron-core 0.19 fails at a percent sign
@@ -138,7 +176,7 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         if name in NOT_IN_A_FILE:
             raise ValueError(f"{where}: '{key.value}' cannot be in a file; give {flag} on the command line.")
         if action is None:
-            hint = did_you_mean([flag], parser._option_string_actions) or "; --help-megatron lists all flags."
+            hint = flags_meant([flag], parser) or "; --help-megatron lists all flags."
             raise ValueError(f"{where}: there is no flag {flag}{hint}")
         if name in seen:
             raise ValueError(f"{where}: '{key.value}' is in line {seen[name]} already; remove one of the two.")

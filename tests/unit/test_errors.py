@@ -5,14 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron_mtp import errors
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.train import full_parser
+from megatron_mtp.cli.train import parser as train_parser
 from megatron_mtp.cli.verbs import VERBS, module_of
-from megatron_mtp.errors import InputError, Parser, fail, sentences, status_of
+from megatron_mtp.errors import InputError, Parser, add_foreign_flags, fail, flags_meant, sentences, status_of
+from megatron_mtp.training.flags import OF_OTHER_TRAINERS
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
 
@@ -144,6 +148,32 @@ def test_an_unknown_word_is_compared_with_those_that_exist(
     (said,) = capsys.readouterr().err.splitlines()
     asked = re.search(r"; did you mean (.*)\? \(--help lists the flags\)$", said)
     assert (asked and asked[1]) == meant
+
+
+def test_flags_of_other_programs_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them, which no spelling is near to, and an unknown one that has a neighbor."""
+    parser = Parser("x")
+    parser.add_argument("--mine")
+    parser.add_argument("--other")
+    add_foreign_flags(parser, {"--far-away": "--mine, a number"})
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--far_away=3", "--othr", "3"])
+    said = capsys.readouterr().err
+    assert "; in the place of --far_away give --mine, a number; did you mean --other?" in said
+    assert flags_meant(["--far-away"], ArgumentParser()) == ""
+
+
+@pytest.mark.usefixtures("megatron")
+def test_flags_of_mtp_are_in_the_help_and_those_of_other_trainers_are_answered_with_flags_that_exist() -> None:
+    known = full_parser("train")._option_string_actions
+    of_mtp = {flag for flag in known if flag.startswith("--mtp-")} - {
+        "--mtp-standalone",
+        "--mtp-hybrid-override-pattern",
+    }
+    assert of_mtp <= train_parser("train")._option_string_actions.keys()
+    assert not OF_OTHER_TRAINERS.keys() & known.keys()
+    for here in OF_OTHER_TRAINERS.values():
+        assert {word.rstrip(",") for word in here.split() if word.startswith("--")} <= known.keys(), here
 
 
 def test_output_that_is_not_read_to_its_end() -> None:

@@ -226,6 +226,23 @@ FITTED = next(row for row in _ROWS if row.can_be_fitted)
 """The kind that `fit-drafter` makes."""
 
 
+CALLED_ELSEWHERE = {
+    "eagle2": "EAGLE-2 is --drafter eagle, drafted with the method eagle_tree",
+    "medusa": "such heads are MTP layers: --mtp-num-layers N --mtp-architecture parallel --mtp-train-only",
+    "mtp": "MTP layers are --mtp-num-layers",
+}
+"""Names of drafters that are no kinds here, in small letters and digits, and what they are."""
+
+
+def kind_of(name: str) -> DrafterKind:
+    """The kind of a name. Raises ValueError where there is none."""
+    if name not in DRAFTERS:
+        plain = "".join(filter(str.isalnum, name.lower()))
+        meant = f"did you mean {plain}?" if plain in DRAFTERS else CALLED_ELSEWHERE.get(plain)
+        raise ValueError(f"--drafter is '{name}'; choose one of {', '.join(DRAFTERS)}{f'; {meant}' if meant else '.'}")
+    return DRAFTERS[name]
+
+
 def readers_of(setting: str) -> list[str]:
     """Names of the kinds that read a setting: those whose row has it, or all."""
     return [row.name for row in _ROWS if setting in row.settings] or [*DRAFTERS]

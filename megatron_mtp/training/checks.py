@@ -36,7 +36,7 @@ from megatron_mtp.config import (
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
 from megatron_mtp.drafter_sizes import LATENT
-from megatron_mtp.drafters import DRAFTERS, STEPS
+from megatron_mtp.drafters import STEPS, kind_of
 from megatron_mtp.model.arguments import (
     MODEL_ARGUMENTS,
     RECURRENT,
@@ -469,7 +469,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the trunk does not have the layers that are to be read.
     """
-    kind, chosen = DRAFTERS[args.drafter], args.drafter_layers
+    kind, chosen = kind_of(args.drafter), args.drafter_layers
     sizes = {
         name: getattr(args, name) or kind.settings.get(name) for name in ("drafter_num_layers", "drafter_markov_rank")
     }
@@ -485,7 +485,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
 
 
 def _in_their_place(args: Namespace) -> dict[str, Any]:
-    loss = DRAFTERS[args.drafter].loss if args.mtp_loss == "ce" else {}
+    loss = kind_of(args.drafter).loss if args.mtp_loss == "ce" else {}
     return {**loss, **as_mtp_layers(args.drafter_steps or STEPS), **without_mtp_layers(args)}
 
 

@@ -74,6 +74,12 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         ("--data-path x", "data comes from one source alone: give one of --chat, --mock-data"),
         (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --mock-data or chats"),
         (f"{DEPTHS} --seq-length 2", "--mtp-num-layers is 2 (--mtp-unroll None), but sequences of --seq-length 2 have"),
+        ("--drafter eagle2 --load x", "EAGLE-2 is --drafter eagle, drafted with the method eagle_tree"),
+        ("--drafter EAGLE-3 --load x", "choose one of eagle3, eagle, dflash, dspark, dflash2; did you mean eagle3?"),
+        (
+            "--drafter lookahead --load x",
+            "--drafter is 'lookahead'; choose one of eagle3, eagle, dflash, dspark, dflash2.",
+        ),
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],
 )

@@ -6,7 +6,7 @@ Every check raises ValueError with one sentence that names the flag, the value a
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,14 @@ from megatron_mtp.model.arguments import (
 from megatron_mtp.patches.catalogue import CATALOGUE
 from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.training.checks import (
+    OF_A_MODEL,
+    OF_A_RUN,
+    OF_DATA,
+    Needed,
     check_data,
     check_flags,
     check_hub,
+    check_needed,
     check_ranges,
     check_supported,
     check_trunk,
@@ -105,7 +110,7 @@ def set_connections(argv: list[str]) -> None:
 
 def parse_checked_args() -> tuple[Namespace, MTPModelConfig]:
     """Parse, check and validate `sys.argv`; Megatron's global arguments and tokenizer are set when this returns."""
-    args = parse_run_args()
+    args = parse_run_args(needed=(*OF_A_MODEL, *OF_A_RUN, *OF_DATA))
     if cpu.installed():
         check_device_flags(args)
     if args.chat is not None:
@@ -120,21 +125,25 @@ def parse_run_args(
     extra_args_provider: ArgumentsProvider | None = None,
     args_defaults: dict[str, Any] | None = None,
     plans: bool = False,
+    needed: Sequence[Needed] = OF_A_MODEL,
 ) -> Namespace:
     """Parse the flags of a run, filling in those that the checkpoint stores. Does not open the corpus.
 
     Args:
         extra_args_provider, args_defaults: Megatron's.
         plans: of a job that does not start here: nothing is written, and the trunk need not be here.
+        needed: the flags that have to be there.
 
     Raises:
-        ValueError: a flag has a value that is not allowed.
+        ValueError: a flag has a value that is not allowed, or some are missing.
     """
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         return add_mtp_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
     given, settled = read_flags(add_arguments)
+    defaults = {name: value for name, value in (args_defaults or {}).items() if getattr(given, name, None) is None}
+    check_needed(with_changes(given, defaults), needed)
     if not given.use_checkpoint_args:
         check_flags(given, mtp_config_from_args(given))
     if not plans:

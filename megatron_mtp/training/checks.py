@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -76,6 +76,88 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
 """Settings of ours that a run without MTP layers has a use for."""
+
+
+DATA = "chat mock_data data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+
+
+def _lacks(*names: str) -> Callable[[Namespace], bool]:
+    """Whether none of the arguments was given, of a model that no other file describes."""
+
+    def holds(args: Namespace) -> bool:
+        files = args.use_checkpoint_args, args.heterogeneous_layers_config_path, args.yaml_cfg
+        return not (any(files) or any(_is_given(args, name) for name in names))
+
+    return holds
+
+
+def _trains_without(*names: str) -> Callable[[Namespace], bool]:
+    """Whether none of the arguments was given, of a run that trains."""
+    return lambda args: not (args.skip_train or any(_is_given(args, name) for name in names))
+
+
+def _is_given(args: Namespace, name: str) -> bool:
+    value = getattr(args, name, None)
+    return value is not None and value is not False
+
+
+class Needed(NamedTuple):
+    """A flag that a run needs, what to give there, and when it is missing.
+
+    Attributes:
+        has_default: Megatron has a default, and refuses it later.
+    """
+
+    flag: str
+    give: str
+    is_missing: Callable[[Namespace], bool]
+    has_default: bool = False
+
+
+OF_A_MODEL = (
+    Needed(
+        "--num-layers", "the layers of the trunk", _lacks("num_layers", "encoder_num_layers", "hybrid_layer_pattern")
+    ),
+    Needed("--hidden-size", "it", _lacks("hidden_size")),
+    Needed("--num-attention-heads", "it", _lacks("num_attention_heads")),
+    Needed("--seq-length", "the tokens of a sequence", _lacks("seq_length", "encoder_seq_length")),
+    Needed("--max-position-embeddings", "--seq-length or more", _lacks("max_position_embeddings")),
+    Needed(
+        "--position-embedding-type rope",
+        "it",
+        lambda args: (
+            _lacks()(args) and bool(args.mtp_num_layers) and args.position_embedding_type == "learned_absolute"
+        ),
+        has_default=True,
+    ),
+    Needed(
+        "--tokenizer-type",
+        "it, such as HuggingFaceTokenizer with --tokenizer-model FOLDER",
+        lambda args: _lacks("tokenizer_type")(args) and not args.chat,
+    ),
+    Needed(
+        "--vocab-size",
+        "the tokens of --tokenizer-type NullTokenizer",
+        lambda args: _lacks("vocab_size")(args) and args.tokenizer_type == "NullTokenizer",
+    ),
+    Needed("--micro-batch-size", "the sequences of a microbatch", lambda args: args.micro_batch_size is None),
+)
+"""Needed by a plan, too."""
+
+OF_A_RUN = (
+    Needed(
+        "--train-iters", "the steps of the run, or --train-samples", _trains_without("train_iters", "train_samples")
+    ),
+    Needed("--lr", "the peak learning rate", _trains_without("lr")),
+    Needed("--eval-interval", "the steps between evaluations", _trains_without("eval_interval")),
+)
+OF_DATA = (
+    Needed(
+        "--data-path",
+        "the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), chats with --chat, or --mock-data",
+        _trains_without(*DATA.split()),
+    ),
+)
 
 
 class Unsupported(NamedTuple):
@@ -167,6 +249,17 @@ UNSUPPORTED = (
     Unsupported("--fim-data", "this script does not build such data sets", depths_alone=False),
     Unsupported("--log-straggler", "the forward step takes no times for it", depths_alone=False),
 )
+
+
+def check_needed(args: Namespace, needed: Sequence[Needed]) -> None:
+    """Raises ValueError with all flags that are missing: Megatron names one at a time."""
+    missing = [row for row in needed if row.is_missing(args)]
+    if all(row.has_default for row in missing):
+        return
+    if len(missing) == 1:
+        raise ValueError(f"{missing[0].flag} is missing; give {missing[0].give}.")
+    named = ", ".join(row.flag for row in missing)
+    raise ValueError(f"{named} are missing; give them, as the first example of --help does.")
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -618,11 +711,7 @@ def check_data(args: Namespace, vocabulary: int) -> None:
     for given in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
         check_weights(given or [])
     prefixes = named_prefixes(args)
-    if not prefixes and not args.skip_train:  # silent: Megatron makes data up
-        raise ValueError(
-            "--data-path is missing; give the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), "
-            "chats with --chat, or --mock-data."
-        )
+    check_needed(args, OF_DATA)  # silent: Megatron makes data up
     check_data_prefixes(prefixes, vocabulary)
     if args.data_path is not None and args.split is not None:
         check_split(prefixes, args.split)

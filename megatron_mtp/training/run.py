@@ -53,8 +53,6 @@ def main(argv: list[str], on_cpu: bool, shows_tables: bool = True) -> Metrics:
     with explained(program):
         args, model_config = parse_checked_args()
         check_precision(args)
-        if not args.skip_train and args.train_iters is None and args.train_samples is None:
-            raise ValueError("neither --train-iters nor --train-samples was given; say how long the run is.")
         config = pretrain_cfg_container_from_args(args, model_config)
         if args.save is not None and not args.skip_train and "://" not in args.save:
             check_writable(Path(args.save))

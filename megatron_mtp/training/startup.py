@@ -55,7 +55,6 @@ ADVICE = {
 """Advice by a part of Megatron's message."""
 
 SENTENCES: tuple[tuple[str, str], ...] = (
-    ("args.micro_batch_size is not None", "--micro-batch-size is missing; give the sequences of a microbatch."),
     (
         "eval_global_batch_size ({global_batch_size}) must be divisible by eval_micro_batch_size ({micro_batch_size})",
         "--global-batch-size is {global_batch_size}, but --micro-batch-size {micro_batch_size} on {data_parallel_size} "
@@ -101,13 +100,12 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "--moe-router-padding-for-fp8 was given with --moe-token-dispatcher-type {moe_token_dispatcher_type}, which "
         "does not pad; give --moe-token-dispatcher-type alltoall or flex.",
     ),
-    ("either num-layers or encoder-num-layers", "--num-layers is missing; give the layers of the trunk."),
-    ("hidden_size argument is None", "--hidden-size is missing; give it."),
-    ("num_attention_heads argument is None", "--num-attention-heads is missing; give it."),
-    ("max_position_embeddings argument is None", "--max-position-embeddings is missing; give --seq-length or more."),
-    ("args.encoder_seq_length is not None", "--seq-length is missing; give the tokens of a sequence."),
+    (
+        "is not supported with learned_absolute",
+        "--position-embedding-type is {position_embedding_type}, and MTP layers have no learned positions; give rope "
+        "or none.",
+    ),
     ("tokenizer_type None is not supported", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer."),
-    ("'int' and 'NoneType'", "--eval-interval is missing; give the steps between evaluations."),
     ("args.min_lr <= args.lr", "--min-lr is {min_lr}, above --lr {lr}; give at most that."),
     ("not args.bf16 does not hold", "--fp16 and --bf16 were given; give one of the two."),
     (
@@ -194,9 +192,7 @@ def _known(message: str, args: Namespace) -> str | None:
     if getattr(args, "data_parallel_size", None) and args.micro_batch_size:
         values["sequences_at_once"] = args.micro_batch_size * args.data_parallel_size
     for part, sentence in SENTENCES:
-        if part.format_map(values) in message and (
-            "--eval-interval" not in sentence or getattr(args, "eval_interval", 0) is None
-        ):
+        if part.format_map(values) in message:
             return sentence.format_map(values)
     return None
 

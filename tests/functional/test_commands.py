@@ -118,7 +118,10 @@ def test_bad_input_over_two_processes_is_said_once(tmp_path: Path) -> None:
 
 def test_a_run_without_a_length_is_refused(tmp_path: Path) -> None:
     assert launch.start(launch.pretrain(), tmp_path / "log").wait(launch.TIMEOUT) == 2
-    assert "error: neither --train-iters nor --train-samples was given" in (tmp_path / "log").read_text()
+    assert (
+        "error: --train-iters is missing; give the steps of the run, or --train-samples"
+        in (tmp_path / "log").read_text()
+    )
 
 
 def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:

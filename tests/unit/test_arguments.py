@@ -1,6 +1,7 @@
 """Bad input ends the program with one sentence before a model is built; this machine's flags are added and said."""
 
 import contextlib
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_mtp.cli.train import EXAMPLES
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
 from megatron_mtp.training import arguments
-from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
+from megatron_mtp.training.arguments import parse_checked_args, parse_run_args, set_machine_flags
 from megatron_mtp.training.flags import add_mtp_arguments
 from megatron_mtp.training.run import main
 
@@ -69,7 +70,10 @@ def test_a_run_that_could_not_save_does_not_begin(
             "--cpu-offloading-num-layers was given on a machine without a CUDA device, but Transformer Engine takes",
         ),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-loss-scaling-factor -0.1", "--mtp-loss-scaling-factor is -0.1; give 0 or more"),
-        (f"{MOCK} {DEPTHS}", "(MTP) is not supported with learned_absolute position embedding type"),
+        (
+            f"{MOCK} {DEPTHS}",
+            "--position-embedding-type is learned_absolute, and MTP layers have no learned positions; give",
+        ),
         (f"{ROPE} {MOCK} --rampup-batch-size 2 2 8", "ignores; give --step-batch-size-schedule in its place"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-architecture diagonal", "--mtp-architecture is 'diagonal'; choose one of"),
         (f"{ROPE} {MOCK} {DEPTHS} --mtp-init zeros", "--mtp-init is 'zeros'; choose one of random, last-layer"),
@@ -517,7 +521,11 @@ def test_megatrons_commonest_refusals_name_the_flags_that_were_typed(
         ("--num-attention-heads 4", "--num-attention-heads is missing; give it."),
         ("--seq-length 16", "--seq-length is missing; give the tokens of a sequence."),
         ("--max-position-embeddings 16", "--max-position-embeddings is missing; give --seq-length or more."),
-        ("--tokenizer-type NullTokenizer", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer."),
+        ("--tokenizer-type NullTokenizer", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer with "),
+        ("--vocab-size 99", "--vocab-size is missing; give the tokens of --tokenizer-type NullTokenizer."),
+        ("--train-iters 1", "--train-iters is missing; give the steps of the run, or --train-samples."),
+        ("--lr 1e-3", "--lr is missing; give the peak learning rate."),
+        ("--eval-interval 1", "--eval-interval is missing; give the steps between evaluations."),
     ],
 )
 def test_a_missing_flag_is_named(
@@ -527,7 +535,24 @@ def test_a_missing_flag_is_named(
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
     with pytest.raises(SystemExit):
         main(sys.argv, on_cpu=True)
-    assert capsys.readouterr().err == f"pretrain_gpt.py: error: {says}\n"
+    assert capsys.readouterr().err.startswith(f"pretrain_gpt.py: error: {says}")
+
+
+def test_all_missing_flags_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the example in --help, which then starts; a plan needs no data and no schedule."""
+    monkeypatch.setattr(sys, "argv", ["train", *DEPTHS.split()])
+    with pytest.raises(SystemExit):
+        main(sys.argv, on_cpu=True)
+    named = re.findall(r"--[a-z-]+", capsys.readouterr().err.partition(" are missing")[0])
+    needed = [word for word in f"{MODEL} {ROPE}".split() if word.startswith("--")]
+    assert {*named} == {*needed, "--data-path"} - {"--vocab-size"}
+    monkeypatch.setattr(sys, "argv", ["train", *DEPTHS.split()])
+    with pytest.raises(
+        ValueError, match=r"^--num-layers, --hidden-size, .*, --micro-batch-size are missing; give them"
+    ):
+        parse_run_args(plans=True)
 
 
 def test_an_older_checkpoint_names_its_layout(

@@ -195,11 +195,3 @@ def test_an_optimizer_that_a_checkpoint_lacks_or_has_in_another_layout(capfd: py
     assert absent.endswith("or --finetune to start anew with its weights.")
     moved = said(lambda: train_step(args, raising(RuntimeError("(TP, PP) mismatch after resume ((1, 1) vs"))), capfd)
     assert "or --no-load-optim; a run that saves with --dist-ckpt-optim-fully-reshardable goes on in any" in moved
-
-
-def test_an_interval_of_evaluations_that_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
-    args = Namespace(**vars(ARGS) | {"eval_interval": None})
-    divides = TypeError("unsupported operand type(s) for //: 'int' and 'NoneType'")
-    assert said(lambda: train_step(args, raising(divides)), capfd).startswith(
-        "--eval-interval is missing; give the steps"
-    )

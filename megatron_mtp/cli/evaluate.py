@@ -12,10 +12,12 @@ from tempfile import TemporaryDirectory
 
 from megatron_mtp.acceptance import figures_of
 from megatron_mtp.cli import preprocess, train
+from megatron_mtp.config import flag_of
 from megatron_mtp.data.checks import read_sidecar
+from megatron_mtp.drafters import BLOCKS
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.short_log import quiet
+from megatron_mtp.training.short_log import quiet, say
 
 DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
@@ -28,6 +30,9 @@ OTHER_DATA = (
     "--per-split-data-args-path"
 ).split()
 """Flags of `train` that give data instead of `--data-path`."""
+
+SIZES = "seq_length", "micro_batch_size", "drafter_blocks"
+"""Arguments of ours that `train` has too: figures of other sequences or blocks do not compare."""
 
 TRUST = "--trust-remote-code"
 """A flag of `train` that the corpus of `--text` needs as well."""
@@ -64,7 +69,7 @@ def main(arguments: list[str], program: str) -> int:
         with TemporaryDirectory(prefix="megatron-mtp-") as folder:
             with sentences(program):
                 others = [flag for flag in rest if flag.split("=")[0] in OTHER_DATA]
-                check_counts(args, "eval_iters")
+                check_counts(args, "eval_iters", *SIZES)
                 if args.text is None and args.data_path is None and not others:
                     raise ValueError("there is no data to evaluate on; give --text or --data-path.")
                 if args.text is not None and others:
@@ -82,6 +87,8 @@ def main(arguments: list[str], program: str) -> int:
 
             from megatron_mtp.training.run import main as evaluate
 
+            if os.environ.get("RANK", "0") == "0":
+                say(f"> evaluating {args.load}")  # a large one is read for minutes
             argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
             metrics = evaluate(argv, on_cpu, shows_tables=False)
         if metrics.evaluated is not None:  # only one rank has the result
@@ -113,6 +120,9 @@ def parser(program: str) -> Parser:
     data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess made, as for train")
     add("--eval-iters", type=int, metavar="N", help="number of batches; default: 16, or all of --text")
     add("--seq-length", type=int, metavar="S", help="tokens of a sequence; default: the training's")
+    add("--micro-batch-size", type=int, metavar="B", help="sequences at once on a rank; default: 1")
+    blocks = f"blocks of a sequence that a block drafter is measured on; default: {BLOCKS}"
+    add("--drafter-blocks", type=int, metavar="A", help=blocks)
     add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
     sources = "acceptance of every source of the corpus, too: category or source of a line, else folder (preprocess)"
     add("--by-source", action="store_true", help=sources)
@@ -151,8 +161,9 @@ def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
         chosen.append("--no-use-tokenizer-model-from-checkpoint-args")
     elif stored.tokenizer_type == "NullTokenizer" and stored.vocab_size is not None:
         chosen = ["--vocab-size", str(stored.vocab_size)]  # which Megatron does not take from a checkpoint
-    if args.seq_length is not None:
-        chosen += ["--seq-length", str(args.seq_length)]
+    for name in SIZES:
+        if (size := getattr(args, name)) is not None:
+            chosen += [flag_of(name), str(size)]
     if args.context_lengths:
         chosen += ["--mtp-context-lengths", *map(str, args.context_lengths)]
         if args.seq_length > stored.max_position_embeddings:

@@ -9,6 +9,7 @@ import json
 import resource
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch import Tensor
 from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import HEADS
+from megatron_mtp.drafters import kind_of
 from megatron_mtp.files import written_beside
 from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.documents import Documents, by_context, by_source, gathered
@@ -225,6 +227,8 @@ class Metrics:
         iteration = get_args().iteration if self.step is None else self.step.number
         figures = {name: value for what, stats in rates.items() for name, value in named(stats, what).items()}
         row: dict[str, Any] = {"iteration": iteration, "split": split, **losses, **figures}
+        if split != "training":
+            row |= conditions_of(get_args(), self._sets)
         if split == "training":
             row |= {} if self.step is None else self.step.figures()
             row |= {"skipped steps": self._skipped} if self._skipped else {}
@@ -237,7 +241,7 @@ class Metrics:
         if is_last_rank() and split == "training":
             self._reporter.interval(row, rates)
         elif is_last_rank():
-            self.evaluated = row, table(row, rates)
+            self.evaluated = row, f"{line_of_conditions(row, split, get_args())}\n{table(row, rates)}"
             self._reporter.evaluation(
                 *self.evaluated, "after the run" if self._is_after_run else f"at step {iteration}"
             )
@@ -330,6 +334,23 @@ class Metrics:
             if not self._has_failed:
                 say(f"> {file} cannot be written ({error.strerror}); training goes on without it")
             self._has_failed = True
+
+
+def conditions_of(args: Namespace, number: int = 0) -> dict[str, int]:
+    """What an evaluation is made on, by the names of metrics.jsonl; `number` is that of one of several sets."""
+    batches = args.eval_iters[number] if isinstance(args.eval_iters, list) else args.eval_iters
+    made = {"sequences": batches * args.eval_global_batch_size, "sequence length": args.seq_length}
+    if args.drafter is None or (blocks := kind_of(args.drafter).settings.get("drafter_blocks")) is None:
+        return made
+    return {**made, "drafter blocks": min(args.drafter_blocks or blocks, args.seq_length)}
+
+
+def line_of_conditions(row: dict[str, Any], split: str, args: Namespace) -> str:
+    """The line above a table: figures of other sequences, lengths or blocks do not compare."""
+    said = f"{row['sequences']:,} sequences of {row['sequence length']:,} tokens"
+    if "drafter blocks" in row:
+        said += f", {row['drafter blocks']:,} blocks of each"
+    return f"on {said} ({split}{'' if args.split is None else f' of --split {args.split}'})"
 
 
 def table(losses: dict[str, float], rates: Rates) -> str:

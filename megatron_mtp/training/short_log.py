@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 MOST_HELD = 10_000
 """Pieces of a listing without a file that are kept in memory."""
+
+SILENCE = 30
+"""Seconds after which an evaluation prints how far it is, where no terminal shows a bar."""
 
 INTERVALS, LINES = (100, 50, 20, 10, 5, 2, 1), 20
 """Without --log-interval, a run of at least so many steps has at least so many lines."""
@@ -188,6 +192,7 @@ class ShortLog:
     def __init__(self, shows_tables: bool = True) -> None:
         self._shows_tables = shows_tables
         self._bar: tqdm[Any] | None = None
+        self._batches, self._said = 0, 0.0  # of this evaluation, and when a line had their number
 
     def interval(self, row: dict[str, Any], rates: "dict[str, AcceptanceStats]") -> None:
         """A line of training; the last rank, which has the losses, says it."""
@@ -209,7 +214,12 @@ class ShortLog:
                 at_once = args.eval_micro_batch_size * args.data_parallel_size
                 total = args.eval_iters * args.eval_global_batch_size // at_once
             self._bar = tqdm(desc="evaluating", total=total, unit="batch", leave=False, disable=None)
+            self._batches, self._said = 0, time.monotonic()
         self._bar.update()
+        self._batches += 1
+        if self._bar.disable and time.monotonic() - self._said > SILENCE:  # no terminal: a log file, a job
+            self._said = time.monotonic()
+            say(f"> evaluating: {self._batches} {'' if self._bar.total is None else f'of {self._bar.total} '}batches")
 
     def evaluation(self, row: dict[str, Any], text: str, when: str) -> None:
         """The table of an evaluation."""

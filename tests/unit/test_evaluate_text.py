@@ -1,5 +1,6 @@
 """`evaluate`: the flags with which --text becomes a corpus; contexts and sources that cannot be counted."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_contexts_that_cannot_be_counted_are_refused(
     with pytest.raises(SystemExit, match="2"):
         evaluate.main(["--load", "x", *flags], "megatron-mtp evaluate")
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("megatron")
+def test_what_figures_depend_on_can_be_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seq-length", "64", "--micro-batch-size", "2", "--drafter-blocks", "8"]
+    given = evaluate.parser("evaluate").parse_args(["--load", str(trained(tmp_path / "mcore")), *flags])
+    assert set(zip(flags[::2], flags[1::2], strict=True)) <= set(pairwise(evaluate._data_flags(given, tmp_path, [])))
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["--load", "x", "--mock-data", "--drafter-blocks", "0"], "megatron-mtp evaluate")
+    assert "--drafter-blocks is 0; give 1 or more." in capsys.readouterr().err
 
 
 def test_a_k_of_context_is_1024_tokens() -> None:

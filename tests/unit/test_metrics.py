@@ -33,6 +33,12 @@ def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
         save=None,
         load=None,
         skip_train=False,
+        split="90,8,2",
+        eval_iters=3,
+        eval_global_batch_size=4,
+        seq_length=16,
+        drafter=None,
+        drafter_blocks=None,
     )
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)
     return args
@@ -294,6 +300,34 @@ def test_two_runs_in_one_process_do_not_see_each_other(args: Namespace, tmp_path
     one.close()
     assert not (tmp_path / "other").exists()
     assert [row["lm loss"] for row in rows(tmp_path / "one")] == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks", "line"),
+    [
+        ({}, None, "on 12 sequences of 16 tokens (validation of --split 90,8,2)"),
+        ({"split": None, "eval_iters": [300, 2]}, None, "on 1,200 sequences of 16 tokens (validation)"),
+        ({"drafter": "eagle3"}, None, "on 12 sequences of 16 tokens (validation of --split 90,8,2)"),
+        ({"drafter": "dflash", "split": None}, 16, "on 12 sequences of 16 tokens, 16 blocks of each (validation)"),
+        (
+            {"drafter": "dspark", "drafter_blocks": 8, "split": None},
+            8,
+            "on 12 sequences of 16 tokens, 8 blocks of each (validation)",
+        ),
+    ],
+)
+def test_an_evaluation_has_its_conditions_in_its_row_and_above_its_table(
+    changes: dict[str, Any], blocks: int | None, line: str, args: Namespace, tmp_path: Path
+) -> None:
+    vars(args).update(changes)
+    metrics = Metrics(tmp_path)
+    evaluate(metrics, "validation", 1)
+    assert metrics.evaluated is not None
+    assert metrics.evaluated[1].splitlines()[0] == line
+    (row,) = rows(tmp_path)
+    named = row["sequences"], row["sequence length"], row.get("drafter blocks")
+    assert named == (1200 if "1,200" in line else 12, 16, blocks)
+    assert run_files.read_rows(tmp_path) == [row]
 
 
 def test_table_multiplies_the_conditional_rates() -> None:

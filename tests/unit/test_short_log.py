@@ -75,6 +75,24 @@ def test_an_evaluation_ends_its_bar_and_shows_its_table(
         assert capsys.readouterr().out == shown
 
 
+def test_an_evaluation_without_a_terminal_prints_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 20 s: a line when more than half a minute is over since the last one."""
+    args = Namespace(eval_iters=5, eval_global_batch_size=1, eval_micro_batch_size=1, data_parallel_size=1)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    now = iter(range(0, 1000, 20))
+    monkeypatch.setattr(short_log, "time", Namespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(short_log, "SILENCE", 30)
+    log = ShortLog()
+    for _ in range(5):
+        log.evaluated_batch()
+    assert [line for line in capsys.readouterr().out.splitlines() if "evaluating" in line] == [
+        "> evaluating: 2 of 5 batches",
+        "> evaluating: 4 of 5 batches",
+    ]
+
+
 # --- the listing -----------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,12 @@ Rates = dict[str, AcceptanceStats]
 MTP_GRAD_NORM = "mtp grad norm"
 """Norm of the MTP layers' gradients, where they are clipped by themselves."""
 
+MTP_RATE, LAMBDA = "mtp learning rate", "lambda"
+"""Learning rate of the MTP layers, where it is their own; weight of their loss, where it has a schedule."""
+
+THROUGHPUT = "TFLOP/s/GPU"
+"""Megatron's count of a step's operations by its time, where --log-throughput asks for it."""
+
 
 @dataclass
 class LogWindow:
@@ -85,17 +91,24 @@ class LogWindow:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished training step, as Megatron's loop reports it; the optimizer's figures may be absent."""
+    """A finished training step, as Megatron's loop reports it; the optimizer's figures may be absent.
+
+    Attributes:
+        mtp: `MTP_GRAD_NORM`, `MTP_RATE` and `LAMBDA`, where there are such.
+        is_skipped: gradients overflowed.
+        operations: floating-point operations of all ranks.
+    """
 
     number: int
     learning_rate: float | None = None
     grad_norm: float | None = None
-    mtp_grad_norm: float | None = None
+    mtp: dict[str, float] = field(default_factory=dict)
     is_skipped: bool = False
+    operations: float | None = None
 
     def figures(self) -> dict[str, float]:
         """The figures by name, as rows of metrics.jsonl have them."""
-        named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm, MTP_GRAD_NORM: self.mtp_grad_norm}
+        named = {"learning rate": self.learning_rate, "grad norm": self.grad_norm, **self.mtp}
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
@@ -143,7 +156,7 @@ class Metrics:
         step: the last one done; numbers count from the start of a resumed run.
         best: the best state so far, where --mtp-patience asks for it: what is recorded is of that state.
         has_trained: a step is done, and the loop has gone on to the next one.
-        mtp_grad_norm: that of the MTP layers in the last step, if it is apart from the rest.
+        mtp_figures: of the MTP layers in the last step, where they are apart from the rest.
     """
 
     def __init__(self, folder: Path | None, reporter: Reporter | None = None) -> None:
@@ -161,9 +174,10 @@ class Metrics:
         self._began: float | None = None  # of the step that is going on
         self._seconds: list[float] = []  # of steps since the last row, without evaluations and checkpoints between them
         self.has_trained = False
-        self.mtp_grad_norm: float | None = None
+        self.mtp_figures: dict[str, float] = {}
         self.step: Step | None = None
         self._skipped = 0  # steps since the last row whose gradients overflowed
+        self._left_out = 0  # steps since the last row that were not taken
         self._has_written, self._has_failed = False, False
         self._closing = False
         self._record: dict[str, Any] | None = None  # of the last evaluation, which is not written yet
@@ -190,10 +204,28 @@ class Metrics:
         if self._began is not None:
             self._seconds.append(time.perf_counter() - self._began)
         self._began = None
+        self.leave_out(step.number - 1)
         self.step, self.is_validated = step, False
         self._skipped += step.is_skipped
         if step.number % get_args().log_interval == 0:
             self._end_interval()
+
+    def leave_out(self, last: int) -> None:
+        """The steps after the last one done, up to this one, were left out (--iterations-to-skip)."""
+        args = get_args()
+        first = 1 + (args.iteration if self.step is None else self.step.number)
+        if first > last or not args.iterations_to_skip:
+            return
+        self._left_out += last - first + 1
+        if is_last_rank():
+            steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+            say(f"> {steps} left out (--iterations-to-skip)")
+
+    def end_early(self, step: int, cause: str) -> None:
+        """The run ends after this step, which is not its last one."""
+        args = get_args()
+        if step < args.train_iters and args.rank == 0:
+            say(f"> the run ends at step {step} of {args.train_iters}: {cause}")
 
     def begin_evaluation(self, data: str, is_after_run: bool = False) -> None:
         """An evaluation on 'validation' or 'test' data begins; Megatron calls `end_evaluation` without the name."""
@@ -232,11 +264,14 @@ class Metrics:
         if split == "training":
             row |= {} if self.step is None else self.step.figures()
             row |= {"skipped steps": self._skipped} if self._skipped else {}
+            row |= {"left out steps": self._left_out} if self._left_out else {}
             row |= {"step seconds": statistics.median(self._seconds)} if self._seconds else {}
+            if self._seconds and self.step is not None and self.step.operations is not None:
+                row[THROUGHPUT] = self.step.operations / row["step seconds"] / get_args().world_size / 1e12
             # of tensors on a CUDA device, or else of the process
             peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             row["peak memory bytes"] = peak
-            self._skipped, self._seconds = 0, []
+            self._skipped, self._left_out, self._seconds = 0, 0, []
         self._write(row)
         if is_last_rank() and split == "training":
             self._reporter.interval(row, rates)
@@ -267,8 +302,7 @@ class Metrics:
                 self._keep_record()
         if self._closing:
             return
-        if MTP_GRAD_NORM in row:
-            figures[MTP_GRAD_NORM] = row[MTP_GRAD_NORM]
+        figures |= {name: row[name] for name in (MTP_GRAD_NORM, MTP_RATE, LAMBDA) if name in row}
         if split.startswith("test"):
             figures = losses | figures
         suffix, writer, wandb = "" if split == "training" else f" {split}", get_tensorboard_writer(), get_wandb_writer()

@@ -57,7 +57,7 @@ def get_mtp_optimizer(
     if lr is not None:
         overrides = settings.get("config_overrides")
         overrides = get_standard_config_overrides(config) if overrides is None else overrides
-        lowest = (config.min_lr or 0.0) * lr / config.lr if config.lr else 0.0
+        lowest = lowest_rate(lr, config.lr, config.min_lr)
         own = {ParamKey(with_name_predicate=_IS_MTP): ParamGroupOverride(max_lr=lr, min_lr=lowest)}
         settings["config_overrides"] = {**overrides, **own}
     if clip_grad is None:
@@ -74,6 +74,11 @@ def get_mtp_optimizer(
     optimizer = make(config, model_chunks, *given, **settings)
     _clip_apart(optimizer, clip_grad)
     return optimizer
+
+
+def lowest_rate(own: float, lr: float | None, min_lr: float | None) -> float:
+    """The lowest learning rate of layers with a highest one of their own: in proportion to that of the others."""
+    return (min_lr or 0.0) * own / lr if lr else 0.0
 
 
 def mtp_grad_norm(optimizer: Any) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args, pretrain
 from megatron.training import training as loop
 from megatron.training.argument_utils import (
@@ -19,11 +20,13 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import get_signal_handler
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH
 from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
+from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import embedding_ranks
 from megatron_mtp.patches import saving
@@ -35,8 +38,8 @@ from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at
 from megatron_mtp.training.checks import check_precision, check_writable
 from megatron_mtp.training.datasets import datasets_provider
 from megatron_mtp.training.forward_step import ForwardStep
-from megatron_mtp.training.metrics import Metrics, Reporter, Step
-from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule, mtp_grad_norm
+from megatron_mtp.training.metrics import LAMBDA, MTP_GRAD_NORM, MTP_RATE, Metrics, Reporter, Step
+from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule, lowest_rate, mtp_grad_norm
 from megatron_mtp.training.short_log import Listing, ShortLog, fitting_interval, keep_listing, say
 from megatron_mtp.training.startup import explained
 
@@ -125,6 +128,7 @@ def train(
                 non_loss_data_func=metrics.end_evaluation,
                 **pretrain_arguments,
             )
+            metrics.leave_out(get_args().train_iters)
         except SystemExit as end:
             if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
                 _end(metrics)
@@ -187,7 +191,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     """
     keeps_best = settings is not None and settings.mtp_patience is not None
     wrappers: dict[str, Replace] = {
-        "train_step": partial(_steps, metrics, keeps_best),
+        "train_step": partial(_steps, metrics, settings),
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),
         # Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers
@@ -197,8 +201,9 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     }
     if settings is not None:
         wrappers["get_megatron_optimizer"] = partial(_optimizers, settings)
+    wrappers["checkpoint_and_decide_exit"] = partial(_ends, metrics)
     if keeps_best:
-        wrappers["checkpoint_and_decide_exit"] = partial(_best_states, metrics)
+        wrappers["checkpoint_and_decide_exit"] = lambda decide: _best_states(metrics, _ends(metrics, decide))
     if shows_checkpoints:
         wrappers["save_checkpoint_and_time"] = _saves
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
@@ -223,16 +228,32 @@ def _optimizers(settings: MTPConfig, get_megatron_optimizer: AnyFunction) -> Any
     return made
 
 
-def _steps(metrics: Metrics, keeps_best: bool, train_step: AnyFunction) -> AnyFunction:
-    def timed(forward_step: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> Any:
+def _steps(metrics: Metrics, settings: MTPConfig | None, train_step: AnyFunction) -> AnyFunction:
+    def timed(
+        forward_step: Any, data: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **named: Any
+    ) -> Any:
+        args = get_args()
         metrics.begin_step()
-        if keeps_best and metrics.best is None:
-            metrics.best = BestState(get_args())
-        done = train_step(forward_step, data, model, optimizer, *rest, **named)
-        metrics.mtp_grad_norm = mtp_grad_norm(optimizer)
+        if settings is not None and settings.mtp_patience is not None and metrics.best is None:
+            metrics.best = BestState(args)
+        done = train_step(forward_step, data, model, optimizer, scheduler, *rest, **named)
+        metrics.mtp_figures = _mtp_figures(args, settings, scheduler)
+        if (norm := mtp_grad_norm(optimizer)) is not None:
+            metrics.mtp_figures[MTP_GRAD_NORM] = norm
         return done
 
     return timed
+
+
+def _mtp_figures(args: Namespace, settings: MTPConfig | None, scheduler: Any) -> dict[str, float]:
+    """The learning rate of the MTP layers, where it is their own, and lambda, where it has a schedule."""
+    made = {}
+    if settings is not None and settings.mtp_lr is not None:
+        lowest = lowest_rate(settings.mtp_lr, args.lr, args.min_lr)
+        made[MTP_RATE] = float(scheduler.get_lr({"max_lr": settings.mtp_lr, "min_lr": lowest}))
+    if settings is not None and settings.mtp_loss_schedule != "constant":
+        made[LAMBDA] = scaling_factor(args, settings, args.curr_iteration)
+    return made
 
 
 def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
@@ -240,11 +261,39 @@ def _logged_steps(metrics: Metrics, training_log: AnyFunction) -> AnyFunction:
 
     def logged(losses: Any, sums: Any, learning_rate: float | None, step: int, *rest: Any, **named: Any) -> Any:
         done = training_log(losses, sums, learning_rate, step, *rest, **named)
-        is_skipped, own = bool(rest[2]), metrics.mtp_grad_norm
-        metrics.end_step(Step(step, learning_rate, rest[3], None if is_skipped else own, is_skipped))
+        args, is_skipped, own = get_args(), bool(rest[2]), metrics.mtp_figures
+        if is_skipped:
+            own.pop(MTP_GRAD_NORM, None)
+        packed = {name: named.get(name) for name in ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")}
+        count: AnyFunction = loop.num_floating_point_operations
+        operations = count(args, get_current_running_global_batch_size(), **packed) if args.log_throughput else None
+        metrics.end_step(Step(step, learning_rate, rest[3], own, is_skipped, operations))
         return done
 
     return logged
+
+
+def _ends(metrics: Metrics, checkpoint_and_decide_exit: AnyFunction) -> AnyFunction:
+    """Called after every step, on all ranks: a run that ends before its last step says by what."""
+
+    def decided(model: Any, optimizer: Any, scheduler: Any, step: int, *rest: Any) -> bool:
+        ends = bool(checkpoint_and_decide_exit(model, optimizer, scheduler, step, *rest))
+        if ends:
+            metrics.end_early(step, _cause(get_args(), step))
+        return ends
+
+    return decided
+
+
+def _cause(args: Namespace, step: int) -> str:
+    """What ends a run after this step, as Megatron's loop decides."""
+    if args.exit_interval and step % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    if step in (args.phase_transition_iterations or ()):
+        return f"--phase-transition-iterations {step}"
+    if args.exit_signal_handler and any(get_signal_handler().signals_received()):
+        return f"{args.exit_signal.name}, by --exit-signal-handler"
+    return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
 
 
 def _evaluations(metrics: Metrics, evaluate_and_print_results: AnyFunction) -> AnyFunction:

@@ -4,7 +4,7 @@
         keep_listing(folder)     which is a file from here on: megatron.log, or megatron-3.log of rank 3
         say("...")               and this goes to the terminal
 
-    step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03 | grad norm 0.841
+    step 120/560 | lm loss 2.3456 | mtp_1 loss 2.9876 | 12,345 tokens/s | 0:12:34 left | lr 1.00e-03 | 1.2 GiB
 
 Errors stay on stderr. This file imports neither torch nor Megatron at its top: libraries print their first warnings
 while they are imported.
@@ -237,6 +237,8 @@ def line_of(
     parts = [f"step {row['iteration']}/{steps}"]
     if "skipped steps" in row:
         parts.append(f"{row['skipped steps']} steps skipped")
+    if "left out steps" in row:
+        parts.append(f"{row['left out steps']} steps left out")
     parts += [f"{name} {value:.4f}" for name, value in row.items() if name.endswith(" loss")]
     for what, stats in rates.items():
         of = "" if what == "mtp" else f"{what} "
@@ -251,7 +253,11 @@ def line_of(
         parts += [f"{tokens / seconds:,.0f} tokens/s", f"{left} left"]
     if "learning rate" in row:
         parts.append(f"lr {row['learning rate']:.2e}")
-    parts += [f"{name} {row[name]:.3g}" for name in ("grad norm", "mtp grad norm") if name in row]
+    if "mtp learning rate" in row:
+        parts.append(f"mtp lr {row['mtp learning rate']:.2e}")
+    parts += [f"{name} {row[name]:.3g}" for name in ("lambda", "grad norm", "mtp grad norm") if name in row]
+    parts += [f"{row[name]:.3g} {name}" for name in ("TFLOP/s/GPU",) if name in row]
+    parts += [f"{row[name] / 2**30:.1f} GiB" for name in ("peak memory bytes",) if name in row]
     whole = list(accumulate(parts, lambda line, part: f"{line} | {part}"))
     fitting = [line for line in whole if width is None or len(line) < width]
     return fitting[-1] if fitting else whole[0]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import signal
 import sys
 from argparse import Namespace
 from datetime import datetime
@@ -14,8 +15,9 @@ import torch
 
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, read_record
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
-from megatron_mtp.training import run_files
+from megatron_mtp.training import run, run_files
 from megatron_mtp.training.metrics import Metrics, Step, table
 from megatron_mtp.training.run import _evaluations
 from megatron_mtp.training.run_files import write_run_record
@@ -39,6 +41,9 @@ def args(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Namespace:
         seq_length=16,
         drafter=None,
         drafter_blocks=None,
+        iterations_to_skip=[],
+        world_size=2,
+        rank=0,
     )
     monkeypatch.setattr(metrics_module, "get_args", lambda: args)
     return args
@@ -222,6 +227,71 @@ def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, mon
     assert "step seconds" not in evaluation
     assert metrics.evaluated is not None
     assert metrics.evaluated[0] == evaluation
+
+
+def test_steps_that_are_left_out_are_named_and_counted(
+    args: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 6 steps the 2nd, the 3rd and the last: the loop goes past them without a word."""
+    args.iterations_to_skip, args.train_iters = [2, 3, 6], 6
+    metrics = Metrics(tmp_path)
+    train(metrics, args, 1, 1)
+    train(metrics, args, 4, 5)
+    metrics.leave_out(args.train_iters)
+    metrics.close()
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert said == [f"> {steps} left out (--iterations-to-skip)" for steps in ("steps 2 to 3 are", "step 6 is")]
+    assert [(row["iteration"], row["left out steps"]) for row in rows(tmp_path)] == [(4, 2), (5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "cause"),
+    [
+        ({"exit_interval": 2}, 2, "--exit-interval 2"),
+        ({"exit_interval": 2, "exit_duration_in_mins": 5}, 3, "--exit-duration-in-mins 5"),
+        ({"exit_signal_handler": True, "exit_interval": 2}, 3, "SIGTERM, by --exit-signal-handler"),
+        ({"phase_transition_iterations": [3]}, 3, "--phase-transition-iterations 3"),
+        ({"exit_interval": 4}, 4, None),  # the last step, too
+    ],
+)
+def test_a_run_that_ends_early_says_by_what(
+    flags: dict[str, Any],
+    step: int,
+    cause: str | None,
+    args: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    off = {"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False}
+    vars(args).update({**off, "phase_transition_iterations": None, "exit_signal": signal.SIGTERM, **flags})
+    monkeypatch.setattr(run, "get_args", lambda: args)
+    monkeypatch.setattr(run, "get_signal_handler", lambda: SimpleNamespace(signals_received=lambda: [0, 1]))
+    assert run._ends(Metrics(None), lambda *_: True)(None, None, None, step, 0, {}, None)
+    assert capsys.readouterr().out == ("" if cause is None else f"> the run ends at step {step} of 4: {cause}\n")
+    assert not run._ends(Metrics(None), lambda *_: False)(None, None, None, step, 0, {}, None)
+    assert capsys.readouterr().out == ""
+
+
+def test_figures_of_the_mtp_layers_that_vary_and_the_throughput_are_in_a_row(
+    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate of its own, lowest in proportion, and lambda halfway from 0.4 to 0.2; 6 TFLOP of 2 ranks in 1.5 s."""
+    args.lr, args.min_lr, args.curr_iteration, args.mtp_loss_scaling_factor = 1e-3, 1e-4, 5, 0.4
+    schedule = SimpleNamespace(get_lr=lambda group: (group["max_lr"] + group["min_lr"]) / 2)
+    settings = MTPConfig(mtp_lr=1e-2, mtp_loss_schedule="cosine", mtp_loss_schedule_steps=10, mtp_loss_final_factor=0.2)
+    figures = run._mtp_figures(args, settings, schedule)
+    assert figures == {"mtp learning rate": pytest.approx(5.5e-3), "lambda": pytest.approx(0.3)}
+    assert run._mtp_figures(args, MTPConfig(), schedule) == {}
+    writer, metrics, now = Writer(), Metrics(tmp_path), iter([0.0, 1.5])
+    monkeypatch.setattr(metrics_module, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    metrics.begin_step()
+    metrics.add(report(1.0, 1), {})
+    metrics.end_step(Step(2, 1e-3, 1.0, figures, operations=6e12))
+    (row,) = rows(tmp_path)
+    assert {name: row[name] for name in figures} == figures
+    assert row["TFLOP/s/GPU"] == pytest.approx(2.0)
+    assert {("mtp learning rate", 2), ("lambda", 2)} <= set(writer.written)
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -35,7 +35,11 @@ def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
     """440 steps of half a second are 3 minutes and 40 seconds; 4,096 tokens in it are 8,192 a second."""
     assert line_of(ROW, RATES, 560, 4096) == (
         "step 120/560 | lm loss 2.3457 | mtp_1 loss 2.9000 | acceptance 80.0% 40.0% "
-        "| conditional acceptance 80.0% 50.0% | 8,192 tokens/s | 0:03:40 left | lr 1.00e-03 | grad norm 0.841"
+        "| conditional acceptance 80.0% 50.0% | 8,192 tokens/s | 0:03:40 left | lr 1.00e-03 | grad norm 0.841 | 1.0 GiB"
+    )
+    more = {"mtp learning rate": 0.01, "lambda": 0.3, "mtp grad norm": 2.0, "TFLOP/s/GPU": 123.4}
+    assert line_of(ROW | more, {}, 560, 4096).endswith(
+        "| lr 1.00e-03 | mtp lr 1.00e-02 | lambda 0.3 | grad norm 0.841 | mtp grad norm 2 | 123 TFLOP/s/GPU | 1.0 GiB"
     )
 
 
@@ -49,7 +53,9 @@ def test_a_narrow_terminal_gets_what_fits() -> None:
 
 
 def test_skipped_steps_are_said() -> None:
-    assert line_of(ROW | {"skipped steps": 3}, {}, 560, 4096).startswith("step 120/560 | 3 steps skipped | lm loss")
+    skipped = {"skipped steps": 3, "left out steps": 2}
+    begins = "step 120/560 | 3 steps skipped | 2 steps left out | lm loss"
+    assert line_of(ROW | skipped, {}, 560, 4096).startswith(begins)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field, replace
+from itertools import batched
 from typing import Any, NamedTuple
 
 from fastapi.sse import format_sse_event
@@ -140,9 +141,11 @@ class Answer[AnyBody: Body](ABC):
         return format_sse_event(data_str=json.dumps(written, ensure_ascii=False))
 
     def _usage(self) -> dict[str, Any]:
-        prompts = sum(len(choice.prompt) for choice in self._choices[:: self._body.n])
-        completion = sum(len(delta.update.tokens) for choice in self._choices for delta in choice.deltas)
-        cached = sum(choice.cached_tokens for choice in self._choices)
+        """The sums of the request. A prompt counts once, with the rows that none of its choices has run."""
+        groups = [*batched(self._choices, self._body.n)]  # the choices of each prompt
+        prompts = sum(len(group[0].prompt) for group in groups)
+        cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
+        completion = sum(choice.tokens for choice in self._choices)
         return {**_sums(prompts, completion), "prompt_tokens_details": {"cached_tokens": cached}}
 
 

@@ -47,6 +47,7 @@ class Parrot:
         self._most, self._waiting, self._pace = running, waiting, pace
         self._texts: dict[int, Text] = {}
         self._count, self._prompt_tokens, self.stats = 0, 0, AcceptanceStats()
+        self._seen = set[tuple[int, ...]]()
         self.policy_version, self.is_torn = 0, False
         self.go, self.bug, self.steps, self.cancelled = threading.Event(), None, 0, 0
         self.bug: Exception | None
@@ -97,10 +98,16 @@ class Parrot:
         listed = [] if request.logprobs is None else [_logprob(token, request.logprobs) for token in tokens]
         scored = request.prompt_logprobs
         prompt = [_logprob(token, scored) for token in request.prompt[1:]] if first and scored is not None else []
-        cached, version = BLOCK if first else 0, self.policy_version
+        cached, version = self._found(request.prompt) if first else 0, self.policy_version
         return Update(
             number, tokens, accepted, 0 if first else 2, finish, listed, prompt, cached, policy_version=version
         )
+
+    def _found(self, prompt: list[int]) -> int:
+        """Tokens of a prompt that were run for an earlier text; its last one always runs."""
+        known = tuple(prompt) in self._seen
+        self._seen.add(tuple(prompt))
+        return len(prompt) - 1 if known else 0
 
     def _next(self, request: Request, place: int) -> int:
         shift = 0 if request.sampling.greedy else request.seed

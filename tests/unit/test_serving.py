@@ -9,6 +9,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
 
 from megatron_mtp.decoding.sampling import Penalties
@@ -60,8 +62,41 @@ def test_a_completion_is_what_the_engine_emits(client: openai.OpenAI) -> None:
     usage = done.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 7, 12)
-    assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+COUNTED = st.lists(st.lists(st.integers(40, 42), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(prompts=COUNTED, n=st.integers(1, 4), limit=st.integers(0, 5), stream=st.booleans())
+@example(prompts=[[40] * 5], n=3, limit=2, stream=False)
+@example(prompts=[[40] * 5, [41] * 5], n=2, limit=2, stream=True)
+@example(prompts=[[42] * 5, [42] * 5], n=1, limit=0, stream=False)
+def test_usage_counts_prompts_once_and_tokens_as_they_come(
+    server: Running, prompts: list[list[int]], n: int, limit: int, stream: bool
+) -> None:
+    """Cached tokens are a part of the prompts, also where some choices find what another one has run."""
+    body = {"prompt": prompts, "n": n, "max_tokens": limit, "echo": not limit, "return_token_ids": True}
+    if stream:
+        *parts, last = events(server, "/v1/completions", **body, stream_options={"include_usage": True})
+        choices, usage = [choice for part in parts for choice in part["choices"]], last["usage"]
+    else:
+        done = completion(server, **body)
+        choices, usage = done["choices"], done["usage"]
+    made = sum(len(choice["token_ids"]) for choice in choices)
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert usage["completion_tokens"] == made == limit * n * len(prompts)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + made
+    assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"] - len(prompts)
+
+
+def test_a_prompt_is_cached_if_an_earlier_request_ran_it(server: Running) -> None:
+    """Not if one of its own choices did."""
+    cached = [
+        completion(server, prompt=[50, 51, 52, 53], n=3)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
+    assert cached == [0, 3]
 
 
 def test_without_a_limit_a_completion_has_16_tokens_and_a_chat_all_positions(client: openai.OpenAI) -> None:

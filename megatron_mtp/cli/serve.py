@@ -61,8 +61,11 @@ def parser(program: str) -> Parser:
         "so that none waits for a compiler or a CUDA graph; default: on a GPU")  # fmt: skip
     add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
     add("--max-waiting", type=int, default=256, metavar="N", help="texts that wait; more are refused; default: 256")
+    add("--max-model-len", type=int, metavar="N", help="tokens of a prompt with its answer, at most; default: the "
+        "model's positions, or fewer where the cache holds fewer")  # fmt: skip
     add("--cache-gib", type=float, metavar="G", help="memory for keys and values, and for the states of recurrent "
-        "layers of --max-running texts; default: what texts of full length need, at most 4")  # fmt: skip
+        "layers of --max-running texts; default: what texts of full length need, at most 4, and on a GPU 80 %% of what "
+        "is free")  # fmt: skip
     return made
 
 
@@ -90,11 +93,15 @@ def run(args: Namespace) -> int:
     loaded = load_checkpoint(args.load, None, dtype, "--load", trusted, config, spread)
     runner, drafter = loaded.runner, load_drafter(config, dtype)
     tokenizer = loaded.read_tokenizer(args.tokenizer, args.trust_remote_code)
+    if args.max_model_len is not None and args.max_model_len > runner.positions:
+        raise ValueError(
+            f"--max-model-len is {args.max_model_len}, and the model has {runner.positions} positions; give no more."
+        )
     if args.cache_gib is None:
-        blocks = blocks_for(args.max_running, runner, drafter)
+        blocks = blocks_for(args.max_running, runner, drafter, args.max_model_len)
     else:
         blocks = blocks_in(args.cache_gib, args.max_running, runner, drafter)
-    sizes = EngineSettings(args.max_running, args.max_waiting, blocks)
+    sizes = EngineSettings(args.max_running, args.max_waiting, blocks, positions=args.max_model_len)
     engine = Engine(runner, sizes, config, drafter)
     began = time.monotonic()
     if warms := runner.device.type == "cuda" if args.warm_up is None else args.warm_up:
@@ -103,7 +110,7 @@ def run(args: Namespace) -> int:
     served = Served(
         name=args.served_model_name or (folder.parent if folder.name == "checkpoint" else folder).name,
         codec=Codec(tokenizer),
-        positions=runner.positions,
+        positions=engine.max_length,
         vocabulary=runner.vocab_size,
         most_outputs=args.max_waiting,  # they wait for a step before they run
         created=int(time.time()),
@@ -120,6 +127,8 @@ def run(args: Namespace) -> int:
     used = blocks * block_bytes(runner, drafter) + args.max_running * entry_bytes(runner, drafter)
     cache = f"{blocks} blocks of {sizes.block_size} tokens, {used / 2**30:.3g} GiB"
     print(f"> cache: {cache}; {args.max_running} requests run and {args.max_waiting} wait, at most", flush=True)
+    if engine.max_length < engine.scheduler.positions:
+        print(f"> {length_line(engine)}", flush=True)
     if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
         print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
     return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins)
@@ -139,8 +148,16 @@ def drafting_line(engine: "Engine") -> str:
     return f"drafts: {config.method}, {count} verified by {verifier}"
 
 
+def length_line(engine: "Engine") -> str:
+    """What the cache allows, where that is less than the model's positions or --max-model-len."""
+    most = f"{engine.max_length} tokens, not {engine.scheduler.positions}"
+    return f"a prompt with its answer has at most {most}: the cache holds no more; --cache-gib makes it larger"
+
+
 def _check(args: Namespace) -> None:
     """Raises ValueError for flags that cannot be served."""
+    if args.max_model_len is not None and args.max_model_len < 2:
+        raise ValueError(f"--max-model-len is {args.max_model_len}; give 2 or more, for a prompt and a new token.")
     check_counts(args, "max_running", "max_waiting", "expert_model_parallel_size")
     if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
         raise ValueError(

@@ -22,7 +22,7 @@ from megatron_mtp.decoding.batch import DecodeBatch, DraftingKind, Sequence
 from megatron_mtp.decoding.block_tables import BLOCK, SLOTS_BEYOND_POSITIONS
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.method import Method, config_from, make_method
-from megatron_mtp.decoding.requests import Load, Request, Update, check_prompt, check_request
+from megatron_mtp.decoding.requests import UNLIMITED, Load, Request, Update, check_prompt, check_request
 from megatron_mtp.decoding.rows import CHUNK, rounded
 from megatron_mtp.decoding.runner import Keeping, Runner
 from megatron_mtp.decoding.sampling import Sampling, TokenLogprob
@@ -30,7 +30,10 @@ from megatron_mtp.decoding.scheduler import EngineSettings, Scheduler
 from megatron_mtp.decoding.sequences import wants_few_shapes
 
 DEFAULT_CACHE_GIB = 4.0
-"""Cache that is taken unasked."""
+"""Cache that is taken unasked in a host's memory."""
+
+DEFAULT_GPU_SHARE = 0.8
+"""Share of a GPU's free memory that the cache takes unasked; steps and their graphs need the rest."""
 
 MIN_KEPT_SLOTS = 1024
 """Slots of a sequence in memory that is kept for later prompts, at least, so that they seldom need other memory."""
@@ -74,13 +77,19 @@ class Engine:
         self._methods: dict[DraftingKind, Method] = {}
         self._added = self.policy_version = 0
         self.is_torn = False
-        self._method_of(Request([0], 1))
+        if self.max_length < 2:  # a token of a prompt, and a new one
+            raise ValueError(
+                f"the cache has {self.scheduler.longest} slots, and a step of '{self.speculative.method}' takes them "
+                "all; give the cache more, or draft less."
+            )
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its number. ValueError where it can never be served, QueueFull if not now."""
         method = self._method_of(request)
-        check_request(request, self.runner.positions, self.runner.vocab_size)
-        budget = min(request.max_new_tokens, self.runner.positions - len(request.prompt))
+        check_request(request, self.scheduler.positions, self.runner.vocab_size)
+        goes_on = request.max_new_tokens == UNLIMITED
+        length = self._length_with(method) if goes_on else self.scheduler.positions
+        budget = min(request.max_new_tokens, max(length - len(request.prompt), 1))
         self.scheduler.add(Sequence(self._added, request, method, budget, list(request.prompt)))
         self._added += 1
         return self._added - 1
@@ -127,6 +136,11 @@ class Engine:
         return bool(self.scheduler.seqs)
 
     @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its output, at most, for requests without a method of their own."""
+        return self._length_with(self._method_of(Request([0], 1)))
+
+    @property
     def load(self) -> Load:
         """Load of the engine."""
         scheduler, running = self.scheduler, self.settings.running
@@ -143,6 +157,10 @@ class Engine:
             stats=self.stats,
             expected=tuple(self.runner.alarm.expected or ()),
         )
+
+    def _length_with(self, method: Method) -> int:
+        """Tokens of a sequence whose drafts take room as well, at most."""
+        return min(self.scheduler.positions, self.scheduler.longest - method.slots)
 
     def _method_of(self, request: Request) -> Method:
         """The method of a request; errors as `make_method`."""
@@ -172,7 +190,7 @@ def warm_up(engine: Engine) -> None:
     drafted = most if isinstance(most, int) else runner.depths
     alarm, runner.alarm = runner.alarm, Alarm()
     for running, sampling in product(range(1, engine.settings.running + 1), (Sampling(), Sampling(1.0))):
-        tokens = (2 * running + WARM_STEPS) * (1 + drafted)
+        tokens = min((2 * running + WARM_STEPS) * (1 + drafted), engine.max_length - 1)
         try:
             for number in range(running):
                 engine.add(Request([number % runner.vocab_size], tokens, sampling, seed=number))
@@ -220,10 +238,23 @@ def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None =
     return blocks
 
 
-def blocks_for(running: int, runner: Runner, drafter: Runner | None = None) -> int:
-    """Blocks of so many sequences of full length, as far as `DEFAULT_CACHE_GIB` holds them; errors as `blocks_in`."""
-    each = -(-runner.positions // BLOCK) + 1  # and the drafts behind the last position
-    return min(running * each, blocks_in(DEFAULT_CACHE_GIB, running, runner, drafter))
+def blocks_for(running: int, runner: Runner, drafter: Runner | None = None, positions: int | None = None) -> int:
+    """Blocks of so many sequences of so many tokens, as far as `default_cache_gib` holds them; errors as `blocks_in`.
+
+    Args:
+        positions: None for all of the model's.
+    """
+    each = -(-(positions or runner.positions) // BLOCK) + 1  # and the drafts behind the last position
+    return min(running * each, blocks_in(default_cache_gib(runner.device), running, runner, drafter))
+
+
+def default_cache_gib(device: torch.device) -> float:
+    """GiB of cache that are taken unasked: a share of a GPU's free memory, of the rank that has the least."""
+    if device.type != "cuda":
+        return DEFAULT_CACHE_GIB
+    free: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(free, torch.cuda.mem_get_info(device)[0])
+    return DEFAULT_GPU_SHARE * min(free) / 2**30
 
 
 @dataclass(frozen=True)

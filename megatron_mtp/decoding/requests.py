@@ -1,5 +1,6 @@
 """Messages to and from an engine: a request goes in (`add`), and steps give updates until one of them ends it."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,6 +10,9 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.sampling import NO_PENALTIES, Penalties, Sampling, TokenLogprob
+
+UNLIMITED = sys.maxsize
+"""`max_new_tokens` of a request that goes on for as long as there is room."""
 
 SEEDS = range(-(2**63), 2**63)
 """What a seed may be."""
@@ -32,7 +36,8 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: at most so many, and no more than the model's positions allow.
+        max_new_tokens: at most so many, and no more than the model's positions allow; `UNLIMITED` for as many as the
+            engine has room for.
         stop_ids: the sequence ends after any of these tokens, which counts as emitted.
         cut: given the tokens emitted so far, how many of them to keep, or None to go on (stop strings).
         logprobs: for each emitted token so many of the most probable tokens with their log-probabilities; None for no

@@ -38,6 +38,7 @@ class EngineSettings:
         chunk: rows of prompts in a step, at most.
         reuse: whether beginnings that sequences share run once; those of a model with recurrent layers never do.
         contains_errors: whether a sequence whose forward raises ends with an error of its own, and the others go on.
+        positions: tokens of a sequence, at most; None for as many as the model has positions.
 
     Raises:
         ValueError: a size below 1.
@@ -51,11 +52,12 @@ class EngineSettings:
     chunk: int = CHUNK
     reuse: bool = True
     contains_errors: bool = True
+    positions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("running", "waiting", "blocks", "block_size", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"the engine was given {name} {getattr(self, name)}; give 1 or more.")
+        for name in ("running", "waiting", "blocks", "block_size", "chunk", "positions"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"the engine was given {name} {size}; give 1 or more.")
 
 
 class Scheduler:
@@ -71,6 +73,7 @@ class Scheduler:
         decoded: batches of those that have their first tokens.
         preempted, prompt_tokens, cached_tokens: as of `requests.Load`.
         closing: whether no sequence begins; those that have begun go on.
+        positions, longest: tokens of a sequence, and its slots, at most.
     """
 
     def __init__(self, settings: EngineSettings, runner: Any, drafter: Any = None) -> None:
@@ -78,9 +81,10 @@ class Scheduler:
         self.has_states = runner.recurrent_trunk or runner.recurrent_depths
         self.has_states |= drafter is not None and drafter.recurrent_trunk
         self._reuses = settings.reuse and not self.has_states  # which are a whole sequence's, not its beginnings'
-        size, self._longest = settings.block_size, settings.slots or runner.positions + SLOTS_BEYOND_POSITIONS
-        self._longest = min(self._longest, settings.blocks * size)
-        length = -(-(self._longest + 1) // size)  # and the scratch slot
+        self.positions = min(runner.positions, settings.positions or runner.positions)
+        size, slots = settings.block_size, settings.slots or self.positions + SLOTS_BEYOND_POSITIONS
+        self.longest = min(slots, settings.blocks * size)
+        length = -(-(self.longest + 1) // size)  # and the scratch slot
         spare = int(length > 1)  # block 0, which places of a table without a block name
         table_BL = torch.zeros(0, length, dtype=torch.long, device=runner.device)
         self._tables = BlockTables(table_BL, settings.blocks + spare, size, kept_entries=settings.running)
@@ -100,7 +104,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait. Errors as `Engine.add`."""
         slots = seq.slots + seq.budget
-        if slots > self._longest:
+        if slots > self.longest:
             blocks, most = self.block_manager.blocks_for(slots), self.block_manager.count
             raise ValueError(
                 f"the prompt of {len(seq.request.prompt)} tokens and {seq.budget} new ones need {blocks} blocks of the "

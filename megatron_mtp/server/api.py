@@ -29,7 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_mtp.decoding.requests import Request, check_prompt
+from megatron_mtp.decoding.requests import UNLIMITED, Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
@@ -62,7 +62,7 @@ class Served:
     Attributes:
         name: by which clients call it.
         codec: its tokenizer.
-        positions: of a prompt with its output.
+        positions: tokens of a prompt with its output, at most.
         vocabulary: token ids below this can occur.
         most_outputs: of one HTTP request.
         created: Unix time of the start.
@@ -328,7 +328,7 @@ def _requests(body: Body, served: Served, prompts: list[list[int]]) -> tuple[lis
     requests = [
         Request(
             prompt=choice.prompt,
-            max_new_tokens=served.positions - len(choice.prompt) if limit is None else max(limit, 1),
+            max_new_tokens=UNLIMITED if limit is None else max(limit, 1),
             sampling=sampling,
             seed=seed,
             penalties=penalties,

@@ -175,8 +175,8 @@ def _has(template: str, name: str) -> bool:
 def too_long(tokens: str, positions: int) -> APIError:
     """Status 400 for a prompt of so many tokens."""
     return APIError(
-        f"the prompt has {tokens} tokens, and the model has {positions} positions for it and the new ones; send less, "
-        "or ask for fewer tokens.",
+        f"the prompt has {tokens} tokens, and there is room for {positions} with the new ones (max_model_len); send "
+        "less, or ask for fewer tokens.",
         "prompt",
         "context_length_exceeded",
     )

@@ -339,9 +339,13 @@ def test_a_signal_drains_and_a_second_one_ends_at_once(folder: Path, tmp_path: P
         assert server.process.wait(TIMEOUT) == 0
     finally:
         server.process.kill()
-    server = start(folder, tmp_path / "log2", "--max-running", "1")
+    server = start(folder, tmp_path / "log2", "--max-running", "1", "--max-model-len", "150")
     try:
-        body["n"] = 20
+        assert server.client().models.retrieve("tiny").model_dump()["max_model_len"] == 150
+        chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}  # without max_tokens
+        done = httpx2.post(f"{server.url}/v1/chat/completions", json=chat, timeout=TIMEOUT).json()
+        assert done["usage"]["total_tokens"] == 150
+        body |= {"n": 20, "max_tokens": 100}
         stream = iter(server.client().completions.create(**body, stream=True))
         next(stream)
         for _ in range(2):
@@ -420,6 +424,7 @@ def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path) -> None:
             "method": ([*load, "--port", "0", "--speculative-config", "{}"], "'method' is missing"),
             "cache": ([*load, "--port", "0", "--cache-gib", "nan"], "--cache-gib is nan"),
             "running": ([*load, "--port", "0", "--max-running", "0"], "--max-running is 0; give 1 or more"),
+            "length": ([*load, "--port", "0", "--max-model-len", "257"], "the model has 256 positions; give no more"),
         }
         for name, (flags, said) in bad.items():
             process = launch.start([*VERB, "serve", *flags], tmp_path / name)

@@ -132,10 +132,11 @@ def _cut(request: Request, before: list[int], new: list[int]) -> tuple[list[int]
             new = new[:count]
             kept = None if request.cut is None else request.cut([*before, *new])
             return (new if kept is None else new[: kept - len(before)]), Finish.STOP
-    new = new[: request.max_new_tokens - len(before)]
+    most = min(request.max_new_tokens, POSITIONS - len(request.prompt))
+    new = new[: most - len(before)]
     if request.cut is not None and (kept := request.cut([*before, *new])) is not None:
         return new[: kept - len(before)], Finish.STOP
-    return new, Finish.LENGTH if len(before) + len(new) == request.max_new_tokens else None
+    return new, Finish.LENGTH if len(before) + len(new) == most else None
 
 
 def _logprob(token: int, count: int) -> TokenLogprob:

@@ -19,9 +19,9 @@ from tiers import tiered
 
 from megatron_mtp.decoding.batch import DecodeBatch, PenalizedVerifier, PrefillBatch, Sequence
 from megatron_mtp.decoding.draft import Draft, Round, Verdict
-from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_in, generate
+from megatron_mtp.decoding.engine import Engine, block_bytes, blocks_for, blocks_in, default_cache_gib, generate
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.decoding.requests import Finish, QueueFull, Request, Update
+from megatron_mtp.decoding.requests import UNLIMITED, Finish, QueueFull, Request, Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Penalties, Sampling, penalized
 from megatron_mtp.decoding.scheduler import EngineSettings
@@ -770,6 +770,42 @@ def test_blocks_of_a_model_fill_the_memory_that_is_given() -> None:
     assert blocks_in(6.5 * block_bytes(runner_of()) / 2**30, 16, runner_of()) == 5
     with pytest.raises(ValueError, match="holds no block of 32 tokens; give at least"):
         blocks_in(1e-9, 16, runner_of())
+
+
+@pytest.mark.parametrize(
+    ("method", "drafted", "blocks", "positions"),
+    [("plain", 3, 3, None), ("mtp", 0, 2, None), ("mtp_tree", 1, 2, None), ("mtp", 2, 9, 50)],
+)
+def test_without_a_limit_a_text_ends_where_there_is_no_more_room(
+    method: str, drafted: int, blocks: int, positions: int | None
+) -> None:
+    """With its last drafts, whatever the engine drafts by default; a token more is refused."""
+    own = config_from({"method": "mtp", "num_speculative_tokens": drafted})
+    engine = Engine(runner_of(), EngineSettings(blocks=blocks, positions=positions), own)
+    of_method = Engine(runner_of(), engine.settings, config_from(METHODS[method]))
+    assert engine.max_length == min(positions or 160, 32 * blocks - 1 - drafted)
+    request = replace(request_of(PIECES[0], method=method), max_new_tokens=UNLIMITED)
+    number, room = engine.add(request), of_method.max_length - 40
+    made = drained(engine)
+    assert made[-1].finish is Finish.LENGTH
+    assert texts_of(made)[number] == alone(replace(request, max_new_tokens=room))
+    if positions is None:
+        with pytest.raises(ValueError, match="blocks of the cache"):
+            engine.add(replace(request, max_new_tokens=room + 1))
+
+
+def test_a_cache_without_room_for_a_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the cache has 32 slots, and a step of 'mtp_tree' takes them all; give"):
+        Engine(runner_of(), EngineSettings(blocks=1), config_from({"method": "mtp_tree", "tree": [4, 4, 2]}))
+
+
+def test_a_cache_takes_a_share_of_a_gpus_free_memory_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
+    assert default_cache_gib(torch.device("cuda")) == pytest.approx(0.8 * 70)
+    assert default_cache_gib(torch.device("cpu")) == 4
+    monkeypatch.setattr("megatron_mtp.decoding.engine.default_cache_gib", lambda device: 2**-10)
+    assert blocks_for(99, runner_of()) == blocks_in(2**-10, 99, runner_of())
+    assert blocks_for(1, runner_of(), positions=40) == 3, "of 40 tokens, and of drafts behind them"
 
 
 # ---- a step that raises

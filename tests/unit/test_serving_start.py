@@ -5,7 +5,7 @@ import json
 import pytest
 from drafting_single import runner_of
 
-from megatron_mtp.cli.serve import drafting_line
+from megatron_mtp.cli.serve import drafting_line, length_line
 from megatron_mtp.cli.terminal import say_if_lossy
 from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -30,6 +30,11 @@ LINES = {
 @pytest.mark.parametrize("config", LINES)
 def test_a_server_says_how_it_drafts(config: str) -> None:
     assert drafting_line(Engine(runner_of(), speculative=parse_config(config))) == LINES[config]
+
+
+def test_a_server_says_how_long_texts_may_be_where_the_cache_is_small() -> None:
+    engine = Engine(runner_of(), EngineSettings(blocks=2), parse_config('{"method": "mtp"}'))
+    assert "has at most 60 tokens, not 160: the cache holds no more; --cache-gib" in length_line(engine)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from megatron_mtp.runtime import quieten
 if TYPE_CHECKING:
     from megatron_mtp.decoding.engine import Engine
 
+API_KEY = "MEGATRON_MTP_API_KEY"
+"""Variable of the environment with the key that clients must send."""
+
 LARGEST_GIB = 2**20
 """No machine has more; a larger number is a mistake."""
 
@@ -22,7 +25,7 @@ EXAMPLES = """examples:
       --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 2}'
 
   # for other machines, with a key, up to 64 texts at once in 8 GiB of cache
-  megatron-mtp serve --load runs/mine/checkpoint --host 0.0.0.0 --port 8080 --api-key "$KEY" \\
+  MEGATRON_MTP_API_KEY=$KEY megatron-mtp serve --load runs/mine/checkpoint --host 0.0.0.0 --port 8080 \\
       --max-running 64 --cache-gib 8
 
   # ask it
@@ -52,9 +55,16 @@ def parser(program: str) -> Parser:
     add = made.add_argument
     add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
-    add("--api-key", metavar="KEY", help="that clients must send; default: none is asked for")
+    add("--api-key", metavar="KEY", default=os.environ.get(API_KEY), help="that clients must send. Other users of the "
+        f"machine see it in the list of processes, but not in the variable {API_KEY}; default: that one's value, or "
+        "none is asked for")  # fmt: skip
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help="origins of pages whose scripts may call the "
         "server (CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
+    add("--keep-alive", type=int, default=120, metavar="S", help="seconds that a connection without a request stays "
+        "open; default: 120")  # fmt: skip
+    add("--shutdown-timeout", type=float, metavar="S", help="seconds that requests have to end after a signal; the "
+        "others then get status 503; default: no limit")  # fmt: skip
+    add("--access-log", action="store_true", help="print a line for each request")
     add("--served-model-name", metavar="NAME", help="by which clients call the model; default: the name of its folder")
     add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
     add("--warm-up", action=BooleanOptionalAction, help="take steps of every number of texts before the first request, "
@@ -78,7 +88,7 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
-    from megatron_mtp.server.api import Served, listener, serve
+    from megatron_mtp.server.api import Served, ServerSettings, listener, serve
     from megatron_mtp.server.async_engine import AsyncEngine
     from megatron_mtp.server.codec import Codec
     from megatron_mtp.server.ranks import follow, group_of_all
@@ -131,7 +141,8 @@ def run(args: Namespace) -> int:
         print(f"> {length_line(engine)}", flush=True)
     if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
         print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
-    return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins)
+    settings = ServerSettings(args.keep_alive, args.shutdown_timeout, args.access_log)
+    return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins, settings)
 
 
 def drafting_line(engine: "Engine") -> str:
@@ -158,10 +169,12 @@ def _check(args: Namespace) -> None:
     """Raises ValueError for flags that cannot be served."""
     if args.max_model_len is not None and args.max_model_len < 2:
         raise ValueError(f"--max-model-len is {args.max_model_len}; give 2 or more, for a prompt and a new token.")
-    check_counts(args, "max_running", "max_waiting", "expert_model_parallel_size")
+    check_counts(args, "max_running", "max_waiting", "keep_alive", "expert_model_parallel_size")
     if args.cache_gib is not None and not 0 < args.cache_gib <= LARGEST_GIB:
         raise ValueError(
             f"--cache-gib is {args.cache_gib}; give the GiB of memory that the cache may take, at most {LARGEST_GIB}."
         )
+    if args.shutdown_timeout is not None and not args.shutdown_timeout >= 0:
+        raise ValueError(f"--shutdown-timeout is {args.shutdown_timeout}; give seconds, 0 or more.")
     if args.api_key == "":
-        raise ValueError("--api-key is empty; give a key, or leave the flag out.")
+        raise ValueError(f"--api-key or {API_KEY} is empty; give a key, or leave it out.")

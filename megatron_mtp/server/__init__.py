@@ -9,5 +9,6 @@ metrics.py           what Prometheus reads
 ranks.py             the steps of rank 0 on other ranks
 async_engine.py      the thread that owns the engine, and how handlers of HTTP reach it
 update_weights.py    new weights while it serves
+connections.py       slow and many connections
 api.py               the paths, and uvicorn, which drains
 """

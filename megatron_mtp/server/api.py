@@ -7,10 +7,13 @@ body -> prompts -> requests -> engine            updates -> choices -> one objec
 """
 
 import asyncio
+import logging
+import math
 import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,14 +30,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_mtp.decoding.requests import UNLIMITED, Request, check_prompt
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.server.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.codec import Codec, too_long
+from megatron_mtp.server.connections import LoopErrors, TimedProtocol, raise_open_files
 from megatron_mtp.server.detokenizer import OutputText
+from megatron_mtp.server.metrics import progress
 from megatron_mtp.server.protocol import (
     MAX_BODY_BYTES,
     TOO_LONG,
@@ -43,13 +48,20 @@ from megatron_mtp.server.protocol import (
     ChatBody,
     CompletionBody,
     add_error_handlers,
+    shutting_down,
 )
 
 SHUTDOWN_GRACE_S = 10
 """Seconds in which clients read the end of what they asked for, after the last token of all requests."""
 
 GONE = 499
-"""Status in logs of a client that went away, as nginx has it; nobody reads it."""
+"""Status in logs and metrics of a client that went away, as nginx has it; nobody reads it."""
+
+NO_ROUTE = "other"
+"""Label in the metrics of paths that are not served, and of requests that are refused before they are routed."""
+
+PROGRESS_S = 10
+"""Seconds between two lines on what the engine does."""
 
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a stream that proxies pass on as it comes."""
@@ -103,31 +115,69 @@ class Served:
             raise APIError(str(error), "prompt") from error
 
 
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server treats connections, and what it prints.
+
+    Attributes:
+        keep_alive: seconds that a connection without a request stays open.
+        shutdown_timeout: seconds that running requests have after the first signal; None without a limit.
+        access_log: whether each request gets a line.
+    """
+
+    keep_alive: int = 120
+    shutdown_timeout: float | None = None
+    access_log: bool = False
+
+
+DEFAULTS = ServerSettings()
+
+
 def serve(
-    engine: AsyncEngine, served: Served, listening: socket.socket, key: str | None = None, origins: Sequence[str] = ()
+    engine: AsyncEngine,
+    served: Served,
+    listening: socket.socket,
+    key: str | None = None,
+    origins: Sequence[str] = (),
+    settings: ServerSettings = DEFAULTS,
 ) -> int:
     """Serve an engine at a socket until a signal ends it; returns the exit status, 1 if the engine has failed."""
 
     def ready() -> None:
         print(f"> '{served.name}' is served at {address_of(listening)}", flush=True)
 
-    Server(make_app(engine, served, key, origins), engine, ready).run([listening])
+    raise_open_files()
+    Server(make_app(engine, served, key, origins), engine, ready, settings).run([listening])
     return int(engine.broken)
 
 
 class Server(uvicorn.Server):
     """Serves an application until its engine has drained, or is broken.
 
-    The first SIGTERM or Ctrl-C ends it when all requests have ended, a second one at once.
+    The first SIGTERM or Ctrl-C ends it when all requests have ended or the time for that is over, a second one at once.
     """
 
-    def __init__(self, app: ASGIApp, engine: AsyncEngine, ready: Callable[[], None]) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_GRACE_S))
-        self._engine, self._ready = engine, ready
+    def __init__(
+        self, app: ASGIApp, engine: AsyncEngine, ready: Callable[[], None], settings: ServerSettings = DEFAULTS
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=TimedProtocol,
+            log_level="warning",
+            access_log=settings.access_log,
+            timeout_keep_alive=settings.keep_alive,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        )
+        if settings.access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+        super().__init__(config)
+        self._engine, self._ready, self._settings = engine, ready, settings
+        self._last, self._end = engine.load, math.inf
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and print the address."""
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().startup(sockets)
         self._ready()
 
@@ -137,11 +187,21 @@ class Server(uvicorn.Server):
         if self._engine.draining:
             os._exit(128 + sig)
         self._engine.draining = True
+        if self._settings.shutdown_timeout is not None:
+            self._end = time.monotonic() + self._settings.shutdown_timeout
         print("> ending when all requests have ended; a second signal ends at once", file=sys.stderr, flush=True)
 
     @override
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: end if there is nothing more to do."""
+        """Ten times a second: print progress, and end if there is nothing more to do."""
+        if counter % (10 * PROGRESS_S) == 0:
+            load, before = self._engine.load, self._last
+            if line := progress(before, load, PROGRESS_S):
+                print(f"> {line}", flush=True)
+            self._last = load
+        if time.monotonic() > self._end:
+            self._end = math.inf
+            self._engine.end_all(shutting_down())
         self.should_exit |= self._engine.broken or (self._engine.draining and self._engine.idle)
         return await super().on_tick(counter)
 
@@ -235,7 +295,7 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
     async def metrics_page() -> Response:
         return Response(engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    guarded = RequestGuard(app, key)
+    guarded = RequestGuard(app, engine.metrics.answered, key)
     if not origins:
         return guarded
     return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -244,24 +304,31 @@ def make_app(engine: AsyncEngine, served: Served, key: str | None = None, origin
 class RequestGuard:
     """Refuses before a body is read: a wrong key for what costs something, a body too long, and a compressed one.
 
-    HEAD is answered as GET is; uvicorn leaves the body out.
+    HEAD is answered as GET is; uvicorn leaves the body out. Each answer is `counted` by its path and status.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, key
+    def __init__(self, app: ASGIApp, counted: Callable[[str, int], None], key: str | None) -> None:
+        self._app, self._counted, self._key = app, counted, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
         answering = self._app if scope["type"] != "http" else self._refused(scope) or self._app
         as_get = {"method": "GET"} if scope.get("method") == "HEAD" else {}
-        await answering({**scope, **as_get}, receive, send)
+        inner = {**scope, **as_get}
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counted(getattr(inner.get("route"), "path", NO_ROUTE), message["status"])
+            await send(message)
+
+        await answering(inner, receive, counting)
 
     def _refused(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         length, coding = headers.get("content-length", "0"), headers.get("content-encoding", "identity")
         guarded = self._key is not None and scope["path"].startswith("/v1")
-        right = secrets.compare_digest(given.strip().encode("latin-1"), f"{self._key}".encode())
+        right = secrets.compare_digest(given.strip().encode("latin-1"), f"{self._key}".encode(errors="surrogateescape"))
         if guarded and not (right and scheme.lower() == "bearer"):
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
             return APIError(message, code="invalid_api_key", status=401).response()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.server.metrics import CANCELLED, EngineMetrics, OutputTimes
-from megatron_mtp.server.protocol import APIError, failed
+from megatron_mtp.server.protocol import APIError, failed, shutting_down
 from megatron_mtp.server.ranks import RankMessage, broadcast, sent_request
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class AsyncEngine:
         if self.broken:
             raise failed()
         if self.draining:
-            raise APIError("the server is shutting down; retry on another replica.", code="draining", status=503)
+            raise shutting_down()
         self._live.add(outputs)
         self._commands.put(partial(self._add, requests, outputs))
         await outputs.get()
@@ -158,10 +158,15 @@ class AsyncEngine:
                 wait([done], timeout=1)
             return done.result()
 
+    def end_all(self, why: APIError) -> None:
+        """Answer all requests that have not ended with an error; their handlers then `forget` them."""
+        for outputs in self._live:
+            if outputs.left:
+                outputs.put(why)
+
     def _break(self) -> None:
         self.broken = True
-        for outputs in self._live:
-            outputs.put(failed())
+        self.end_all(failed())
 
     # --- on the thread ---
 

@@ -1,4 +1,4 @@
-"""Metrics of the server for Prometheus: counts of the engine's load, and how long clients wait."""
+"""Metrics of the server for Prometheus: counts of the engine's load, and how long clients wait; lines for the log."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +72,8 @@ class EngineMetrics(Collector):
         self._ends = Counter(PREFIX + "requests", about, ["finished_reason"], registry=self._registry)
         for reason in (*Finish, CANCELLED):
             self._ends.labels(reason)  # 0 before the first one
+        about = "HTTP requests that were answered, by path and status"
+        self._answers = Counter(PREFIX + "http_requests", about, ["path", "status"], registry=self._registry)
         self._registry.register(self)
 
     @override
@@ -104,8 +106,23 @@ class EngineMetrics(Collector):
                 self._between.observe((now - times.last) / count)
         times.last = now
 
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer of HTTP; the path is one of a few."""
+        self._answers.labels(path, status).inc()
+
     def ended(self, times: OutputTimes, reason: str) -> None:
         """Count an output that has ended, or whose client has gone (`CANCELLED`)."""
         self._ends.labels(reason).inc()
         if times.last is not None and reason != CANCELLED:
             self._whole.observe(times.last - times.asked)
+
+
+def progress(before: Load, now: Load, seconds: float) -> str:
+    """A line on what the engine has done in so many seconds; empty where nothing runs and nothing has been done."""
+    tokens, prompts = now.stats.emitted - before.stats.emitted, now.prompt_tokens - before.prompt_tokens
+    if not (tokens or prompts or now.running or now.waiting):
+        return ""
+    line = f"{tokens / seconds:.1f} tokens/s, {prompts / seconds:.1f} tokens/s of prompts; {now.running} running, "
+    line += f"{now.waiting} waiting; {now.blocks_used / now.blocks:.0%} of the cache used"
+    drafted, accepted = now.stats.drafted - before.stats.drafted, now.stats.accepted - before.stats.accepted
+    return line + (f"; {accepted / drafted:.0%} of {drafted} drafted tokens accepted" if drafted else "")

@@ -126,6 +126,11 @@ def failed() -> APIError:
     return APIError("the engine has failed; the server's log has the reason.", code="engine_failed", status=500)
 
 
+def shutting_down() -> APIError:
+    """Status 503: the server drains, or its time for that is over."""
+    return APIError("the server is shutting down; retry on another replica.", code="draining", status=503)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answer in this form wherever the app, FastAPI or Starlette refuses something."""
 

@@ -18,7 +18,7 @@ from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.decoding.sampling import TokenLogprob
-from megatron_mtp.server.api import Served, Server, address_of, listener, make_app
+from megatron_mtp.server.api import DEFAULTS, Served, Server, ServerSettings, address_of, listener, make_app
 from megatron_mtp.server.async_engine import AsyncEngine
 from megatron_mtp.server.codec import Codec
 
@@ -179,12 +179,18 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, codec: Codec, key: str | None = None, origins: tuple[str, ...] = ()) -> Iterator[Running]:
+def running(
+    engine: Any,
+    codec: Codec,
+    key: str | None = None,
+    origins: tuple[str, ...] = (),
+    settings: ServerSettings = DEFAULTS,
+) -> Iterator[Running]:
     """A server in a thread, on a port of its own."""
     service, ready = AsyncEngine(engine), threading.Event()
     served = Served(NAME, codec, POSITIONS, 258, 128, 0)
     listening: socket.socket = listener("127.0.0.1", 0)
-    server = Server(make_app(service, served, key, origins), service, ready.set)
+    server = Server(make_app(service, served, key, origins), service, ready.set, settings)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

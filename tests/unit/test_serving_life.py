@@ -1,20 +1,28 @@
 """How the server lives: full queues, clients that go away, drains, many connections, a broken engine, its metrics."""
 
 import asyncio
+import contextlib
 import json
 import random
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx2
 import openai
 import pytest
 from parrot import NAME, Parrot, Running, Text, running, words
 
-from megatron_mtp.decoding.requests import Finish, Update
-from megatron_mtp.server.api import listener
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.requests import Finish, Load, Update
+from megatron_mtp.server import api, connections
+from megatron_mtp.server.api import Served, ServerSettings, listener
+from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.codec import Codec
+from megatron_mtp.server.metrics import progress
+from megatron_mtp.server.protocol import APIError, shutting_down
 
 TIMEOUT = 20
 
@@ -224,6 +232,177 @@ def test_metrics_are_the_engines_counts(codec: Codec) -> None:
         assert server.metric("cache_blocks") == 1000
 
 
+def held(server: Running, sent: bytes) -> socket.socket:
+    """A connection that has sent this and waits."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), TIMEOUT)
+    connection.sendall(sent)
+    return connection
+
+
+HALVES = {
+    "nothing": b"",
+    "header": b"GET /health HTTP/1.1\r\nHos",
+    "body": b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prompt"',
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_request_that_does_not_arrive_ends_its_connection(
+    half: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a byte comes now and then; one that has arrived may take as long as it needs."""
+    monkeypatch.setattr(connections, "ARRIVAL_S", 0.3)
+    server.engine.go.clear()
+    arrived = raw(server, {"prompt": "ab", "max_tokens": 4})
+    connection = held(server, HALVES[half])
+    connection.settimeout(0.02)
+    ended = False
+    for _ in range(TIMEOUT * 50):
+        with contextlib.suppress(TimeoutError):
+            ended = connection.recv(999) == b""
+        if ended:
+            break
+        with contextlib.suppress(OSError):
+            connection.sendall(b"a" if half == "header" else b"")
+    assert ended
+    server.engine.go.set()
+    assert b"200 OK" in answer(arrived)
+    until(lambda: server.service.idle)
+
+
+def test_a_connection_is_kept_as_long_as_the_setting_says(codec: Codec) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with running(Parrot(), codec) as server:
+        assert server.server.config.timeout_keep_alive > 90, "pools of clients and proxies keep them for 60 to 90 s"
+    with running(Parrot(), codec, settings=ServerSettings(keep_alive=0)) as server:
+        assert b"200 OK" in answer(held(server, request)), "and the end"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_drain_ends_after_its_time(stream: bool, codec: Codec) -> None:
+    with running(Parrot(pace=0.02), codec, settings=ServerSettings(shutdown_timeout=0.2)) as server:
+        connection = raw(server, {"prompt": "ab", "max_tokens": 400, "stream": stream})
+        until(lambda: live(server) == 1)
+        server.server.handle_exit(15, None)
+        said = answer(connection)
+        assert b"the server is shutting down" in said
+        assert stream == (b"503 Service Unavailable" not in said)
+        until(lambda: server.server.should_exit)
+        assert server.engine.cancelled == 1
+
+
+def test_a_line_says_what_the_engine_does(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Load(0, 0, 0, 8, 0, 100, 0, AcceptanceStats())
+    stats = AcceptanceStats()
+    stats.count(2, 1, 160)
+    now = replace(before, running=2, waiting=1, blocks_used=2, prompt_tokens=125, stats=stats)
+    assert progress(before, before, 10) == ""
+    assert progress(before, now, 10) == (
+        "16.0 tokens/s, 2.5 tokens/s of prompts; 2 running, 1 waiting; 25% of the cache used; 50% of 2 drafted tokens "
+        "accepted"
+    )
+    assert "drafted" not in progress(now, now, 10)
+    monkeypatch.setattr(api, "PROGRESS_S", 0.1)
+    with running(Parrot(), codec) as server:
+        server.engine.go.clear()
+        connection = raw(server, {"prompt": "ab", "max_tokens": 4})
+        printed: list[str] = []
+        until(lambda: (printed.append(capsys.readouterr().out), "1 running" in printed[-1])[1])
+        server.engine.go.set()
+        answer(connection)
+    assert "> 0.0 tokens/s" in "".join(printed)
+
+
+def test_answers_are_counted_and_logged_where_that_is_asked_for(
+    codec: Codec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for settings in (ServerSettings(), ServerSettings(access_log=True)):
+        with running(Parrot(), codec, key="secret", settings=settings) as server:
+            authorized = {"Authorization": "Bearer secret"}
+            for body, headers in (({"prompt": "a"}, authorized), ({}, authorized), ({}, {})):
+                server.post("/v1/completions", body, headers=headers)
+            httpx2.get(f"{server.url}/nowhere/{'x' * 99}")
+            httpx2.get(f"{server.url}/v1/models/{NAME}", headers=authorized)
+            for path, status, count in (
+                ("/v1/completions", 200, 1),
+                ("/v1/completions", 400, 1),
+                ("/v1/models/{name:path}", 200, 1),
+                ("other", 401, 1),
+                ("other", 404, 1),
+            ):
+                assert server.metric(f'http_requests_total{{path="{path}",status="{status}"}}') == count
+        printed = capsys.readouterr().out
+        assert ('"POST /v1/completions HTTP/1.1" 200' in printed) == settings.access_log
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 2**20), (2**16, 2**20)),
+        ((1024, resource.RLIM_INFINITY), (2**16, resource.RLIM_INFINITY)),
+        ((2**17, 2**20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised(
+    limits: tuple[int, int], wanted: tuple[int, int] | None, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the server serves."""
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(api.Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: given.append(both))
+    with listener("127.0.0.1", 0) as listening:
+        assert api.serve(AsyncEngine(Parrot()), Served(NAME, codec, 9, 9, 9, 0), listening) == 0
+    assert given == ([] if wanted is None else [wanted])
+
+
+def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = server.service._loop
+    assert loop is not None
+    for message in [*["socket.accept() out of system resource"] * 2048, "something else"]:
+        context = {"message": message, "exception": OSError(24)}
+        loop.call_soon_threadsafe(loop.call_exception_handler, context)
+    assert httpx2.get(f"{server.url}/health").status_code == 200, "after these calls"
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "no connection can be accepted",
+        "something else",
+    ]
+
+
+def test_an_answer_that_is_complete_stays_complete_when_the_server_ends() -> None:
+    service, done, grows = AsyncEngine(Parrot()), Outputs(0), Outputs(1)
+    service._live |= {done, grows}
+    service.end_all(shutting_down())
+
+    async def read(outputs: Outputs) -> None:
+        async for _ in outputs:
+            pass
+
+    asyncio.run(read(done))
+    with pytest.raises(APIError, match="shutting down"):
+        asyncio.run(read(grows))
+
+
+@pytest.mark.matrix
+def test_others_are_answered_beside_1500_slow_connections(codec: Codec) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections.raise_open_files()
+    try:
+        with running(Parrot(), codec) as server, contextlib.ExitStack() as slow:
+            for _ in range(1500):
+                slow.enter_context(held(server, HALVES["header"]))
+            assert httpx2.get(f"{server.url}/health").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_host_of_too_many_characters_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^--host a{70}\.b --port 0 cannot be listened at \(.+\); give another one"):
         listener(f"{'a' * 70}.b", 0)
@@ -272,7 +451,11 @@ def test_2000_requests_with_random_disconnects_leak_nothing(codec: Codec) -> Non
     with running(Parrot(running=16, waiting=256, pace=0.004), codec) as server:
         asyncio.run(everyone(server.url))
         until(lambda: server.service.idle and not server.engine.busy)
-        ended = [line for line in httpx2.get(f"{server.url}/metrics").text.splitlines() if "requests_total{" in line]
+        ended = [
+            line
+            for line in httpx2.get(f"{server.url}/metrics").text.splitlines()
+            if "requests_total{finished_reason=" in line
+        ]
         assert sum(float(line.split()[-1]) for line in ended) == server.engine._count > 2000
         assert server.engine.cancelled > 200
         assert server.engine.load.blocks_used == 0

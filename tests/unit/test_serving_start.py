@@ -5,7 +5,7 @@ import json
 import pytest
 from drafting_single import runner_of
 
-from megatron_mtp.cli.serve import drafting_line, length_line
+from megatron_mtp.cli.serve import API_KEY, drafting_line, length_line, parser, run
 from megatron_mtp.cli.terminal import say_if_lossy
 from megatron_mtp.decoding.batch import DecodeBatch
 from megatron_mtp.decoding.config import SpeculativeConfig
@@ -30,6 +30,15 @@ LINES = {
 @pytest.mark.parametrize("config", LINES)
 def test_a_server_says_how_it_drafts(config: str) -> None:
     assert drafting_line(Engine(runner_of(), speculative=parse_config(config))) == LINES[config]
+
+
+def test_the_key_is_that_of_the_flag_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "of the variable")
+    assert parser("serve").parse_args(["--load", "x"]).api_key == "of the variable"
+    assert parser("serve").parse_args(["--load", "x", "--api-key", "of the flag"]).api_key == "of the flag"
+    monkeypatch.setenv(API_KEY, "")
+    with pytest.raises(ValueError, match=f"{API_KEY} is empty; give a key"):
+        run(parser("serve").parse_args(["--load", "x"]))
 
 
 def test_a_server_says_how_long_texts_may_be_where_the_cache_is_small() -> None:

@@ -38,6 +38,13 @@ class Substitution:
 SUBSTITUTIONS: list[Substitution] = []
 """What is substituted in this process; empty until `install()`."""
 
+ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "1"}
+"""Entries of oneDNN's and of torch's caches of compiled products; both read them at their first product.
+
+In bfloat16 there is an entry for each shape, half a megabyte in both, and 1,024 fit by default: prompts of all lengths
+filled a gigabyte. The second cache only repeats the first.
+"""
+
 _FACTORIES = (
     "tensor as_tensor empty zeros ones full arange linspace rand randn randint randperm eye triu_indices "
     "empty_like zeros_like ones_like full_like rand_like randn_like empty_strided"
@@ -52,6 +59,8 @@ def installed() -> bool:
 def install() -> None:
     """Substitute every row, once; the environment may be another one at every call, as in a fork."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it for TP and CP
+    for name, value in ONEDNN_CACHES.items():
+        os.environ.setdefault(name, value)
     if installed():
         return
     import torch._dynamo  # it catalogues torch's functions when imported, and must find the original ones

@@ -1,6 +1,8 @@
 """On a CPU, what asks for CUDA gets the CPU; every substitution says why it is there."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,37 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu() -> None:
     assert torch.ones(2).to("cuda").cuda().device.type == "cpu"
     assert torch.ones(2).to(device="cuda", dtype=torch.float64).dtype == torch.float64
     assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+
+
+def test_caches_of_products_are_small_unless_the_user_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cpu.ONEDNN_CACHES:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    cpu.install()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+
+
+GROWTH = """
+import psutil, torch
+from megatron_mtp.runtime import prepare
+prepare()
+weights, process = [torch.ones(n, 192, dtype=torch.bfloat16) for n in (192, 576, 1024)], psutil.Process()
+for rows in (*range(1, 33), *range(1, 513)):
+    if rows == 33:
+        before = process.memory_info().rss
+    for weight in weights:
+        torch.nn.functional.linear(torch.ones(rows, 192, dtype=torch.bfloat16), weight)
+print((process.memory_info().rss - before) >> 20)
+"""
+
+
+@pytest.mark.matrix
+def test_products_of_512_numbers_of_rows_take_little_memory() -> None:
+    """Some 700 MiB, were the caches not limited."""
+    environment = {name: value for name, value in os.environ.items() if name not in cpu.ONEDNN_CACHES}
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, env=environment)
+    assert int(done.stdout) < 300, done.stderr
 
 
 def test_a_device_context_still_reaches_the_functions_that_make_tensors() -> None:

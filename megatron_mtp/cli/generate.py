@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_mtp.cli.terminal import (
+    OF_OTHER_ENGINES,
     Stream,
     add_checkpoint_flags,
     add_ranks_flags,
@@ -19,7 +20,7 @@ from megatron_mtp.cli.terminal import (
     say_if_lossy,
 )
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
-from megatron_mtp.errors import Parser, check_counts, sentences
+from megatron_mtp.errors import Parser, add_foreign_flags, check_counts, sentences
 from megatron_mtp.files import written_beside
 from megatron_mtp.runtime import quieten
 
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.config import SpeculativeConfig
     from megatron_mtp.decoding.method import Method
     from megatron_mtp.decoding.requests import Update
+
+OF_OTHER_GENERATORS = {
+    **OF_OTHER_ENGINES,
+    **dict.fromkeys(("--max-tokens", "--num-predict", "--n-predict"), "--max-new-tokens"),
+    "--file": "--prompt-file",
+}
+"""Flags of vLLM, SGLang, llama.cpp and others, and what to give in their place."""
 
 DRAFTS = "drafts.json"
 """Written to `--record`: {"config": {"method": "mtp", ...}, "figures": {...}, "pieces": {"12": " the", ...}, "texts":
@@ -70,6 +78,7 @@ def parser(program: str) -> Parser:
         "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
         "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.",
     )
+    add_foreign_flags(made, OF_OTHER_GENERATORS)
     add_checkpoint_flags(made)
     add_ranks_flags(made)
     add = made.add_argument

@@ -6,12 +6,28 @@ from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_mtp.cli.terminal import add_checkpoint_flags, add_ranks_flags, say_if_lossy
-from megatron_mtp.errors import Parser, check_counts, sentences
+from megatron_mtp.cli.terminal import OF_OTHER_ENGINES, add_checkpoint_flags, add_ranks_flags, say_if_lossy
+from megatron_mtp.errors import Parser, add_foreign_flags, check_counts, sentences
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.engine import Engine
+
+_CACHE = "--cache-gib, the GiB for keys, values and states"
+OF_OTHER_SERVERS = {
+    **OF_OTHER_ENGINES,
+    **dict.fromkeys(
+        ("--max-num-seqs", "--max-running-requests", "--max-concurrent-requests", "--parallel"), "--max-running"
+    ),
+    "--max-queued-requests": "--max-waiting",
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static", "--cuda-memory-fraction"), _CACHE),
+    **dict.fromkeys(("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-total-tokens"), _CACHE),
+    **dict.fromkeys(("--context-length", "--ctx-size"), "--max-model-len"),
+    **dict.fromkeys(("--enable-log-requests", "--log-requests", "--uvicorn-log-level"), "--access-log"),
+    "--hostname": "--host",
+    "--alias": "--served-model-name",
+}
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place."""
 
 API_KEY = "MEGATRON_MTP_API_KEY"
 """Variable of the environment with the key that clients must send."""
@@ -50,6 +66,7 @@ def parser(program: str) -> Parser:
         "that texts share run once, except on a hybrid with recurrent layers.",
         epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
     )
+    add_foreign_flags(made, OF_OTHER_SERVERS)
     add_checkpoint_flags(made)
     add_ranks_flags(made)
     add = made.add_argument

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
     from megatron_mtp.decoding.config import SpeculativeConfig
 
 DTYPES = ("float32", "bfloat16")
+_LOAD = "--load, a checkpoint as megatron-mtp convert hf-to-mcore makes it"
+_TORCHRUN = "torchrun --nproc-per-node N in front of -m megatron_mtp, which splits the model over N ranks"
+_METHOD = "--speculative-config with a 'method'"
+_TREE = f"{_METHOD} that drafts trees, such as eagle3_tree"
+_COUNT = "--speculative-config with 'num_speculative_tokens'"
+_DRAFTER = "--load, a checkpoint to which megatron-mtp convert attach-drafter has added the folder"
+OF_OTHER_ENGINES = {
+    **dict.fromkeys(("--model", "--model-path", "--model-id"), _LOAD),
+    "--tokenizer-path": "--tokenizer",
+    "--chat-template": "--tokenizer, a folder with a chat template",
+    **dict.fromkeys(("--tensor-parallel-size", "--tp", "--tp-size", "--num-shard", "--tensor-split"), _TORCHRUN),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp", "--pp-size"), _TORCHRUN),
+    **dict.fromkeys(("--enable-expert-parallel", "--ep", "--ep-size"), "--expert-model-parallel-size"),
+    **dict.fromkeys(("--speculative-algorithm", "--speculative-algo"), _METHOD),
+    **dict.fromkeys(("--speculative-num-steps", "--speculative-num-draft-tokens", "--num-speculative-tokens"), _COUNT),
+    "--draft-max": _COUNT,
+    "--speculative-eagle-topk": _TREE,
+    **dict.fromkeys(("--speculative-model", "--speculative-draft-model-path", "--model-draft"), _DRAFTER),
+}
+"""Flags of vLLM, SGLang, TGI and llama.cpp, and what to give in their place where a checkpoint is run."""
+
 COLOR, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
@@ -130,10 +152,26 @@ def say_if_lossy(config: "SpeculativeConfig | None") -> None:
 def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | None" = None) -> None:
     """The flags that say what is loaded, of every verb that runs a trained model; `--load` as one of some sources."""
     add, load = parser.add_argument, "folder that Megatron saved to; the newest iteration is taken"
-    (sources or parser).add_argument("--load", required=sources is None, metavar="CKPT", help=load)
+    (sources or parser).add_argument(
+        "--load", type=megatron_folder, required=sources is None, metavar="CKPT", help=load
+    )
     add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
     add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
     add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+
+
+def megatron_folder(text: str) -> str:
+    """The folder of an argument, for argparse's `type=`, before anything slow is imported.
+
+    Raises:
+        ArgumentTypeError: it is a folder of Hugging Face.
+    """
+    if Path(text, "config.json").is_file():
+        raise ArgumentTypeError(
+            f"'{text}' is a Hugging Face folder; give the checkpoint that megatron-mtp convert hf-to-mcore makes of a "
+            "model, or convert attach-drafter of a drafter"
+        )
+    return text
 
 
 def add_ranks_flags(parser: Parser) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_mtp import errors
+from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.terminal import OF_OTHER_ENGINES
 from megatron_mtp.cli.train import full_parser
 from megatron_mtp.cli.train import parser as train_parser
 from megatron_mtp.cli.verbs import VERBS, module_of
@@ -174,6 +176,58 @@ def test_flags_of_mtp_are_in_the_help_and_those_of_other_trainers_are_answered_w
     assert not OF_OTHER_TRAINERS.keys() & known.keys()
     for here in OF_OTHER_TRAINERS.values():
         assert {word.rstrip(",") for word in here.split() if word.startswith("--")} <= known.keys(), here
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_flags_of_other_engines_are_answered_with_flags_that_exist(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = module_of(verb).parser(verb)
+    foreign, known = parser._registries[errors.FOREIGN], parser._option_string_actions
+    assert OF_OTHER_ENGINES.keys() < foreign.keys()
+    assert not foreign.keys() & known.keys()
+    for flag, here in foreign.items():
+        named = {word.rstrip(",") for word in here.split() if word.startswith("--")} - {"--nproc-per-node"}
+        assert named <= known.keys(), here
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--load", "x", flag, "3"])
+        assert f"in the place of {flag} give {here}" in capsys.readouterr().err
+
+
+SERVERS = {
+    "--tensor-parallel-size": "torchrun",
+    "--tp": "torchrun",
+    "--max-num-seqs": "--max-running",
+    "--max-running-requests": "--max-running",
+    "--gpu-memory-utilization": "--cache-gib",
+    "--mem-fraction-static": "--cache-gib",
+    "--kv-cache-memory-bytes": "--cache-gib",
+    "--context-length": "--max-model-len",
+    "--model": "--load",
+    "--model-path": "--load",
+    "--speculative-algorithm": "--speculative-config",
+}
+
+
+@pytest.mark.parametrize("flag", SERVERS)
+def test_a_flag_of_vllm_or_sglang_is_answered_by_serve(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--load", "x", flag, "3"])
+    assert f"in the place of {flag} give {SERVERS[flag]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "sample"])
+def test_a_hugging_face_folder_is_named_before_anything_is_imported(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        module_of(verb).parser(verb).parse_args(["--load", str(tmp_path)])
+    assert (
+        "is a Hugging Face folder; give the checkpoint that megatron-mtp convert hf-to-mcore" in capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="is a Hugging Face folder; give what megatron-mtp convert hf-to-mcore makes"):
+        iteration_folder(tmp_path)
 
 
 def test_output_that_is_not_read_to_its_end() -> None:

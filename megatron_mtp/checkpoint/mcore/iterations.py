@@ -68,6 +68,8 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
             f"{folder} lacks the file {TRACKER}, which names the iteration to load; write the name of a whole one into "
             f"it ({', '.join(whole)}), or give the folder of an iteration."
         )
+    elif (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is a Hugging Face folder; give what megatron-mtp convert hf-to-mcore makes of it.")
     else:
         raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
     there = ", ".join(_named_in(folder)) or "there is none"

@@ -202,6 +202,11 @@ def _check_keys(given: dict[str, Any], drafting: type[Settings], verifying: type
     key = next((key for key in given if key not in known), None)
     if key is None:
         return
+    if key == "model" and PROPOSERS[given["method"]].depths is not None:
+        raise ValueError(
+            f"speculative config: '{given['method']}' drafts with what the checkpoint itself has, so leave 'model' "
+            "out; megatron-mtp convert attach-drafter adds the drafter in a folder to a checkpoint."
+        )
     elsewhere = (
         f"'{key}' is a key of the {kind} '{name}', which was not chosen"
         for kind, parts in (("method", PROPOSERS.items()), ("verifier", VERIFIERS.items()))

@@ -110,7 +110,9 @@ class Codec:
         if self._tokenizer is None or self._tokenizer.chat_template is None:
             why = "checkpoint names no tokenizer, so it" if self._tokenizer is None else "model's tokenizer"
             raise APIError(f"the {why} has no chat template; use /v1/completions.", "messages")
-        known = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        around = apply_template, type(self._tokenizer).apply_chat_template
+        parameters = [one for function in around for one in inspect.signature(function).parameters.values()]
+        known = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
         if reserved := sorted(variables.keys() & known):
             raise APIError(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
         template = str(self._tokenizer.get_chat_template(tools=own.get("tools")))
@@ -130,11 +132,11 @@ class Codec:
         return self.encode(text, False, positions)
 
     def special_stops(self, stops: list[str]) -> dict[str, int]:
-        """Stop strings that are special tokens, which have no text, with their ids. Raises APIError."""
+        """Stop strings that are tokens without text, special ones and ends, with their ids. Raises APIError."""
         if stops and self.backend is None:
             why = "the checkpoint names no tokenizer to look for stop strings with"
             raise APIError(f"{why}; use stop_token_ids.", "stop")
-        special = {added.content: token for token, added in self._added.items() if added.special}
+        special = {added.content: token for token, added in self._added.items() if added.special or token in self.ends}
         for stop in (stop for stop in stops if stop not in special):
             for held in (content for content in special if content in stop):
                 raise APIError(f"'{held}' is a special token, which has no text; send it as a stop of its own.", "stop")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from parrot import NAME, POSITIONS, Parrot, Running, running, words
+from tokenizers import AddedToken
 
 from megatron_mtp.decoding.sampling import Penalties
 from megatron_mtp.server.codec import Codec
@@ -360,7 +361,6 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "template": ({"messages": [{"role": "rude", "content": "x"}]}, "template refuses these messages: no manners"),
     "tool choice": ({"messages": MESSAGES, "tool_choice": "required"}, 'another value than "none" or "auto"; leave it'),
     "arguments": ({"messages": [called("{")]}, "arguments of a call in messages.0 are no JSON"),
-    "argument": ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable of a"),
     "both": (
         {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message and add_generation_prompt exclude each other; send one of them.",
@@ -401,6 +401,16 @@ NEUTRAL = {
 def test_a_field_may_be_sent_with_the_value_that_changes_nothing(name: str, server: Running) -> None:
     done = completion(server, **{"max_tokens": 5, "n": 2, name: NEUTRAL[name]})
     assert [choice["text"] for choice in done["choices"]] == ["ab€"] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tokenizer", "self", "conversation", "tools", "chat_template", "tokenize"]
+)
+def test_a_variable_of_a_template_is_no_argument_of_the_functions_around_it(name: str, server: Running) -> None:
+    done = server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {name: "y"}})
+    error = done.json()["error"]
+    assert (done.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert f"'{name}' is no variable of a template" in error["message"]
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -448,6 +458,17 @@ def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Ru
         assert "padding" not in said["text"]
     done = server.post("/v1/completions", {"prompt": "a", "stop": "<|padding|>b"})
     assert "'<|padding|>' is a special token, which has no text; send it as a stop" in done.json()["error"]["message"]
+
+
+def test_a_stop_string_that_ends_texts_is_not_written_either(
+    codec: Codec, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the end token of some tokenizers, which is no special one; it is left out of the text all the same."""
+    end = codec._added[0]
+    assert end.special
+    monkeypatch.setitem(codec._added, 0, AddedToken(end.content, special=False))
+    done = completion(server, prompt=[40, 41, 0, 42], stop=end.content, ignore_eos=True, return_token_ids=True)
+    assert (done["choices"][0]["token_ids"], done["choices"][0]["finish_reason"]) == ([40, 41, 0], "stop")
 
 
 def test_stop_strings_are_looked_for_after_the_least_tokens(server: Running) -> None:

@@ -20,6 +20,7 @@ from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.attach_guard import Gain
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
@@ -198,6 +199,12 @@ def test_a_loss_within_its_error_is_none(model: Path, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
     assert record["before"]["is worse"] is False
     assert 0.1 < record["before"]["error"] < 0.2
+
+
+@pytest.mark.parametrize(("after", "worse"), [(1.91, False), (1.89, True), (1.85, True)])
+def test_worse_is_a_fall_beyond_the_stated_error(after: float, worse: bool) -> None:
+    """The error is two standard errors already."""
+    assert Gain(2.0, after, 0.1).is_worse == worse
 
 
 def test_the_record_says_what_training_gained(model: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig, keys
 from megatron_mtp.decoding.draft import Draft
+from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.sampling import Sampling
 
@@ -162,6 +163,17 @@ def test_perplexity_is_by_the_trunk_at_temperature_one() -> None:
         assert work.perplexity(config) == pytest.approx(math.exp(-sum(chances) / 27))
     shown = table(summary(cost, torch.float64, cost, None, (2.5, 3.0)), sampled=True)
     assert "perplexity 2.500; of plain decoding 3.000" in " ".join(shown.split())
+
+
+def test_a_text_depends_on_its_own_seed_in_any_batch() -> None:
+    """Prompt i has the seed of the first one plus i, whatever runs beside it."""
+    target, prompts = runner_of(), prompts_of(5)
+    one_by_one, pairs, at_once = (
+        Workload(target, prompts, 9, Sampling(2.0), frozenset(), None, None, batch, 7).timed(None)[0]
+        for batch in (1, 2, 5)
+    )
+    assert one_by_one == pairs == at_once
+    assert one_by_one[4] == generate(target, [prompts[4]], 9, Sampling(2.0), seeds=[11]).token_ids[0]
 
 
 def test_texts_that_differ_by_rounding_say_so() -> None:

@@ -122,6 +122,19 @@ def test_first_steps_that_load_code_do_not_end_drafting() -> None:
     assert all(counts[len(FIRST_STEPS) :])
 
 
+@pytest.mark.parametrize("texts", [1, 4])
+def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
+    """Rejected drafts of several texts cost what they cost, though every text gains a token."""
+    auto, counts = AutoK(2), list[int]()
+    for _ in range(400):
+        counts.append(auto.choose())
+        made = AcceptanceStats(target_seconds=1.0, drafter_seconds=0.4 * counts[-1])
+        for _ in range(texts):
+            made.count(counts[-1], 0, 1)
+        auto.learn(counts[-1], made)
+    assert sum(counts[len(TRIED) :]) <= 2 * TRIED_STEPS
+
+
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
     """Plain steps that become fast are noticed."""
     auto, counts = AutoK(2), list[int]()

@@ -114,6 +114,7 @@ def test_figures_of_a_run() -> None:
     figures = summary(Cost(stats, 2.0), torch.float32, Cost(stats, 4.0, 1.0), same=True)
     assert figures["accepted_per_position"] == [0.5, 1.0]
     assert figures["accepted_length"] == figures["tokens_per_second"] == figures["speed_up"] == 2.0
+    assert figures["break_even_length"] == 1.0, "a round takes as long as a plain step"
     assert figures["energy_joules_per_token"] is None
     assert figures["energy_reason"].startswith("zeus (the extra `energy`) is not installed")
     assert "energy" not in table(figures, sampled=False)

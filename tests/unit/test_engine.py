@@ -551,6 +551,13 @@ def test_a_text_ends_at_its_stops_and_cuts() -> None:
     assert 4 <= len(made) <= 6
 
 
+def test_drafts_behind_a_stop_are_not_accepted() -> None:
+    """Of two drafts that the target would keep, the first one ends the text."""
+    request, method = Request([1, 2], 10, stop_ids=frozenset({7})), engine_of()._method_of(Request([1], 1))
+    update = Sequence(0, request, method, 10, [1, 2, 3]).update([7, 9, 8], 2)
+    assert (update.tokens, update.accepted) == ([7], 1)
+
+
 @pytest.mark.parametrize("limits", [{"stop_ids": frozenset({9})}, {"budget": 4}], ids=["stop", "budget"])
 def test_a_cut_is_shown_what_is_emitted_and_nothing_behind_it(limits: dict[str, Any]) -> None:
     """So that it may keep what it has read. Prompt 1 2, text 3 4, and a step that brings 7 9 8, of which 8 goes."""

@@ -139,7 +139,7 @@ class Attached(Attachment):
         model: the chunk on the last stage, or any on another stage, which has no MTP layers to train.
 
     Attributes:
-        last: what `weight=` added to the last forward, without a graph; None before.
+        last: what `weight=` added to the last forward with gradients, without a graph; None before.
     """
 
     def __init__(self, model: Any, settings: MTPConfig, weight: float | None, mask_at: str = TOKENS) -> None:

@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import shift_left
 from megatron_mtp.losses.mtp_loss import _documents, mtp_loss
-from megatron_mtp.model.stock import _end_of, refused_heads
+from megatron_mtp.model.stock import _end_of, refused_heads, tied_embedding
 from megatron_mtp.patches.patch import original_of
 from megatron_mtp.patches.table import PATCHES
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, mtp_grad_norm
@@ -642,6 +642,16 @@ def test_a_head_that_replaces_another_is_the_one_that_is_learned() -> None:
         means.append((made.depth_means.tolist(), model.output_layer.weight.grad))
     assert means[0][0] == means[1][0]
     assert torch.equal(means[0][1], means[1][1])
+
+
+def test_the_embedding_of_a_later_stages_tied_head_follows_the_head() -> None:
+    """Such a stage has no embedding, and looks tokens up in its head."""
+    model, other = stock("dense"), stock("dense")
+    attached = attach(model, 2)
+    attached._tied = tied_embedding(model)
+    assert attached.embedding.word_embeddings.weight is model.output_layer.weight
+    model.output_layer = other.output_layer
+    assert attached.embedding.word_embeddings.weight is other.output_layer.weight
 
 
 def test_a_deep_copy_trains_its_own_depths() -> None:

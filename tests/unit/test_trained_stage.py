@@ -37,7 +37,9 @@ from tiers import tiered
 
 from megatron_mtp.losses.objective import HeadObjective
 from megatron_mtp.model import mtp
+from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.frozen import freeze_trunk
+from megatron_mtp.model.stages import as_one
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -86,6 +88,18 @@ def test_the_model_is_of_megatrons_class_and_computes_its_logits_in_no_step(patt
     assert calls == []
     plain_forward(model, make_batch(1), with_labels=True)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_stage_after_that_of_the_heads_trains_its_output_layer_as_they_say(detaches: bool) -> None:
+    """It gets the states of trunk and heads as one tensor, and has no head itself."""
+    model, states = our_model(2, mtp_detach_heads=detaches), list(torch.randn(3, 4, 1, 32))
+    stage = attached_of(model)
+    stage.heads = []
+    shown = stage.finish(as_one(states[0], states[1:]), lambda output: output, [make_batch(2)["depths"]], None, None)
+    (drafted,) = shown.drafted
+    assert [torch.equal(*each) for each in zip([shown.hidden_SBH, *drafted.hidden], states, strict=True)] == [True] * 3
+    assert (shown.head.weight.requires_grad, drafted.head.weight.requires_grad) == (True, not detaches)
 
 
 @pytest.mark.parametrize("fails", ["decoder", "objective"])

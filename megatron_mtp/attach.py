@@ -147,7 +147,7 @@ class Attached(Attachment):
         self.settings, self.weight, self.mask_at = settings, weight, mask_at
         self.last: MTPLoss | None = None
         self._newest: _Forward | None = None
-        self._newest_with_graph: _Forward | None = None
+        self._recorded: _Forward | None = None
         self._forwards = 0  # since the last loss
         self._position_ids_BS: Any = None
         if model.post_process:
@@ -165,7 +165,8 @@ class Attached(Attachment):
         """The loss of the MTP layers in the microbatch whose forward has just run, on the last stage.
 
         Forwards without a graph, such as that of a reference policy, may run in between: under gradients the loss is
-        that of the last forward with a graph, if there is one. Under `torch.no_grad` it is that of the last forward.
+        that of the last forward with a graph, or with gradients on where no states have a graph. Under `torch.no_grad`
+        it is that of the last forward.
 
         Args:
             tokens_BS, labels_BS, loss_mask_BS, normalizer: as in `mtp_loss` of losses/mtp_loss.py: whole sequences,
@@ -188,7 +189,7 @@ class Attached(Attachment):
     def _taken(self, tokens_BS: Tensor) -> _Forward:
         """The forward whose loss is asked for; its loss is taken once."""
         records, task = torch.is_grad_enabled(), torch._C._current_graph_task_id()
-        kept = self._newest_with_graph if records else None, self._newest
+        kept = self._recorded if records else None, self._newest
         forward = next((each for each in kept if each is not None and each.backward == task), None)
         if forward is None:
             raise ValueError(
@@ -203,9 +204,9 @@ class Attached(Attachment):
             )
         if self._forwards > 1:
             self._check_tokens(forward, tokens_BS)
-        if records or forward is self._newest_with_graph:
-            self._newest_with_graph = None
-        self._newest, self._forwards = None, int(self._newest_with_graph is not None)
+        if records or forward is self._recorded:
+            self._recorded = None
+        self._newest, self._forwards = None, int(self._recorded is not None)
         return forward
 
     def _trains_trunk(self) -> bool:
@@ -280,8 +281,9 @@ class Attached(Attachment):
             apply: Callable[..., Tensor] = _Riding.apply  # torch types it from 2.15 on
             return apply(hidden_SBH, self._riding(forward, call, self.weight))
         self._newest, self._forwards = forward, self._forwards + 1
-        if hidden_SBH.requires_grad:
-            self._newest_with_graph = forward
+        has_graph = self._recorded is not None and self._recorded.states_SBH.requires_grad
+        if hidden_SBH.requires_grad or (forward.records and not has_graph):  # a frozen trunk's states have no graph
+            self._recorded = forward
         return None
 
     def _riding(self, forward: _Forward, call: Mapping[str, Any], weight: float) -> Tensor:

@@ -368,8 +368,9 @@ def forward(model: Any, batch: dict[str, Any]) -> Any:
     return model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
 
 
+@pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form: str) -> None:
+def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form: str, freezes: bool) -> None:
     """A reference policy is the model without its adapters; its attention inputs are not the policy's either."""
     batch, packed = make_batch(2), None
     if form == "packed":
@@ -377,6 +378,7 @@ def test_forwards_without_a_graph_in_between_leave_the_loss_of_the_policys(form:
     forms = {} if packed is None else {"packed_seq_params": packed}
     arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
     model = stock("dense")
+    model.requires_grad_(not freezes)
     attached = attach(model, 2, MTPConfig(mtp_train_only=True, mtp_loss="kd"))
     draw(model)
     model(*arguments, **forms)

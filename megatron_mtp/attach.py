@@ -341,7 +341,7 @@ class _Riding(torch.autograd.Function):
         if scale is not ctx.scale:
             setattr(scale, TAKEN, True)
         dtype, device = ctx.like
-        return gradients[0], scale.to(device, dtype).reshape(())
+        return gradients[0], (torch.ones((), dtype=dtype, device=device) * scale).reshape(())
 
 
 def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:

@@ -612,3 +612,17 @@ def read(folder: Path) -> Tensors:
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def differing_keys(one: Path, other: Path) -> dict[str, tuple[Any, Any]]:
+    """Keys of two folders' configs with different values; nested ones as `outer.inner`, lost ones as "absent"."""
+    ours, theirs = (_flat(json.loads((folder / "config.json").read_text())) for folder in (one, other))
+    both = {key: (ours.get(key, "absent"), theirs.get(key, "absent")) for key in {**ours, **theirs}}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
+
+
+def _flat(keys: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found

@@ -484,3 +484,13 @@ def test_bits_are_compared_and_not_numbers(size: int) -> None:
     other = zeros.clone()
     other[-1] = 1
     assert not equal_bits(zeros, other)
+
+
+@pytest.mark.parametrize("place", [0, 7, 21])
+def test_the_largest_difference_is_that_of_all_parts(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_mtp.checkpoint.audit.comparing.PIECE", 8)
+    ours, theirs = torch.zeros(22), torch.full((22,), 0.25)
+    theirs[place] = -3.0
+    assert difference(ours, theirs) == difference(theirs, ours) == 3.0
+    theirs[20] = torch.nan
+    assert str(difference(ours, theirs)) == "nan"

@@ -4,6 +4,7 @@ import errno
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def trained(folder: Path, flags: str = "", depths: int | None = None) -> Path:
         (folder / name).mkdir()
         (folder / name / "tokenizer.json").write_text("{}")
     return folder
+
+
+def test_the_stored_pieces_of_every_layer_cover_it_once(tmp_path: Path) -> None:
+    """Of layers that are stacked, a piece belongs to one layer."""
+    reader = DistReader(trained(tmp_path / "gpt"))
+    pieces = {key: reader.slabs(key) for key in (*reader.keys, *reader.state_keys)}
+    twice = [key for key, found in pieces.items() if sum(prod(shape) for _, shape in found) != prod(reader.shape(key))]
+    assert twice == []
+    assert any(key.startswith("decoder.layers.1.") for key in pieces)
 
 
 def bits(folder: Path) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from trunk_models import LEFT, OTHERS
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.plan import HFModel
+from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
 from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]
@@ -54,6 +55,17 @@ def test_a_trunk_without_rules_is_sound_and_a_lost_tensor_or_layer_is_found(name
         assert alarms(folder), names
         with pytest.raises(ValueError, match=r"lacks|tensors of|is unknown here"):
             HFModel.read(folder)
+
+
+def test_a_carried_tensor_of_a_checkpoint_is_compared_with_the_class_too(tmp_path: Path) -> None:
+    assert main(["hf-to-mcore", str(made(tmp_path / "hf", "mimo_v2_flash")), str(tmp_path / "saved")]) == 0
+    assert alarms(tmp_path / "saved") == []
+    config = tmp_path / "saved" / HF_FILES / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 60}))
+    found = alarms(tmp_path / "saved")
+    assert {one.partition(":")[0] for one in found} == {"shape"}
+    assert any("'carried.model.layers.0.mlp.up_proj.weight': stored as [56, 48]" in one for one in found)
+    assert any("'carried.model.mtp.layers.0.mlp.up_proj.weight'" in one for one in found)
 
 
 def with_depth(folder: Path) -> None:

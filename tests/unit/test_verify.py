@@ -306,3 +306,23 @@ def test_experts_of_a_depth_may_stand_apart_or_in_two_tensors(tmp_path: Path) ->
     stacked = all_logits(folder, torch.arange(12).unsqueeze(0))
     assert sorted(apart) == ["depth 1", "trunk"]
     assert all(torch.equal(apart[name], stacked[name]) for name in stacked)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ok"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([0.0, 64.0], [0.5, 64.0], True),  # 0.5 of 64 is the tolerance here
+        ([0.0, 64.0], [0.5625, 64.0], False),
+        ([0.0, 0.25], [0.0078125, 0.25], True),  # of numbers below 1, a part of 1
+        ([0.0, 0.25], [0.015625, 0.25], False),
+        ([1.0, float("nan")], [1.0, 2.0], False),
+        ([1.0, float("nan")], [1.0, float("nan")], False),
+        ([1.0, float("inf")], [1.0, float("inf")], False),
+    ],
+)
+def test_logits_are_close_by_the_largest_and_never_if_one_is_no_number(
+    ours: list[float], theirs: list[float], ok: bool
+) -> None:
+    check = Check.close("logits", torch.tensor(ours), torch.tensor(theirs), "a list", tolerance=2**-7)
+    assert check.ok == ok, f"largest difference {check.figure}"

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_mtp.checkpoint.convert.partial_folder import RECORDS, PartialFolder
-from megatron_mtp.checkpoint.convert.stream import run_parts
+from megatron_mtp.checkpoint.convert.stream import Budget, Entry, Group, _write_part, run_parts
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -81,3 +84,12 @@ def test_a_record_that_a_power_cut_has_emptied_is_none(tmp_path: Path) -> None:
     partial.keep(0, "done")
     (partial.path / RECORDS / "0.json").write_text("")
     assert partial.record(0) is None
+
+
+def test_every_tensor_of_a_group_is_looked_at_for_nan() -> None:
+    """A rule may make several: the numbers that Megatron computes with, and the originals."""
+    entries = [Entry([name], (2,), torch.float32) for name in "abc"]
+    group = Group(entries, 24, lambda: [torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([-torch.inf, 1.0])])
+    files: Any = SimpleNamespace(write=lambda _, made: [entry.keys[0] for entry, _ in made])
+    record = _write_part(files, 0, [group], Budget(), lambda _: None)
+    assert record == {"files": ["a", "b", "c"], "not finite": ["b", "c"]}

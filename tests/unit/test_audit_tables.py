@@ -221,6 +221,9 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "a copy is stale": (on(r"3\.shared_head\.head", lambda one: one + 1), "stale copy", "but the numbers differ"),
     "infinite numbers": (on(r"4\.eh_proj", lambda one: one / 0), "not finite", "some numbers are NaN or infinite"),
+    "a type that rounds": (
+        keys(dtype="float16"), "type", "The config says 'float16', most tensors are 'bfloat16': loaders that follow",
+    ),
     "a promise of FP8": (
         keys(quantization_config={"quant_method": "fp8"}), "quantization", "but no weight is quantized",
     ),
@@ -230,7 +233,8 @@ DAMAGED: dict[str, tuple[Spoil, str, str]] = {
 QUICK = ("a depth is another one", "a norm of zeros", "enorm is hnorm", "an expert is another one",
          "the head is the embedding", "MiniMax's count", "an end without a row", "half of the rows lost",
          "a quarter of the columns lost", "half of the columns twice", "one shard of four in another's place",
-         "half of the embedding lost", "rows of the tokenizer's last tokens lost", "a layer of the trunk twice",
+         "half of the embedding lost", "a type that rounds",
+         "rows of the tokenizer's last tokens lost", "a layer of the trunk twice",
          "a token of the tokenizer without a row")  # fmt: skip
 
 
@@ -333,6 +337,7 @@ CLEAN: dict[str, tuple[str, int, torch.dtype, Spoil]] = {
     "an image's token without a row": (
         "llama", 0, BF16, saved("added_tokens.json", **{"<image_soft_token>": VOCABULARY}),
     ),
+    "a type that holds every number": ("llama", 0, BF16, keys(dtype="float32")),
     "padding that is none": ("llama", 0, BF16, keys(pad_token_id=-1)),
     "MiniMax's count, switched off": ("llama", 0, BF16, keys(use_mtp=False, num_mtp_modules=3)),
 }  # fmt: skip

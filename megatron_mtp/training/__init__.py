@@ -13,6 +13,7 @@ forward_step.py      the forward step for Megatron's schedules: batch, model, lo
 parameter_group.py   a learning rate, gradient norm and clip of the MTP layers' own
 metrics.py           table, TensorBoard, W&B and metrics.jsonl of loss, acceptance by depth and costs of a step
 best_state.py        the best state of a run, kept beside its iterations, and an end where it no longer grows
+disk.py              room for checkpoints on the disk of --save
 documents.py         counts of acceptance by document, gathered over ranks, and put by source
 run_files.py         metrics.jsonl, continued by a resumed run, run.json: how the run was started, and documents.json
 short_log.py         what a run prints: ours on the terminal, Megatron's in a log file

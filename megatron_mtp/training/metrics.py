@@ -155,6 +155,7 @@ class Metrics:
         is_validated: the state after the last step has been evaluated on validation data; the same on all ranks.
         step: the last one done; numbers count from the start of a resumed run.
         best: the best state so far, where --mtp-patience asks for it: what is recorded is of that state.
+        unsaved: that the newest state could not be saved, as a clause.
         has_trained: a step is done, and the loop has gone on to the next one.
         mtp_figures: of the MTP layers in the last step, where they are apart from the rest.
     """
@@ -173,6 +174,7 @@ class Metrics:
         self._is_after_run = False
         self._began: float | None = None  # of the step that is going on
         self._seconds: list[float] = []  # of steps since the last row, without evaluations and checkpoints between them
+        self.unsaved: str | None = None
         self.has_trained = False
         self.mtp_figures: dict[str, float] = {}
         self.step: Step | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-from megatron.training import get_args, pretrain
+from megatron.training import get_args, get_timers, pretrain
 from megatron.training import training as loop
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -21,11 +21,13 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import get_signal_handler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
+from megatron_mtp.checkpoint.mcore.iterations import TRACKER, keep_tokenizer
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
+from megatron_mtp.files import remove
 from megatron_mtp.losses.objective import scaling_factor
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import embedding_ranks
@@ -34,9 +36,10 @@ from megatron_mtp.patches.patch import Replace, State, installed, state_of, whil
 from megatron_mtp.patches.table import CORE, LOOP
 from megatron_mtp.runtime import check_device
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
-from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at
+from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of
 from megatron_mtp.training.checks import check_precision, check_writable
 from megatron_mtp.training.datasets import datasets_provider
+from megatron_mtp.training.disk import check_room, is_full
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import LAMBDA, MTP_GRAD_NORM, MTP_RATE, Metrics, Reporter, Step
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule, lowest_rate, mtp_grad_norm
@@ -132,6 +135,8 @@ def train(
         except SystemExit as end:
             if end.code == 0:  # --exit-interval and its like end the loop so, on all ranks together
                 _end(metrics)
+                if metrics.unsaved is not None:
+                    raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from None
             raise
     if metrics.best is not None and get_args().do_valid:  # the last state is saved by now, and evaluated
         assert metrics.step is not None
@@ -194,6 +199,7 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
         "train_step": partial(_steps, metrics, settings),
         "training_log": partial(_logged_steps, metrics),
         "evaluate_and_print_results": partial(_evaluations, metrics),
+        "save_checkpoint_and_time": partial(_saves, metrics, shows_checkpoints),
         # Megatron's count for its log: of every pass of a repeated layer, and not of --mtp-num-layers
         "num_floating_point_operations": lambda count: (
             lambda args, *rest, **named: count(with_passes(args), *rest, **named)
@@ -204,8 +210,6 @@ def observed(metrics: Metrics, shows_checkpoints: bool = False, settings: MTPCon
     wrappers["checkpoint_and_decide_exit"] = partial(_ends, metrics)
     if keeps_best:
         wrappers["checkpoint_and_decide_exit"] = lambda decide: _best_states(metrics, _ends(metrics, decide))
-    if shows_checkpoints:
-        wrappers["save_checkpoint_and_time"] = _saves
     if any(state_of(row) is State.NOT_NEEDED for row in LOOP if row.name in wrappers):
         raise InputError(
             f"megatron-core is {installed('megatron-core')}, whose training loop does not call its steps as that of "
@@ -234,6 +238,8 @@ def _steps(metrics: Metrics, settings: MTPConfig | None, train_step: AnyFunction
     ) -> Any:
         args = get_args()
         metrics.begin_step()
+        if metrics.step is None:
+            check_room(args, model, optimizer is not None)
         if settings is not None and settings.mtp_patience is not None and metrics.best is None:
             metrics.best = BestState(args)
         done = train_step(forward_step, data, model, optimizer, scheduler, *rest, **named)
@@ -352,11 +358,35 @@ def with_passes(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changes})
 
 
-def _saves(save_checkpoint_and_time: AnyFunction) -> AnyFunction:
-    def shown(step: int, *rest: Any, **named: Any) -> None:
-        save_checkpoint_and_time(step, *rest, **named)
+def _saves(metrics: Metrics, shows: bool, save_checkpoint_and_time: AnyFunction) -> AnyFunction:
+    """On a full disk a run of one process goes on to its next save; others, and a last save, end with a sentence."""
+
+    def saved(step: int, *rest: Any, **named: Any) -> None:
         args = get_args()
-        if args.rank == 0:
+        try:
+            save_checkpoint_and_time(step, *rest, **named)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if args.async_save or named.get("non_persistent_ckpt") or not is_full(Path(args.save), error):
+                raise
+            if args.rank == 0:
+                remove(iteration_of(Path(args.save), step))
+            metrics.unsaved = _unsaved(args, step)
+            if args.world_size > 1 or args.mtp_patience is not None or step >= args.train_iters:
+                raise InputError(f"{metrics.unsaved}; free some, and run the command again.") from error
+            say(f"> {metrics.unsaved}; the run goes on to its next save")
+            timers = get_timers()  # as the end of the function leaves them
+            timers("save-checkpoint").stop(barrier=False)
+            timers("interval-time", log_level=0).start(barrier=True)
+            return
+        metrics.unsaved = None
+        if shows and args.rank == 0:
             say(f"> checkpoint of step {step} {'is being written' if args.async_save else 'saved'} to {args.save}")
 
-    return shown
+    return saved
+
+
+def _unsaved(args: Namespace, step: int) -> str:
+    tracker = Path(args.save) / TRACKER
+    whole = f"the last whole checkpoint is that of step {tracker.read_text()}" if tracker.is_file() else ""
+    last = whole or "there is no older checkpoint"
+    return f"the disk of --save {args.save} is full: step {step} is not saved, and {last}"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -68,7 +69,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    interruptible(lambda: bpe.train_from_iterator(texts, trainer))
     if bpe.get_vocab_size() < vocab_size:
         raise ValueError(
             f"--vocab-size: the corpus has text for only {bpe.get_vocab_size()} of {vocab_size} entries; "
@@ -87,6 +88,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path
         (partial / "tokenizer.json").write_text(bpe.to_str(pretty=True), encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
+
+
+def interruptible(work: Callable[[], None]) -> None:
+    """Do compiled work, which returns to Python at its end alone, in a thread; this one can receive Ctrl-C."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run, daemon=True)  # which ends with the process
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
 
 
 def load_tokenizer(

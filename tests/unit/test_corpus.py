@@ -11,7 +11,8 @@ import lzma
 import os
 import signal
 import string
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_mtp.cli.preprocess import main
-from megatron_mtp.data import corpus
+from megatron_mtp.data import corpus, tokenizer
 from megatron_mtp.data.corpus import Document, choose_documents, find_files, list_documents
 from megatron_mtp.data.tokenizer import Encoder, load_tokenizer, train_bpe
 
@@ -382,3 +383,25 @@ def test_a_vocabulary_that_no_text_can_fill_is_refused(tmp_path: Path, capsys: p
     flags = ["--input", str(tmp_path / "text"), "--output-prefix", str(tmp_path / "c"), "--vocab-size", "1000000000000"]
     assert main(flags) == 2
     assert "--vocab-size: 1000000000000 is too large; give 20000000 at most" in capsys.readouterr().err
+
+
+def test_the_training_of_a_tokenizer_leaves_the_main_thread_to_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code returns to Python at its end alone; what it raises comes back."""
+    threads: list[threading.Thread] = []
+    train = tokenizer.interruptible
+
+    def watched(work: Callable[[], None]) -> None:
+        train(lambda: threads.append(threading.current_thread()))
+        train(work)
+
+    def gone() -> Iterator[str]:
+        yield "some words"
+        raise OSError("gone")
+
+    monkeypatch.setattr(tokenizer, "interruptible", watched)
+    with pytest.raises(OSError, match="gone"):
+        train_bpe(gone(), 260, tmp_path / "bpe")
+    assert [one is threading.main_thread() for one in threads] == [False]
+    assert not (tmp_path / "bpe").exists()

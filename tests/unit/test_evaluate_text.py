@@ -66,6 +66,20 @@ def test_what_figures_depend_on_can_be_set(tmp_path: Path, capsys: pytest.Captur
     assert "--drafter-blocks is 0; give 1 or more." in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(("tokens", "batches"), [(65, "2"), (64, "1"), (33, "1")])
+def test_a_text_has_as_many_batches_as_its_tokens_have_labels_for(
+    tokens: int, batches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sequences of 32 tokens, the last of which needs the token behind it."""
+    tokenizer = train_bpe(["some words to make a vocabulary of"] * 3, 260, tmp_path / "bpe")
+    source = trained(tmp_path / "mcore", tokenizer=tokenizer)
+    monkeypatch.setattr(preprocess, "main", lambda *_: 0)
+    monkeypatch.setattr(evaluate, "read_sidecar", lambda _: {"tokens": tokens})
+    given = evaluate.parser("evaluate").parse_args(["--load", str(source), "--text", "x", "--seq-length", "32"])
+    assert evaluate._data_flags(given, tmp_path, [])[:2] == ["--eval-iters", batches]
+
+
 def test_a_k_of_context_is_1024_tokens() -> None:
     flags = ["--load", "x", "--context-lengths", "512", "2k", "4k"]
     assert evaluate.parser("evaluate").parse_args(flags).context_lengths == [512, 2048, 4096]

@@ -18,6 +18,7 @@ from megatron_mtp.checkpoint.mcore.iterations import TRACKER
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run, run_files
+from megatron_mtp.training.documents import MOST_CONTEXTS
 from megatron_mtp.training.metrics import Metrics, Step, table
 from megatron_mtp.training.run import _evaluations
 from megatron_mtp.training.run_files import write_run_record
@@ -94,6 +95,18 @@ def test_evaluation_adds_counts_before_it_divides(
     assert row["mtp_1 acceptance"] == row["mtp_1 conditional acceptance"] == pytest.approx(0.9)
     assert row["expected accepted length"] == pytest.approx(1.9)
     assert "1.900 tokens per target forward" in capsys.readouterr().out
+
+
+def test_documents_of_all_microbatches_count(args: Namespace) -> None:
+    """Context 'to 4' of document 3, in both of two microbatches."""
+    args.mtp_context_lengths = [4]
+    metrics = Metrics(None)
+    with torch.no_grad():
+        for offered in (2.0, 5.0):
+            made = counts([offered], [offered], [1.0])
+            metrics.add(report(1.0, 1), {"mtp": made.clone()}, {"mtp": (torch.tensor([3 * MOST_CONTEXTS]), made[None])})
+        metrics.end_evaluation(model=None)
+    assert metrics.sources["to 4"][3 * MOST_CONTEXTS].offered_at == [7]
 
 
 def evaluate(metrics: Metrics, data: str, sets: int) -> None:

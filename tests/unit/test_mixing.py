@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -97,6 +98,33 @@ def test_training_mixes_and_evaluation_does_not(
     assert (ages_DS is not None) is (mixes and trains)
     if ages_DS is not None:
         assert torch.equal(ages_DS, drawn_ages(2, (7, 3), batch.positions_S, batch.positions_S.numel()))
+
+
+@pytest.mark.usefixtures("megatron")
+def test_blocks_are_those_of_the_step_whatever_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks of a sequence, on one rank and on two with half of its positions each; evaluations have one set."""
+    args = SimpleNamespace(seed=7, curr_iteration=3, context_parallel_size=1)
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    learner, batch = cast("forward_step._Learner", SimpleNamespace(blocks=4)), make_batch(2)["depths"]
+    count = batch.positions_S.numel()
+
+    def drawn(*parts: range) -> list[int]:
+        args.context_parallel_size = len(parts)
+        made = [forward_step._in_blocks(batch.at(torch.tensor(part)), learner) for part in parts]
+        return sorted(one for part in made if part.block_weight for one in part.positions_S[part.blocks_A].tolist())
+
+    whole, halves = (range(count),), (range(0, count, 2), range(1, count, 2))
+    of_steps = []
+    for args.curr_iteration in (3, 4, 3):
+        of_steps.append(drawn(*whole))
+        assert drawn(*halves) == of_steps[-1]
+        assert len(of_steps[-1]) == 4
+    assert of_steps[0] == of_steps[2] != of_steps[1]
+    with torch.no_grad():
+        args.curr_iteration = 4
+        evaluated = drawn(*whole)
+        args.curr_iteration = 3
+        assert drawn(*whole) == evaluated
 
 
 @pytest.mark.usefixtures("megatron")

@@ -197,6 +197,21 @@ def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.M
         assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.usefixtures("megatron")
+def test_every_nth_step_measures_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 2 and 4 of 5, which the loop counts from 0; evaluations always do."""
+    args = SimpleNamespace(mtp_num_layers=1, seed=7, iteration=0, train_iters=5, skip_train=False)
+    args.calculate_per_token_loss, args.mtp_loss_scaling_factor = False, 0.1
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    step = forward_step.ForwardStep(MTPConfig(mtp_acceptance_interval=2), Metrics(None))
+    measured = []
+    for args.curr_iteration in range(5):
+        measured.append(step._objective().heads[0].measures_acceptance)
+        with torch.no_grad():
+            assert step._objective().heads[0].measures_acceptance
+    assert measured == [False, True, False, True, False]
+
+
 def test_the_log_names_each_loss_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     args = SimpleNamespace(mtp_num_layers=2, train_iters=4, skip_train=False, iteration=1, rank=0)
     monkeypatch.setattr(forward_step, "get_args", lambda: args)

@@ -15,11 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Annotated, Any, override
+from typing import Annotated, Any, TextIO, override
 
 import uvicorn
 from fastapi import Depends, FastAPI
@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
         self._engine.draining = True
         if self._settings.shutdown_timeout is not None:
             self._end = time.monotonic() + self._settings.shutdown_timeout
-        print("> ending when all requests have ended; a second signal ends at once", file=sys.stderr, flush=True)
+        _say("ending when all requests have ended; a second signal ends at once", sys.stderr)
 
     @override
     async def on_tick(self, counter: int) -> bool:
@@ -197,13 +197,19 @@ class Server(uvicorn.Server):
         if counter % (10 * PROGRESS_S) == 0:
             load, before = self._engine.load, self._last
             if line := progress(before, load, PROGRESS_S):
-                print(f"> {line}", flush=True)
+                _say(line, sys.stdout)
             self._last = load
         if time.monotonic() > self._end:
             self._end = math.inf
             self._engine.end_all(shutting_down())
         self.should_exit |= self._engine.broken or (self._engine.draining and self._engine.idle)
         return await super().on_tick(counter)
+
+
+def _say(line: str, file: TextIO) -> None:
+    """Print a line while requests run, whether or not it can be written: a full disk or a closed pipe ends none."""
+    with suppress(OSError):
+        print(f"> {line}", file=file, flush=True)
 
 
 def listener(host: str, port: int) -> socket.socket:

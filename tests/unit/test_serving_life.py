@@ -316,6 +316,23 @@ def test_a_line_says_what_the_engine_does(
     assert "> 0.0 tokens/s" in "".join(printed)
 
 
+def test_a_log_that_cannot_be_written_ends_no_request(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[str] = []
+
+    def full(line: str, **_: object) -> None:
+        failed.append(line)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(api, "PROGRESS_S", 0.1)
+    with running(Parrot(pace=0.02), codec) as server:
+        monkeypatch.setattr(api, "print", full, raising=False)
+        connection = raw(server, {"prompt": "ab", "max_tokens": 60})
+        until(lambda: bool(failed))
+        server.server.handle_exit(15, None)
+        assert b"200 OK" in answer(connection)
+    assert any("ending when all" in line for line in failed)
+
+
 def test_answers_are_counted_and_logged_where_that_is_asked_for(
     codec: Codec, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -474,6 +474,16 @@ def test_texts_that_go_on_alike_after_a_block_share_it_and_others_do_not() -> No
         assert next(one.cached_tokens for one in drained(engine) if one.request == number) == cached
 
 
+@pytest.mark.parametrize("method", ["plain", "mtp"])
+def test_a_block_is_known_by_all_that_stands_before_it(method: str) -> None:
+    """Its tokens alone, at a prompt's beginning or behind another block, do not name it: their rows are others."""
+    engine, block, rest = engine_of(), PIECES[1][:32], [1, 2, 3, 4, 5]
+    for before in (PIECES[0][:32], [], PIECES[2][:32], PIECES[2][:32], PIECES[0][:32]):
+        prompt = [*before, *block, *rest]
+        same_as_alone(engine, [request_of(prompt, 9, method, sampling=Sampling(1.0), seed=5)])
+    assert engine.load.cached_tokens == 64 + 64, "of the second prompts with the same beginning"
+
+
 def test_a_conversation_goes_on_from_what_was_emitted() -> None:
     engine = engine_of()
     first = request_of(PIECES[0], 40)

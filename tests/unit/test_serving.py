@@ -108,6 +108,13 @@ def test_without_a_limit_a_completion_has_16_tokens_and_a_chat_all_positions(cli
     assert said.usage.total_tokens == POSITIONS
 
 
+def test_an_answer_may_fill_all_positions(server: Running) -> None:
+    """One token more is refused; see BAD."""
+    done = completion(server, max_tokens=POSITIONS - 5)
+    assert done["usage"]["total_tokens"] == POSITIONS
+    assert completion(server, prompt="a" * (POSITIONS - 1), max_tokens=1)["usage"]["total_tokens"] == POSITIONS
+
+
 def test_prompts_are_texts_or_ids_or_lists_of_them(client: openai.OpenAI, server: Running) -> None:
     ids = completion(server, return_token_ids=True)["choices"][0]["prompt_token_ids"]
     assert len(ids) == 5

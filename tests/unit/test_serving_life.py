@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -16,13 +17,14 @@ import pytest
 from parrot import NAME, Parrot, Running, Text, running, words
 
 from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.decoding.requests import Finish, Load, Update
+from megatron_mtp.decoding.requests import Finish, Load, Request, Update
 from megatron_mtp.server import api, connections
 from megatron_mtp.server.api import Served, ServerSettings, listener
 from megatron_mtp.server.async_engine import AsyncEngine, Outputs
 from megatron_mtp.server.codec import Codec
-from megatron_mtp.server.metrics import progress
+from megatron_mtp.server.metrics import EngineMetrics, OutputTimes, progress
 from megatron_mtp.server.protocol import APIError, shutting_down
+from megatron_mtp.server.ranks import sent_request
 
 TIMEOUT = 20
 
@@ -124,6 +126,16 @@ def test_a_client_that_goes_away_before_its_request_is_queued(server: Running) -
     server.engine.go.set()
     assert b"200 OK" in answer(first)
     until(lambda: server.engine.cancelled == 1 and live(server) == 0)
+
+
+def test_other_ranks_get_a_request_before_its_cancellation() -> None:
+    """Both between two steps. The other way around they would run it on, in steps that rank 0 does not take."""
+    service, outputs = AsyncEngine(Parrot()), Outputs(1)
+    service._loop = Mock()
+    request = Request([5, 6], 4)
+    service._add([request], outputs)
+    service._cancel(outputs)
+    assert service._new == [sent_request(request), *outputs.numbers]
 
 
 def test_draining_ends_what_has_begun_and_refuses_the_rest(codec: Codec) -> None:
@@ -230,6 +242,22 @@ def test_metrics_are_the_engines_counts(codec: Codec) -> None:
         assert server.metric("e2e_request_latency_seconds_count") == 2
         assert server.metric('requests_total{finished_reason="length"}') == 2
         assert server.metric("cache_blocks") == 1000
+
+
+def test_times_between_tokens_are_a_steps_time_shared_by_its_tokens() -> None:
+    """First token after 2 s, then 4 tokens after 3 s more, which count as 4 times 0.75 s."""
+    metrics, times = EngineMetrics(lambda: Parrot().load), OutputTimes(asked=10.0)
+    for count, now in ((0, 11.0), (1, 12.0), (4, 15.0)):
+        metrics.grew(times, count, now)
+    metrics.ended(times, Finish.STOP)
+    page = metrics.page().decode().splitlines()
+    for name, count, total in (
+        ("time_to_first_token_seconds", 1, 2),
+        ("time_per_output_token_seconds", 4, 3),
+        ("e2e_request_latency_seconds", 1, 5),
+    ):
+        assert f"megatron_mtp_{name}_count {count:.1f}" in page
+        assert f"megatron_mtp_{name}_sum {total:.1f}" in page
 
 
 def held(server: Running, sent: bytes) -> socket.socket:

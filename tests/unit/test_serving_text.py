@@ -2,11 +2,14 @@
 
 import json
 import math
+import pickle
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +17,9 @@ from hypothesis import strategies as st
 from parrot import tokenizer_in, words
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.server import ranks
 from megatron_mtp.server.answers import finite
 from megatron_mtp.server.codec import Codec, longest_token
 from megatron_mtp.server.detokenizer import Detokenizer, OutputText, StopStrings
@@ -119,6 +125,25 @@ def test_a_token_is_read_once_whoever_comes_first(codec: Codec, text: str, stop:
     assert pieces[0] == pieces[1]
     assert alone.rest() == shared.rest()
     assert reads == ids
+
+
+@pytest.mark.parametrize("least", [0, 4])
+def test_another_rank_takes_the_same_request_and_ends_it_where_rank_0_does(
+    least: int, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of two ranks must take the same steps; the detokenizer does not travel, and is made anew."""
+    prompt, text = (codec.encode(one, special=False, positions=99) for one in ("€", "abcabcabc"))
+    cut = OutputText(codec.detokenizer(prompt), ("bc",), least)
+    request = Request(prompt, 9, Sampling(0.5), 7, stop_ids=frozenset({1}), cut=cut, logprobs=2)
+    news: list[Any] = [[pickle.loads(pickle.dumps(ranks.sent_request(request)))], [5], None]
+    monkeypatch.setattr(ranks, "broadcast", lambda messages, group: news.pop(0))
+    monkeypatch.setattr(ranks.signal, "signal", lambda number, handler: None)
+    engine = Mock()
+    ranks.follow(engine, codec, None)
+    assert [call[0] for call in engine.method_calls] == ["add", "step", "cancel", "step"]
+    (taken,) = engine.add.call_args.args
+    assert replace(taken, cut=None) == replace(request, cut=None)
+    assert taken.cut(text) == cut(text) == (6 if least else 3)
 
 
 def test_single_tokens_as_text_and_bytes(codec: Codec, tmp_path: Path) -> None:

@@ -105,6 +105,11 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "--position-embedding-type is {position_embedding_type}, and MTP layers have no learned positions; give rope "
         "or none.",
     ),
+    (
+        "Number of mtp layers in layout must match",
+        "--pipeline-model-parallel-layout has another number of m than {mtp_num_layers}; give an m for each of "
+        "--mtp-num-layers, and one for a drafter, whatever its --drafter-steps.",
+    ),
     ("tokenizer_type None is not supported", "--tokenizer-type is missing; give it, such as HuggingFaceTokenizer."),
     ("args.min_lr <= args.lr", "--min-lr is {min_lr}, above --lr {lr}; give at most that."),
     ("not args.bf16 does not hold", "--fp16 and --bf16 were given; give one of the two."),

@@ -59,6 +59,10 @@ def test_a_run_that_could_not_save_does_not_begin(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (
+            f"{ROPE} {MOCK} --num-layers 4 {DEPTHS} --pipeline-model-parallel-layout EttttmL",
+            "--pipeline-model-parallel-layout has another number of m than 2; give an m for each",
+        ),
         (f"{ROPE} {MOCK} {DEPTHS} --save runs/x", "--save is runs/x, but --save-interval is missing"),
         (f"{ROPE} {MOCK} --mtp-num-layers -1", "--mtp-num-layers is -1; give 1 or more"),
         (

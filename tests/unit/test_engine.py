@@ -484,6 +484,29 @@ def test_a_block_is_known_by_all_that_stands_before_it(method: str) -> None:
     assert engine.load.cached_tokens == 64 + 64, "of the second prompts with the same beginning"
 
 
+def test_of_a_known_text_the_end_is_forgotten_first() -> None:
+    """Three of four blocks are known; a text of two takes the free one and one of these."""
+    engine, text = engine_of(blocks=4), request_of((PIECES[0] + PIECES[1] + PIECES[2])[:100], 3)
+    same_as_alone(engine, [text, request_of(PIECES[2], 3), text])
+    assert engine.load.cached_tokens == 64
+
+
+def test_nothing_is_left_of_a_text_in_the_blocks_of_another() -> None:
+    """Kernels that read a whole window would spread a NaN, which no mask keeps out of a sum."""
+    engine = engine_of(blocks=3, reuse=False)
+    same_as_alone(engine, [request_of(PIECES[0], 30)])
+    memory = engine.scheduler.memory
+    held = [one for cache in memory.caches for one in (*cache.keys, *cache.values) if one is not None]
+    with torch.inference_mode():
+        for tensor in (memory.states_N1SH, *held):
+            tensor[1:] = torch.nan
+    number = engine.add(request_of(PIECES[1], 30))
+    engine.step()
+    blocks = engine.scheduler.seqs[number].block_table.blocks
+    assert len(blocks) == 2
+    assert not any(tensor[blocks].isnan().any() for tensor in (memory.states_N1SH, *held))
+
+
 def test_a_conversation_goes_on_from_what_was_emitted() -> None:
     engine = engine_of()
     first = request_of(PIECES[0], 40)

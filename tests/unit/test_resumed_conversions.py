@@ -92,7 +92,7 @@ def count(
 
 def other_config(folder: Path) -> None:
     keys = json.loads((folder / "hf" / "config.json").read_text())
-    (folder / "hf" / "config.json").write_text(json.dumps({**keys, "rope_theta": 7.0}))
+    (folder / "hf" / "config.json").write_text(json.dumps({**keys, "rms_norm_eps": 7e-3}))
 
 
 def other_content(folder: Path) -> None:

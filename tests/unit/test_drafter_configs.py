@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_mtp.checkpoint.convert.drafter_form import form_in
+from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, form_in, in_order
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.drafter_sizes import LatentSizes
 
@@ -548,3 +550,18 @@ def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
     outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 19, 39]}}
     for own in (outputs, {"eagle_aux_hidden_state_layer_ids": [5, 20, 40]}, {"target_layer_ids": [4, 19, 39]}):
         assert read(tmp_path, {**plain, **own}, DEEPSEEK).kind.layers == (5, 20, 40)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "order"),
+    [([0, 94], [0, 1]), ([95, -1], [1, 0]), ([0, 95], None), ([-1, 5], None), ([4, 3], None)],
+    ids=["first and last token", "in another order", "past the last token", "before the first token", "a token twice"],
+)
+def test_drafted_tokens_are_the_trunks_each_once(offsets: list[int], order: list[int] | None) -> None:
+    """Of 96 tokens; an offset is what is added to a draft's index."""
+    form = DrafterForm(DrafterSettings("eagle3", (1, 2, 4), 8), {"vocab_size": 96}, torch.arange(2), True)
+    if order is not None:
+        assert in_order(form, {"d2t": torch.tensor(offsets)}).order_N.tolist() == order
+    else:
+        with pytest.raises(ValueError, match="d2t names a token twice, or one that the trunk does not have"):
+            in_order(form, {"d2t": torch.tensor(offsets)})

@@ -120,3 +120,31 @@ def test_another_source_is_not_gone_on_with(
     change(tmp_path)
     assert run(*words, "--resume") == 2
     assert "is left from a conversion of another source or with other options; remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "other"),
+    [
+        ("hf-to-mcore", ["--dtype", "bfloat16"]),
+        ("hf-to-mcore", ["--trunk-only"]),
+        ("mcore-to-hf", ["--dtype", "bfloat16"]),
+        ("mcore-to-hf", ["--max-shard-size", "1MB"]),
+        ("drop-mtp", ["--keep", "0"]),
+    ],
+)
+def test_other_options_are_not_gone_on_with(
+    command: str,
+    other: list[str],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Half of the tensors would be of another type, or of another number of layers."""
+    name, flags, owner, attribute, function, _ = COMMANDS[command]
+    words = [command, tmp_path / name, tmp_path / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, failing(function, 3))
+        assert run(*words, *flags) == 2
+    assert run(*words, *other, "--resume") == 2
+    assert "is left from a conversion of another source or with other options; remove it" in capsys.readouterr().err

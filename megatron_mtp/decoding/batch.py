@@ -96,6 +96,11 @@ class Sequence:
         return self.rows - self.run
 
     @property
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        return self.budget - (len(self.tokens) - len(self.request.prompt))
+
+    @property
     def group(self) -> DraftingGroup:
         """The group in which it is decoded."""
         return (self.method.config, self.method.sampling.greedy), self.number if self.alone else None
@@ -257,7 +262,13 @@ class DecodeBatch:
 
     def choose(self) -> int:
         """K of the next step."""
-        return self.method.count if self._auto is None else self._auto.choose()
+        auto, most = self._auto, self.method.count
+        if auto is None:
+            return most
+        if auto.holds:
+            return auto.choose()
+        left = [seq.left for seq in self.seqs]
+        return auto.choose(self.method.proposer.missed(self.sequences, most), sum(left) / len(left))
 
     def step(self) -> list[Update]:
         """Choose K, draft, verify and accept on the device, and emit what every sequence has gained."""

@@ -13,6 +13,7 @@ without a K's first step, so that neither what is prepared or compiled nor other
 """
 
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,11 +76,14 @@ RECENT = 32
 STALE = 12
 """Steps after which the times of a K give way to its next one, since other load on the machine comes and goes."""
 
+FAR_BEHIND = MOST_DRAFTED + 1
+"""Rows that a drafter runs at most where every step drafts."""
+
 TRIED_STEPS = 3
 """Steps of a K that is tried. The first one is not timed: it takes longer, as what was prepared is of another K."""
 
-PLAIN_AGAIN = 200
-"""Steps with drafts after which plain ones are timed again."""
+PLAIN_AGAIN, PLAIN_STEPS = 200, 8
+"""Steps with drafts after which so many plain ones are timed again. The first of them are slow, as caches are cold."""
 
 MEMORY = 0.97
 """The weight of earlier acceptances after one more step with drafts."""
@@ -87,7 +91,7 @@ MEMORY = 0.97
 FIRST_DRAFTS = 2
 """K of the first steps; more where they show that more may pay."""
 
-FIRST_STEPS = (1, 1, 1, 0, 0, 0)
+FIRST_STEPS = (1,) * TRIED_STEPS + (0,) * PLAIN_STEPS
 """Which of the first steps draft."""
 
 MOST_HELD = 15
@@ -316,6 +320,7 @@ class AutoK:
     _draft: deque[float] = field(default_factory=partial(deque, maxlen=RECENT))
     _timed_at: dict[int, int] = field(default_factory=dict)
     _behind: int = 1
+    _left: float = math.inf
     _caught_up: tuple[float, int, int] = (0.0, 0, 1)
     _elapsed: float = 0.0
     _drafting: float = 0.0
@@ -328,20 +333,27 @@ class AutoK:
     _pause: int = FIRST_REST_STEPS
     _rests: bool = False
 
-    def fall_behind(self, rows: int) -> None:
-        """The drafter has so many rows of a sequence to run, before the first draft of it."""
-        self._behind = max(self._behind, rows)
-
     @property
     def rests(self) -> bool:
         """True if the next step is plain whatever it would take; the same on all ranks."""
         return self._held > 0 and self._count == 0
 
-    def choose(self) -> int:
-        """K of the next step; with several ranks the first one's choice, since their clocks differ."""
+    @property
+    def holds(self) -> bool:
+        """True if the next step has the K of the last one, whatever it is told."""
+        return self._held > 0
+
+    def choose(self, missed: int = 0, left: float = math.inf) -> int:
+        """K of the next step; with several ranks the first one's choice, since their clocks differ.
+
+        Args:
+            missed: rows of a sequence that the drafter has not run.
+            left: tokens that a sequence may still get.
+        """
         if self._held:
             self._held -= 1
             return self._count
+        self._behind, self._left = (missed if missed > FAR_BEHIND else 1), left
         self._count, self._held = self._plan()
         if torch.distributed.get_world_size() > 1:
             agreed = torch.tensor([self._count, self._held], device=torch.cuda.current_device())
@@ -361,7 +373,6 @@ class AutoK:
             self._timed_at[count] = self._steps
         self._last = count
         if count == 0:
-            self._behind += 1
             return
         self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, step.accepted_at, fillvalue=0)]
         self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, step.offered_at, fillvalue=0)]
@@ -376,13 +387,14 @@ class AutoK:
         self._behind = 1
 
     def rates(self) -> list[float]:
-        """Tokens a second that K = 0 .. most promise."""
+        """Tokens a second that K = 0 .. most promise, over all that are left, once the drafter has caught up."""
         draft = _usual(self._draft)
         tokens, reached, rates = 1.0, 1.0, [1 / self._target_seconds(0)]
         for count, chance in enumerate(self._chances(), start=1):
             reached *= chance
             tokens += reached
-            rates.append(tokens / (self._target_seconds(count) + self._passes(count) * draft))
+            seconds = (self._target_seconds(count) + self._passes(count) * draft) / tokens
+            rates.append(1 / (seconds + self._catching_up() / self._left))
         return rates
 
     def _plan(self) -> tuple[int, int]:
@@ -399,7 +411,7 @@ class AutoK:
         if not self._draft:
             return few, 0  # the first draft's time is that of its catching up
         if self._steps > self._timed_at[0] + PLAIN_AGAIN:
-            return 0, TRIED_STEPS - 1
+            return 0, PLAIN_STEPS - 1
         if best := self._best():
             self._pause = FIRST_REST_STEPS
             self._span = min(2 * self._span + 1, MOST_HELD) if best == self._count else TRIED_STEPS - 1
@@ -424,9 +436,14 @@ class AutoK:
         """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
         if not self._draft:
             return float("inf")
-        draft = _usual(self._draft)
+        return TRIED_STEPS * _usual(self._draft) + self._catching_up()
+
+    def _catching_up(self) -> float:
+        """Seconds that the drafter needs for the rows that it has missed, by what the last ones took."""
+        if self._behind == 1:
+            return 0.0
         seconds, count, rows = self._caught_up
-        return TRIED_STEPS * draft + self._behind * max(seconds - self._passes(count) * draft, 0.0) / rows
+        return self._behind * max(seconds - self._passes(count) * _usual(self._draft), 0.0) / rows
 
     def _passes(self, count: int) -> int:
         """Passes of a draft; all take the same time."""

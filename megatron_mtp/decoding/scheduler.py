@@ -360,7 +360,6 @@ class Scheduler:
             return
         auto = auto_of(method, len(self.seqs) - len(self.waiting))
         if auto is not None and auto.rests:
-            auto.fall_behind(max(len(seq.tokens) for seq in seqs))
             return
         new = [seq for seq in seqs if not any(seq.progress.seen.values())]
         for some in [new, *([seq] for seq in seqs if any(seq.progress.seen.values()))]:

@@ -38,9 +38,8 @@ class Machine:
     def run(self, auto: AutoK, tokens: int) -> tuple[float, list[int]]:
         """Seconds over those of plain decoding, where a forward takes 1; K of every step."""
         emitted, seconds, counts, missing = 0, 0.0, list[int](), self.prompt
-        auto.fall_behind(self.prompt)
         while emitted < tokens:
-            count = auto.choose()
+            count = auto.choose(missing)
             drafter = count * self.draft + (missing * self.behind if count else 0)
             target = 1 + count * self.row + sum(self.slower[len(counts) : len(counts) + 1])
             missing = 0 if count else missing + 1
@@ -88,10 +87,10 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
 
 def test_a_clock_that_jitters_ends_no_rest() -> None:
     """The seconds of a forward come and go with other load; without a new draft they say nothing of acceptance."""
-    auto, counts = AutoK(2), list[int]()
-    auto.fall_behind(32)
+    auto, counts, missing = AutoK(2), list[int](), 32
     for step in range(300):
-        counts.append(auto.choose())
+        counts.append(auto.choose(missing))
+        missing = 0 if counts[-1] else missing + 1
         slow = 1.5 if step >= len(FIRST_STEPS) else 1.0  # the steps with drafts seem fast from then on
         auto.learn(counts[-1], step_of(0.2 * counts[-1] + 0.6 * (step == 0), slow, counts[-1], 0))
     assert counts[: len(FIRST_STEPS)] == [2 * drafts for drafts in FIRST_STEPS]
@@ -133,6 +132,19 @@ def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
             made.count(counts[-1], 0, 1)
         auto.learn(counts[-1], made)
     assert sum(counts[len(TRIED) :]) <= 2 * TRIED_STEPS
+
+
+@pytest.mark.parametrize(("left", "drafts"), [(10, False), (2000, True)])
+def test_a_drafter_catches_up_where_enough_tokens_are_left(left: int, drafts: bool) -> None:
+    """A draft saves half of the time, and the rows of a prompt cost as much as 64 plain steps."""
+    auto, catching_up = AutoK(1), True
+    for _ in range(60):
+        count = auto.choose(640 if catching_up else 0)
+        auto.learn(count, step_of(0.02 * count + 64.0 * catching_up * count, 1.0, count, count))
+        catching_up = catching_up and not count
+    while auto.holds:
+        auto.learn(auto.choose(), step_of(0.02, 1.0, 1, 1))
+    assert (auto.choose(640, left) > 0) == drafts
 
 
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:

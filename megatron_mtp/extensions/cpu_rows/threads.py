@@ -5,6 +5,7 @@ holds up all others for a time slice of the scheduler. Then more threads are slo
 
 The compiled code counts how long its threads wait for one that does not come. Where that is a large part of a window of
 calls, half as many threads run from then on. More are tried again after a pause, which doubles while they are held up.
+Torch's own operations wait for each other in the same way, in the prompts for instance, so they get as many threads.
 """
 
 import ctypes
@@ -35,6 +36,7 @@ class Team:
     """
 
     stalled: ctypes.c_int64
+    _most: int = 0
     _fewer: int = 0
     _pause: float = FIRST_PAUSE
     _until: float = 0.0
@@ -44,8 +46,7 @@ class Team:
     @property
     def size(self) -> int:
         """Threads of the next call."""
-        most = torch.get_num_threads()
-        return max(most >> self._fewer, 1) if self._fewer else most
+        return max(self._most >> self._fewer, 1) if self._fewer else torch.get_num_threads()
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function of the library, whose last argument is the number of threads."""
@@ -65,14 +66,21 @@ class Team:
         if self._seconds < WINDOW:
             return
         if self.size > 1 and self._held_up > HELD_UP * self._seconds:
-            self._fewer += 1
+            self._change(self._fewer + 1)
             self._until = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         elif self._fewer and now >= self._until:
-            self._fewer -= 1
+            self._change(self._fewer - 1)
         elif not self._fewer:
             self._pause = FIRST_PAUSE
         self._seconds = self._held_up = 0.0
+
+    def _change(self, fewer: int) -> None:
+        """Halve the threads so many times."""
+        if not self._fewer:
+            self._most = torch.get_num_threads()
+        self._fewer = fewer
+        torch.set_num_threads(max(self._most >> fewer, 1))
 
 
 @cache

@@ -10,14 +10,18 @@ from megatron_mtp.extensions.cpu_rows.threads import FIRST_PAUSE, HELD_UP, LONGE
 
 @pytest.fixture
 def team(monkeypatch: pytest.MonkeyPatch) -> Team:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    """Of eight threads, which torch has as well."""
+    given = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
     return Team(ctypes.c_int64(0))
 
 
 def window(team: Team, now: float, held_up: float) -> int:
-    """The size after a window of calls in which threads were held up for this part of the time."""
+    """The size after a window of calls in which threads were held up for this part of the time; torch has the same."""
     for _ in range(4):
         team.learn(now, WINDOW / 4, held_up * WINDOW / 4)
+    assert torch.get_num_threads() == team.size
     return team.size
 
 

@@ -230,7 +230,8 @@ def _check_depths(runner: Any, method: str) -> None:
         others = [name for name, one in PROPOSERS.items() if one.depths is None]
         what, lacks, flag = "MTP modules", "no MTP weights; train some", "--mtp-num-layers"
         if wanted in DRAFTERS:
-            what, lacks, flag = DRAFTERS[wanted].called, "none; train one", f"--drafter {wanted}"
+            what, lacks, flag = DRAFTERS[wanted].called, "none; train or attach one", f"--drafter {wanted}"
+            flag += ", or convert attach-drafter for a folder"
         raise ValueError(
             f"'{method}' drafts with {what}, and the checkpoint has {lacks} (megatron-mtp train {flag}), or choose "
             f"{_any_of(others)}."

@@ -45,6 +45,7 @@ from megatron_mtp.training.forward_step import reads_data
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test sets (Megatron's), for so many samples each."""
     args = get_args()
+    _evaluate_again(args)
     kind = _kind(args)
 
     def is_built_here() -> bool:
@@ -62,6 +63,15 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     # Megatron's loaders refuse a blend of no samples, as with --eval-iters 0.
     evaluated = [None if number == 0 else data for number, data in zip(samples[1:], (validation, test), strict=True)]
     return training, *evaluated
+
+
+def _evaluate_again(args: Namespace) -> None:
+    """Let a run that had taken its last step before evaluate it on the same samples, and not on those behind them."""
+    has_ended = args.train_iters is not None and 0 < args.train_iters <= args.iteration
+    if not has_ended or args.skip_train or args.full_validation or args.iteration % args.eval_interval:
+        return
+    again = args.eval_iters * args.eval_global_batch_size
+    args.consumed_valid_samples = max(args.consumed_valid_samples - again, 0)
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank

@@ -17,7 +17,7 @@ from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.drafters import BLOCKS
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import prepare
-from megatron_mtp.training.short_log import quiet, say
+from megatron_mtp.training.short_log import quiet
 
 DEFAULTS = (
     "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng --split 0,1,0 --micro-batch-size 1 "
@@ -87,8 +87,6 @@ def main(arguments: list[str], program: str) -> int:
 
             from megatron_mtp.training.run import main as evaluate
 
-            if os.environ.get("RANK", "0") == "0":
-                say(f"> evaluating {args.load}")  # a large one is read for minutes
             argv = train.with_file(program, given, [*DEFAULTS.split(), *flags, "--load", args.load, *rest])
             metrics = evaluate(argv, on_cpu, shows_tables=False)
         if metrics.evaluated is not None:  # only one rank has the result

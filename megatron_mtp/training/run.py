@@ -81,7 +81,9 @@ def _short_log(args: Namespace, argv: list[str], shows_tables: bool) -> ShortLog
         args.log_interval = fitting_interval(steps if samples is None else samples // args.global_batch_size)
     folder = args.mtp_metrics_dir or args.save
     listing = keep_listing(None if folder is None else Path(folder))
-    if args.rank == 0 and not args.skip_train:
+    if args.rank == 0 and args.skip_train:
+        say(f"> evaluating {args.load}")  # a large one is read for minutes
+    elif args.rank == 0:
         where = "--verbose shows Megatron's listing" if listing is None else f"Megatron's listing: {listing}"
         end = f"sample {samples:,}" if steps is None else f"step {steps}"
         say(f"> training to {end}, a line every {args.log_interval} steps; {where}")

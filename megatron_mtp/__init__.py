@@ -5,6 +5,7 @@ drafter_sizes.py  heads and rotary positions of a drafter's layers
 rope_scaling.py  scalings of rotary angles, from a config.json to Megatron's arguments and back
 drafters.py    kinds of drafters, a row of plain facts each
 errors.py      how a command that cannot go on ends: one sentence and an exit status
+progress.py    bars of work that takes minutes
 files.py       how files are written so that a kill leaves nothing half-written
 acceptance.py  how often drafts are accepted: one class counts, for training and decoding
 runtime.py     prepare(): Megatron made runnable on this machine; which libraries of kernels can be used

@@ -219,7 +219,7 @@ def test_evaluate_says_what_the_evaluation_of_training_said(checkpoint: Path, tm
     assert answer == {"load": str(checkpoint), **last}
     shown = launch.output(evaluate(*flags), tmp_path / "log")
     assert f"length: {answer['expected accepted length']:.3f} tokens" in shown.splitlines()[-1]
-    assert shown.startswith("+---")
+    assert shown.startswith("on 4 sequences of ")
 
 
 def test_evaluate_of_a_text_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ STALE = 12
 FAR_BEHIND = MOST_DRAFTED + 1
 """Rows that a drafter runs at most where every step drafts."""
 
+WORTH_A_CHANGE = 1.05
+"""Drafts have to promise so many times the rate of plain steps before a drafter catches up."""
+
 TRIED_STEPS = 3
 """Steps of a K that is tried. The first one is not timed: it takes longer, as what was prepared is of another K."""
 
@@ -423,6 +426,8 @@ class AutoK:
     def _best(self) -> int:
         """K of the highest rate; if that is not 0, a larger one that is close to it and was timed a few times only."""
         rates = self.rates()
+        if self._behind > 1:
+            rates[0] *= WORTH_A_CHANGE
         best = rates.index(max(rates))
         close = [count for count in range(best + 1, self.most + 1) if rates[count] >= CLOSE * rates[best]]
         unsure = [count for count in close if 0 < len(self._target.get(count, ())) < FEW_TIMINGS]

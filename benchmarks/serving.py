@@ -11,7 +11,7 @@ that servers write are short and a few long.
 All sides emit the same number of tokens for each request, greedily: the engine as its texts come and go, transformers
 text by text. The engine's must be the same tokens with drafts and without, or the benchmark ends with an error. The
 sides take turns, run by run. Figures are medians: of the processor's time with one thread, which other load disturbs
-less; else of the clock. Two runs of each side come before those that count: what each K costs, a server measures once.
+less; else of the clock. Four runs of each side come before those that count: what each K costs, a server measures once.
 
 Without a checkpoint the model is a random one of the quickstart's shape, and the prompts are random tokens.
 """
@@ -54,6 +54,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--checkpoint": CHECKPOINT | {"help": "with one MTP layer; default: the quickstart's"},
     "--data-path": {"type": Path, "default": Path("runs/quickstart/data/corpus"), "help": "corpus of the training"},
     "--texts": {"type": count, "nargs": "+", "default": [1, 4, 16, 64], "metavar": "N", "help": "at once"},
+    "--transformers": {"action": "store_true", "help": "time transformers as well, text by text"},
     "--dtype": {"choices": DTYPES, "default": "float32", "help": "in which the tokens must be equal; default: float32"},
 }
 
@@ -67,7 +68,7 @@ def serving(wanted: Namespace) -> Found:
     for texts in [2] if wanted.quick else wanted.texts:
         print(f"timing: {texts} at once", file=sys.stderr, flush=True)
         requests = requests_of(runner, max(texts, 1 if wanted.quick else FEWEST), prompt)
-        found, made = measured(runner, requests, texts, wanted.repeats)
+        found, made = measured(runner, requests, texts, wanted)
         results[f"{texts} at once"] = found
         rates = found["tokens_per_second"]
         fixed = {side: rate for side, rate in rates.items() if side.startswith("K = ")}
@@ -89,7 +90,7 @@ def model_of(wanted: Namespace) -> tuple[Runner, Callable[[int], list[int]]]:
         runner, chance = runner_of("small", DTYPES[wanted.dtype], wanted), random.Random(1)
         return runner, lambda _: [chance.randrange(runner.vocab_size) for _ in range(PROMPT)]
     runner = load_runner(wanted.checkpoint, dtype=DTYPES[wanted.dtype])
-    if runner.depths != 1:
+    if runner.depths != 1 and not runner.model.config.mtp_use_repeated_layer:
         raise SystemExit(f"{wanted.checkpoint} has {runner.depths} MTP layers; give a checkpoint with one.")
     return runner, Beginnings(str(wanted.data_path), PROMPT, 1, "98,2,0", "validation", anywhere=True).prompt
 
@@ -101,13 +102,16 @@ def requests_of(runner: Runner, number: int, prompt: Callable[[int], list[int]])
     return [Request(prompt(place), min(new, runner.positions - PROMPT)) for place, new in enumerate(budgets)]
 
 
-def measured(runner: Runner, requests: list[Request], texts: int, repeats: int) -> tuple[dict[str, Any], float]:
+def measured(runner: Runner, requests: list[Request], texts: int, wanted: Namespace) -> tuple[dict[str, Any], float]:
     """Rates of every side with so many texts at once, and that of automatic K over the best of the others."""
     emitted, stats = dict[str, list[list[int]]](), dict[str, AcceptanceStats]()
     sides = sides_of(runner, requests, texts, emitted, stats)
-    timed = interleave(sides, repeats, warm_up=2)
+    if wanted.transformers:
+        trunk, _ = llama_of(runner.model, runner.dtype)
+        sides["transformers"] = lambda: [greedy(trunk, None, one.prompt, one.max_new_tokens) for one in requests]
+    timed = interleave(sides, wanted.repeats, warm_up=4)
     for side, made in emitted.items():
-        if side != "transformers" and made != emitted["plain"]:
+        if made != emitted["plain"]:
             raise SystemExit(f"{side} and plain decoding do not emit the same tokens: there is nothing to compare.")
     clock = "cpu" if torch.get_num_threads() == 1 else "wall"
     total = sum(request.max_new_tokens for request in requests)
@@ -124,8 +128,8 @@ def sides_of(
     texts: int,
     emitted: dict[str, list[list[int]]],
     stats: dict[str, AcceptanceStats],
-) -> dict[str, Callable[[], None]]:
-    """A run of every side, by its name; what it emits and accepts is kept."""
+) -> dict[str, Callable[[], object]]:
+    """A run of every side of ours, by its name; what it emits and accepts is kept."""
     blocks = texts * (-(-256 // BLOCK) + 1)
     settings = EngineSettings(running=texts, blocks=blocks, reuse=False)  # since every run has the same prompts
     configs = {f"K = {number}": SpeculativeConfig("mtp_eagle", number) for number in FIXED}
@@ -141,14 +145,7 @@ def sides_of(
                 made[update.request] += update.tokens
         emitted[side], stats[side] = [*made.values()], engine.stats
 
-    def by_transformers() -> None:
-        emitted["transformers"] = [greedy(trunk, None, one.prompt, one.max_new_tokens) for one in requests]
-
-    sides: dict[str, Callable[[], None]] = {side: partial(by_engine, side) for side in engines}
-    if len(requests) <= FEWEST * 2:
-        trunk, _ = llama_of(runner.model, runner.dtype)
-        sides["transformers"] = by_transformers
-    return sides
+    return {side: partial(by_engine, side) for side in engines}
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def _parts(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
 def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
     """Rows of embedding and head that are zeros although they are those of tokens, and no padding behind them.
 
-    Without a tokenizer, rows at the end are padding if they are half of all at most, and a single row may be a
-    special token's.
+    Without a tokenizer, rows at the end are padding if they are fewer than half, or behind the vocabulary that a
+    training was given; a single row may be a special token's.
     """
     said = (value for key, value in side.kept_keys.items() if key.endswith(("_token_id", "_token_ids")))
     listed_ids = (one for value in said for one in (value if isinstance(value, list) else [value]))
@@ -185,7 +185,9 @@ def _zero_tokens(side: Side, looks: Mapping[str, Look]) -> Iterator[Finding]:
             named = f": {listed(lost)}"
         else:
             first, last = look.zero_rows[-1]
-            padding = range(first, last) if last == look.shape[0] and 2 * (last - first) <= last else range(0)
+            padding = range(first, last) if last == look.shape[0] and 2 * (last - first) < last else range(0)
+            if isinstance(side, MegatronSide) and (given := side.argument("vocab_size")) is not None:
+                padding = range(given + 1, look.shape[0])  # the null tokenizer adds the end of a document
             lost = [str(row) for row in rows if row not in padding and row not in special]
             lost, named = (lost, f": {listed(lost)}") if len(lost) > 1 else ([], "")
         if lost:

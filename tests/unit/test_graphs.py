@@ -504,7 +504,7 @@ def test_automatic_k_has_a_graph_for_every_k(
     request.getfixturevalue("on_tape")
     for _ in range(2):
         order = itertools.cycle([3, 1, 0, 2, 0, 0, 0, 0, 0, 0, 2, 1, 3])
-        monkeypatch.setattr(AutoK, "choose", lambda _, order=order: next(order))
+        monkeypatch.setattr(AutoK, "choose", lambda *_, order=order: next(order))
         texts, drafts = drafted(target, settings_of(method, "auto"))
         assert texts == answers
         shared = drafts.keys() & wanted.keys()
@@ -520,7 +520,7 @@ def test_automatic_k_learns_from_steady_steps_alone(request: pytest.FixtureReque
     request.getfixturevalue("on_tape")
     patch = request.getfixturevalue("monkeypatch")
     learned: list[int] = []
-    patch.setattr(AutoK, "choose", lambda _: 2)
+    patch.setattr(AutoK, "choose", lambda *_: 2)
     patch.setattr(AutoK, "learn", lambda *_: learned.append(Counted.replays))
     generate(target, prompts, 30, speculative=settings_of("mtp", "auto"))
     assert learned[0] == 2  # without the one that was not recorded yet, and the one that was

@@ -278,7 +278,7 @@ def test_depths_may_be_asked_for_in_turns(pattern: str, method: str, monkeypatch
     target = runner_of(pattern, architecture="parallel" if method == "parallel_heads" else "sequential")
     prompts, asked = prompts_of(3), [*[1] * 70, 2, 2, *[0] * 70, 2, 1, 2, 2]
     answers, drafted = plain(target, prompts, 150), cycle(asked)
-    monkeypatch.setattr(AutoK, "choose", lambda _: next(drafted))
+    monkeypatch.setattr(AutoK, "choose", lambda *_: next(drafted))
     monkeypatch.setattr(recurrent_layers, "PIECE", 16)
     monkeypatch.setattr(recurrent_layers, "KEPT", 72)
     sequences, _ = run(target, prompts, 150, {"method": method, "num_speculative_tokens": "auto"})

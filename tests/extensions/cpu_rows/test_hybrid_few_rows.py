@@ -123,7 +123,7 @@ def test_depths_with_states_run_in_every_draft(monkeypatch: pytest.MonkeyPatch) 
     drafts = list[Any]()
     for at_once in (True, False):
         order = cycle([1, 1, 1, 2, 2])
-        monkeypatch.setattr(AutoK, "choose", lambda _, order=order: next(order))
+        monkeypatch.setattr(AutoK, "choose", lambda *_, order=order: next(order))
         if not at_once:
             draft_one_by_one(monkeypatch)
         settings = {"method": "mtp", "num_speculative_tokens": "auto"}

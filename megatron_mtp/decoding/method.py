@@ -392,13 +392,13 @@ class AutoK:
 
     def rates(self) -> list[float]:
         """Tokens a second that K = 0 .. most promise, over all that are left, once the drafter has caught up."""
-        draft = _usual(self._draft)
+        draft, catching_up = _usual(self._draft), self._catching_up() / self._left
         tokens, reached, rates = 1.0, 1.0, [1 / self._target_seconds(0)]
         for count, chance in enumerate(self._chances(), start=1):
             reached *= chance
             tokens += reached
             seconds = (self._target_seconds(count) + self._passes(count) * draft) / tokens
-            rates.append(1 / (seconds + self._catching_up() / self._left))
+            rates.append(1 / (seconds + catching_up))
         return rates
 
     def _plan(self) -> tuple[int, int]:

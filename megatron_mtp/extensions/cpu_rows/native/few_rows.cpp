@@ -155,12 +155,14 @@ struct alignas(64) Line {
     char bytes[64];
 };
 
+// How long threads have waited at barriers for one that did not come; ../threads.py reads it.
+extern "C" {
+std::atomic<int64_t> stalled_nanoseconds{0};
+}
+
 // A barrier of the threads of a region, in rounds: in each a thread signals the one `distance` behind it, and waits for the
 // one before it. OpenMP's own takes twice as long, and a layer of a small model waits six times. After so many turns
 // a thread lets others run, as the one that it waits for may have no core, and counts how long it waits from then on.
-extern "C" std::atomic<int64_t> stalled_nanoseconds;
-std::atomic<int64_t> stalled_nanoseconds{0};
-
 class Barrier {
   public:
     explicit Barrier(long most) : flags(most * ROUNDS), passed(most) {}

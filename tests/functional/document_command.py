@@ -30,7 +30,6 @@ PROGRAMS = ("python", "megatron-mtp", "torchrun", "bash", "sbatch", "vllm", "gui
 LISTED = {
     "bash scripts/setup.sh": "installs",
     "python -m pip download": "downloads",
-    "python -m pip install": "installs",
     "bash scripts/quickstart.sh": "trains for minutes",
     "bash scripts/test.sh": "runs all tests, this one included",
     "python -m pytest": "is run with all tests",

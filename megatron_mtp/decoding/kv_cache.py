@@ -19,6 +19,9 @@ from torch import Tensor
 from megatron_mtp.decoding.block_tables import BlockTables, Places, read_rows, write_rows
 from megatron_mtp.decoding.rows import Rows
 
+FEW_BLOCKS = 4
+"""Blocks that are made zero one by one; a step gives a sequence one or none."""
+
 
 class KVCache:
     """Keys and values of `layers` layers; a layer's memory is taken when its first keys come.
@@ -58,7 +61,7 @@ class KVCache:
         """Forget all rows in some blocks, which then hold no number of an earlier sequence."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
-                cache[blocks] = 0
+                forget_blocks(cache, blocks)
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
         memory_NGSC = self._memory(caches, layer, new_BGRC.size(1), new_BGRC.size(3), new_BGRC)
@@ -69,6 +72,15 @@ class KVCache:
         if (memory := caches[layer]) is None:
             memory = caches[layer] = like.new_zeros(self.blocks, heads, self.size, channels)
         return memory
+
+
+def forget_blocks(memory: Tensor, blocks: list[int]) -> None:
+    """Make these blocks zero: a few one by one, since an index wakes all threads, and many at once."""
+    if len(blocks) > FEW_BLOCKS:
+        memory[blocks] = 0
+        return
+    for block in blocks:
+        memory[block].zero_()
 
 
 class Memory:
@@ -98,7 +110,7 @@ class Memory:
 
     def clear(self, blocks: list[int]) -> None:
         """Make all rows in some blocks zero, as those of a new memory are."""
-        self.states_N1SH[blocks] = 0
+        forget_blocks(self.states_N1SH, blocks)
         for cache in self.caches:
             cache.clear(blocks)
 

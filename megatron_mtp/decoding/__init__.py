@@ -9,7 +9,8 @@ machine, and the rules in this room (draft, sampling, verifiers) do not.
     requests.py          messages to and from an engine: Request, Update, Load
     proposers/           what drafts, by one interface
     verifiers.py         which drafts are accepted
-    method.py            a config from JSON: proposer, verifier, K; automatic K, and K = 0 where drafting does not pay
+    method.py            a config from JSON: proposer, verifier, K
+    auto_count.py        automatic K, and K = 0 where drafting does not pay
     block_tables.py      slots of sequences in blocks of memory that they share
     rows.py              rows of a forward: chains, trees, without padding; their positions and masks
     kv_cache.py          keys and values of a model's layers; all caches of an engine

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.auto_count import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft, Round, StepOutput, Verdict
-from megatron_mtp.decoding.method import AutoK, Method
+from megatron_mtp.decoding.method import Method
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Finish, Request, Update
 from megatron_mtp.decoding.rows import MAX_ROWS_BACK, Rows, ancestors_of, rounded
@@ -228,7 +229,7 @@ class DecodeBatch:
     def __init__(self, seqs: list[Sequence], sequences: Sequences, kept: KeptTensors) -> None:
         self.sequences, self.method, self._kept = sequences, seqs[0].method, kept
         self._auto: AutoK | None = None
-        self._timed: int | None = None  # K of the last step, if its time is one of those to come
+        self._timed: tuple[AutoK, int] | None = None  # K of the last step, if its time is one of those to come
         self._graphed: GraphedStep | None = None
         self._rows: list[Sequence] = seqs
         self._select([*range(len(seqs))])
@@ -251,7 +252,7 @@ class DecodeBatch:
         if self._graphed is not None and staying and len(self._rows) == _few_sizes(len(staying)):
             for number in numbers & rows.keys():
                 self.sequences.end(rows[number])
-            self._auto = auto_of(self.method, len(staying))
+            self._count_for(len(staying))
         else:
             self._select(staying)
 
@@ -285,13 +286,15 @@ class DecodeBatch:
             if sequences.live[row]
         ]
         stats.target_seconds = time.perf_counter() - began - stats.drafter_seconds
-        self._timed = count if graphed is None or graphed.is_steady else None
+        steady = graphed is None or graphed.is_steady
+        self._timed = (self._auto, count) if self._auto is not None and steady else None
         return updates
 
     def learn(self, seconds: float) -> None:
         """Tell automatic K what the last step took, the engine's own work included: a larger K needs fewer steps."""
-        if self._auto is not None and self._timed is not None:
-            self._auto.learn(self._timed, self.stats, seconds - self.stats.drafter_seconds - self.stats.target_seconds)
+        if self._timed is not None:  # by now the batch may be of another size
+            auto, count = self._timed
+            auto.learn(count, self.stats, seconds - self.stats.drafter_seconds - self.stats.target_seconds)
 
     def give(self, row: int, gained: list[int], depth: int, draft: Draft) -> Update:
         """Emit and count what a step gave one sequence, from a draft of this depth."""
@@ -314,6 +317,12 @@ class DecodeBatch:
             if proposer.missed(alone, count) > far:
                 catch_up(alone, self.method, count)
 
+    def _count_for(self, seqs: int) -> None:
+        """From now on the batch has so many sequences."""
+        before, self._auto = self._auto, auto_of(self.method, seqs)
+        if self._auto is not None and self._auto is not before:
+            self._auto.change_batch()
+
     def _select(self, rows: list[int]) -> None:
         """Go on with these rows alone, and find out anew what a step of them is."""
         seqs, sequences = [self._rows[row] for row in rows], self.sequences
@@ -322,7 +331,7 @@ class DecodeBatch:
             self._rows, sequences.live = [], []
             return
         own = seqs[0].method
-        self._auto = auto_of(own, len(seqs))
+        self._count_for(len(seqs))
         proposer, sampling = own.proposer, sampling_of([seq.request.sampling for seq in seqs])
         records = (
             isinstance(sampling, Sampling)

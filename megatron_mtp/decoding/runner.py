@@ -33,7 +33,7 @@ from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import NOT_DRAFTED
 
 if TYPE_CHECKING:
-    from megatron_mtp.decoding.method import AutoK
+    from megatron_mtp.decoding.auto_count import AutoK
     from megatron_mtp.decoding.recurrent_layers import Sizes
 
 PLACES = ("rope", "yarn", "none")

@@ -1,4 +1,4 @@
-"""AutoK (decoding/method.py) on a clock of its own: what K is picked, and what a drafter that errs costs."""
+"""AutoK (decoding/auto_count.py) on a clock of its own: what K is picked, and what a drafter that errs costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import pytest
 from drafting_single import model_of
 
 from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.auto_count import FIRST_REST_STEPS, FIRST_STEPS, SHARE, TRIAL_STEPS, AutoK
 from megatron_mtp.decoding.engine import generate
-from megatron_mtp.decoding.method import FIRST_REST_STEPS, FIRST_STEPS, SHARE, TRIED_STEPS, AutoK
 from megatron_mtp.decoding.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -80,7 +80,7 @@ def test_every_rest_is_at_least_twice_as_long_as_the_least_before_it() -> None:
     assert drafted[: len(TRIED)] == TRIED
     gaps = [later - earlier for earlier, later in pairwise(drafted[len(TRIED) - 1 :])]
     rests = [gap for gap in gaps if gap > 1]
-    assert len(gaps) == TRIED_STEPS * len(rests)
+    assert len(gaps) == TRIAL_STEPS * len(rests)
     assert len(rests) >= 3
     assert all(rest >= FIRST_REST_STEPS * 2**number for number, rest in enumerate(rests))
 
@@ -105,7 +105,7 @@ def test_a_drafter_that_needs_much_to_catch_up_never_drafts_again() -> None:
 def test_a_text_that_becomes_easy_is_drafted_again() -> None:
     _, counts = Machine(lambda step, count: count if step > 500 else 0, behind=0.001).run(AutoK(2), 4000)
     assert counts[-1] == 2
-    assert sum(counts[len(TRIED) : 500]) <= 4 * TRIED_STEPS
+    assert sum(counts[len(TRIED) : 500]) <= 4 * TRIAL_STEPS
 
 
 def test_a_drafter_that_is_right_is_used_from_the_first_step() -> None:
@@ -131,7 +131,7 @@ def test_a_batch_pays_by_its_steps_and_not_by_its_texts(texts: int) -> None:
         for _ in range(texts):
             made.count(counts[-1], 0, 1)
         auto.learn(counts[-1], made)
-    assert sum(counts[len(TRIED) :]) <= 2 * TRIED_STEPS
+    assert sum(counts[len(TRIED) :]) <= 2 * TRIAL_STEPS
 
 
 @pytest.mark.parametrize(("left", "drafts"), [(10, False), (2000, True)])
@@ -155,7 +155,7 @@ def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
         plain = 1.0 if step < 300 else 0.25
         auto.learn(counts[-1], step_of(0.1 * counts[-1], 1.0 if counts[-1] else plain, counts[-1], counts[-1]))
     assert all(counts[len(FIRST_STEPS) : 200])
-    assert sum(counts[-200:]) <= 2 * TRIED_STEPS
+    assert sum(counts[-200:]) <= 2 * TRIAL_STEPS
 
 
 def test_time_of_the_engine_speaks_for_more_drafts() -> None:
@@ -163,7 +163,7 @@ def test_time_of_the_engine_speaks_for_more_drafts() -> None:
 
     def taught(overhead: float) -> int:
         auto = AutoK(2)
-        for _ in range(20):
+        for _ in range(40):
             count = auto.choose()
             stats = AcceptanceStats(1, 1, [950, 500], [1000, 950], target_seconds=1.0, drafter_seconds=0.5 * count)
             auto.learn(count, stats, overhead)
@@ -182,7 +182,7 @@ def test_more_drafts_are_tried_where_the_first_ones_are_right() -> None:
 def taught(drafter: float, accepted: list[float], target: float = 1.0) -> AutoK:
     """A choice after some steps in which a draft cost `drafter` and position k was accepted so often."""
     auto, rates = AutoK(len(accepted)), [round(1000 * rate) for rate in accepted]
-    for _ in range(20):
+    for _ in range(40):
         count = auto.choose()
         auto.learn(
             count,
@@ -202,7 +202,7 @@ def test_as_many_drafts_as_pay_off() -> None:
 def test_a_forward_of_more_rows_may_cost_more() -> None:
     """A draft that is free and right half of the time, and doubles the target's time, does not pay."""
     auto = AutoK(1)
-    for _ in range(20):
+    for _ in range(40):
         count = auto.choose()
         auto.learn(count, AcceptanceStats(1, 1, [500], [1000], target_seconds=1.0 + count))
     assert auto.choose() == 0
@@ -220,3 +220,37 @@ def test_batches_of_one_size_share_what_was_measured() -> None:
     assert measured._steps > steps
     generate(target, [[4, 5], [6]], 8, speculative=config)
     assert len(target.auto_counts) == 2
+
+
+def test_a_step_teaches_the_size_that_chose_its_k() -> None:
+    """Two texts, one of which ends in its first step: nobody else learns what that step took."""
+    target = Runner(model_of("gqa", 2))
+    generate(target, [[4, 5], [6]], [1 + 1, 8], speculative={"method": "mtp", "num_speculative_tokens": "auto"})
+    steps = {seqs: auto._steps for (_, seqs), auto in target.auto_counts.items()}
+    assert steps[2] > 0
+
+
+def test_drafts_of_another_batch_are_not_gone_on_with() -> None:
+    """They would have the drafter run the rows of texts that were decoded plainly until now."""
+    auto = taught(0.1, [0.8, 0.6, 0.1])
+    assert auto.choose() == 2
+    assert auto.holds
+    auto.change_batch()
+    assert auto.choose(missed=1000, left=1.0) == 0
+    assert not auto.rests
+
+
+def test_texts_that_soon_end_are_no_reason_to_rest() -> None:
+    auto = taught(0.1, [0.8, 0.6, 0.1])
+    auto.change_batch()
+    for _ in range(30):
+        assert auto.choose(missed=1000, left=10.0) == 0
+        auto.learn(0, step_of(0.0, 1.0, 0, 0))
+    auto.change_batch()
+    assert auto.choose(missed=1, left=100.0) == 2
+
+
+def test_a_few_slow_steps_do_not_speak_against_a_number() -> None:
+    """K = 2 was timed in a slow moment, and its neighbors show that it is not slow."""
+    _, counts = Machine(lambda _, count: min(count, 2), draft=0.1, slower=(9.0,) * 5).run(AutoK(4), 200)
+    assert counts.count(2) > 0.8 * len(counts[20:])

@@ -30,12 +30,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtp.decoding import batch, graphs, sequences
+from megatron_mtp.decoding.auto_count import AutoK
 from megatron_mtp.decoding.batch import can_record
 from megatron_mtp.decoding.config import PROPOSERS
 from megatron_mtp.decoding.draft import Draft, StepOutput, Verdict
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.graphs import GraphedStep, Graphs, Recorded, RunStep
-from megatron_mtp.decoding.method import AutoK, config_from
+from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Request, Update
 from megatron_mtp.decoding.runner import Runner

@@ -23,12 +23,13 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import engine, recurrent_layers
+from megatron_mtp.decoding.auto_count import AutoK
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.block_tables import BlockTables
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.method import AutoK, config_from, make_method
+from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.proposers import mtp
 from megatron_mtp.decoding.proposers.plain import Plain
 from megatron_mtp.decoding.runner import Runner

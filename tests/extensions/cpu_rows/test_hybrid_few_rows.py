@@ -14,9 +14,9 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.decoding import backend
+from megatron_mtp.decoding.auto_count import AutoK
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.kv_cache import KVCache
-from megatron_mtp.decoding.method import AutoK
 from megatron_mtp.decoding.recurrent_layers import KEPT
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import Runner

@@ -1,0 +1,272 @@
+"""Automatic K: the number of drafts that gives most tokens a second, 0 included.
+
+With a_k the chance that position k is accepted given the ones before, K drafts yield 1 + sum_{j<=K} prod_{k<=j} a_k
+tokens in the time of K drafts and one forward of K + 1 rows. Both are measured while decoding.
+
+While K = 0 is best, drafting rests. A draft is tried again after 16, 32, 64, ... plain steps, as long as drafting has
+cost less than `SHARE` of the time beyond plain decoding. After a rest the drafter has to run the rows of all tokens
+emitted meanwhile. That is part of the price: where it exceeds the share, the next draft waits for more time to pass.
+The measurements hold for all batches of one size that a model generates. A time is the lower quartile of the last ones,
+without a K's first steps, so that neither what is prepared or compiled nor other load on the machine decide.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+
+import torch
+
+from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.decoding.config import MOST_DRAFTED
+
+RECENT = 32
+"""Steps of each kind whose times are remembered."""
+
+STALE = 12
+"""Steps after which the times of a K give way to its next one, since other load on the machine comes and goes."""
+
+FAR_BEHIND = MOST_DRAFTED + 1
+"""Rows that a drafter runs at most where every step drafts."""
+
+WORTH_A_CHANGE = 1.05
+"""Drafts have to promise so many times the rate of plain steps before a drafter catches up."""
+
+UNTIMED_STEPS, TRIED_STEPS, TRIAL_STEPS = 2, 4, 8
+"""First steps of a K, which take longer, as what was prepared is of another K; steps of a K that is tried in the place
+of another one, and after a rest."""
+
+PLAIN_AGAIN, PLAIN_STEPS = 200, 8
+"""Steps with drafts after which so many plain ones are timed again. The first of them are slow, as caches are cold."""
+
+MEMORY = 0.97
+"""The weight of earlier acceptances after one more step with drafts."""
+
+FIRST_DRAFTS = 2
+"""K of the first steps; more where they show that more may pay."""
+
+FIRST_STEPS = (1,) * (UNTIMED_STEPS + 1) + (0,) * PLAIN_STEPS
+"""Which of the first steps draft."""
+
+MOST_HELD = 31
+"""Steps without another choice where K was chosen several times in a row: choosing takes as long as a small draft."""
+
+FIRST_REST_STEPS = 16
+"""Plain steps before the first trial; every further rest is twice as long."""
+
+MAX_REST_STEPS = 512
+"""Plain steps after which the price of another draft is looked at again, however far away it was."""
+
+FEW_TIMINGS = 6
+"""Times of a K that are too few to speak against it: first steps take longer."""
+
+SHARE = 0.01
+"""The share of the time so far that drafting may have cost when a draft is tried again."""
+
+
+@dataclass
+class AutoK:
+    """Picks K per step.
+
+    Attributes:
+        most: the largest K to consider.
+        at_once: whether a draft takes as long for any K.
+    """
+
+    most: int
+    at_once: bool = False
+    _hits: list[float] = field(default_factory=list)
+    _offers: list[float] = field(default_factory=list)
+    _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=RECENT)))
+    _draft: deque[float] = field(default_factory=partial(deque, maxlen=RECENT))
+    _timed_at: dict[int, int] = field(default_factory=dict)
+    _behind: int = 1
+    _left: float = math.inf
+    _caught_up: tuple[float, int, int] | None = None
+    _elapsed: float = 0.0
+    _drafting: float = 0.0
+    _worth: float = 0.0
+    _steps: int = 0
+    _last: int | None = None
+    _in_a_row: int = 0
+    _count: int = 0
+    _held: int = 0
+    _span: int = 0
+    _pause: int = FIRST_REST_STEPS
+    _rests: bool = False
+
+    @property
+    def rests(self) -> bool:
+        """True while plain steps are best, and a drafter need not keep up; the same on all ranks."""
+        return self._rests
+
+    @property
+    def holds(self) -> bool:
+        """True if the next step has the K of the last one, whatever it is told."""
+        return self._held > 0
+
+    def change_batch(self) -> None:
+        """Choose anew: the next step is of other sequences, which a drafter may not have kept up with."""
+        if not self._rests:
+            self._held = 0
+
+    def choose(self, missed: int = 0, left: float = math.inf) -> int:
+        """K of the next step; with several ranks the first one's choice, since their clocks differ.
+
+        Args:
+            missed: rows of a sequence that the drafter has not run.
+            left: tokens that a sequence may still get.
+        """
+        if self._held:
+            self._held -= 1
+            return self._count
+        self._behind, self._left = (missed if missed > FAR_BEHIND else 1), left
+        self._count, self._held = self._plan()
+        if torch.distributed.get_world_size() > 1:
+            agreed = torch.tensor([self._count, self._held, self._rests], device=torch.cuda.current_device())
+            torch.distributed.broadcast(agreed, 0)
+            self._count, self._held, rests = agreed.tolist()
+            self._rests = bool(rests)
+        return self._count
+
+    def learn(self, count: int, step: AcceptanceStats, overhead: float = 0.0) -> None:
+        """Take in what one step with K = `count` took and gave, and the seconds that the engine took around it."""
+        drafter, target = step.drafter_seconds, step.target_seconds + overhead
+        self._elapsed += drafter + target
+        self._steps += 1
+        self._in_a_row = self._in_a_row + 1 if count == self._last else 1
+        self._last = count
+        if self._in_a_row > UNTIMED_STEPS:
+            if self._steps > self._timed_at.get(count, 0) + STALE:
+                self._target[count].clear()
+            self._target[count].append(target)
+            self._timed_at[count] = self._steps
+        if count == 0:
+            return
+        self._hits = [MEMORY * old + new for old, new in zip_longest(self._hits, step.accepted_at, fillvalue=0)]
+        self._offers = [MEMORY * old + new for old, new in zip_longest(self._offers, step.offered_at, fillvalue=0)]
+        self._drafting += drafter
+        if self._steps > 1:
+            self._drafting += target
+            self._worth += step.emitted / max(step.target_forwards, 1)
+        if self._behind > 1:
+            self._caught_up = drafter, count, self._behind
+        else:
+            self._draft.append(drafter / self._passes(count))
+        self._behind = 1
+
+    def rates(self, caught_up: bool = False) -> list[float]:
+        """Tokens a second that K = 0 .. most promise, over all that are left.
+
+        Args:
+            caught_up: leave out what the drafter takes for the rows that it has missed.
+        """
+        catching_up = 0.0 if caught_up else self._catching_up() / self._left
+        draft, seconds_of = _usual(self._draft), self._seconds()
+        tokens, reached, rates = 1.0, 1.0, [1 / seconds_of[0]]
+        for count, chance in enumerate(self._chances(), start=1):
+            reached *= chance
+            tokens += reached
+            seconds = (seconds_of[count] + self._passes(count) * draft) / tokens
+            rates.append(1 / (seconds + catching_up))
+        return rates
+
+    def _plan(self) -> tuple[int, int]:
+        """K of the next step, and how many further steps have it without another choice."""
+        few = min(self.most, FIRST_DRAFTS)
+        if self._rests:
+            missing = self._missing_seconds()
+            if missing > 0:
+                return 0, max(self._pause - 1, int(min(missing / _usual(self._target[0]), MAX_REST_STEPS)))
+            if self._left <= TRIAL_STEPS:
+                return 0, 0
+            self._pause, self._rests = 2 * self._pause, False
+            self._forget_times()
+            return few, TRIAL_STEPS - 1
+        if not self._draft and self._behind > max(self._left, 1):
+            return 0, 0  # they end soon, and it is not known yet what drafts gain
+        if self._steps < len(FIRST_STEPS):
+            return few * FIRST_STEPS[self._steps], 0
+        if not self._draft:
+            return few, 0  # the first draft's time is that of its catching up
+        if self._steps > self._timed_at[0] + PLAIN_AGAIN:
+            return 0, PLAIN_STEPS - 1
+        if best := self._best(self.rates()):
+            self._pause = FIRST_REST_STEPS
+            self._span = min(2 * self._span + 1, MOST_HELD) if best == self._count else TRIED_STEPS - 1
+            return best, self._span
+        if self._behind > 1 and self._best(self.rates(caught_up=True)):
+            return 0, TRIED_STEPS - 1  # drafts do pay, but not for these sequences
+        if self._steps > self._timed_at[0] + PLAIN_STEPS:
+            return 0, PLAIN_STEPS - 1  # plain steps may have become slower too
+        self._rests = True
+        return 0, self._pause - 1
+
+    def _best(self, rates: list[float]) -> int:
+        """K of the highest rate."""
+        if self._behind > 1:
+            rates[0] *= WORTH_A_CHANGE
+        return rates.index(max(rates))
+
+    def _forget_times(self) -> None:
+        """Let go of what steps with drafts took: that of a slower moment may keep a K from being tried again."""
+        for count in [count for count in self._target if count]:
+            del self._target[count], self._timed_at[count]
+
+    def _missing_seconds(self) -> float:
+        """Seconds of plain decoding that are missing until another draft costs no more than `SHARE` of all."""
+        lost = self._drafting - self._worth * _usual(self._target[0])  # beyond plain decoding to the same tokens
+        return (lost + self._price()) / SHARE - self._elapsed
+
+    def _price(self) -> float:
+        """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
+        if not self._draft:
+            return float("inf")
+        return TRIAL_STEPS * self._passes(min(self.most, FIRST_DRAFTS)) * _usual(self._draft) + self._catching_up()
+
+    def _catching_up(self) -> float:
+        """Seconds that the drafter needs for the rows it has missed: as the last ones, or a pass for each at first."""
+        if self._behind == 1:
+            return 0.0
+        if self._caught_up is None:
+            return self._behind * _usual(self._draft)
+        seconds, count, rows = self._caught_up
+        return self._behind * max(seconds - self._passes(count) * _usual(self._draft), 0.0) / rows
+
+    def _passes(self, count: int) -> int:
+        """Passes of a draft; all take the same time."""
+        return 1 if self.at_once else count
+
+    def _seconds(self) -> list[float]:
+        """Of forwards of 1, 2, ... rows: between those that were timed often, or less where a few times say so."""
+        known = {count: _usual(times) for count, times in self._target.items()}
+        often = {count: known[count] for count in known if count == 0 or len(self._target[count]) >= FEW_TIMINGS}
+        return [
+            often[count] if count in often else min(known.get(count, math.inf), _between(often, count))
+            for count in range(self.most + 1)
+        ]
+
+    def _chances(self) -> list[float]:
+        """Conditional acceptance of every position. The prior is that of the position before, and 0.5 for the first."""
+        hits = [*self._hits, *[0] * self.most]
+        offers = [*self._offers, *[0] * self.most]
+        reached, chances = [offers[0], *hits], [0.5]
+        for place in range(self.most):
+            chances.append((hits[place] + chances[-1]) / (min(reached[place], offers[place]) + 1))
+        return chances[1:]
+
+
+def _usual(times: Collection[float]) -> float:
+    """The lower quartile: other load on the machine makes steps longer, and never shorter."""
+    return sorted(times)[len(times) // 4]
+
+
+def _between(seconds: dict[int, float], count: int) -> float:
+    """Those of a forward of K + 1 rows; interpolated between measured K."""
+    below = max((known for known in seconds if known <= count), default=min(seconds))
+    above = min((known for known in seconds if known >= count), default=max(seconds))
+    if above == below:
+        return seconds[below]
+    return seconds[below] + (seconds[above] - seconds[below]) * (count - below) / (above - below)

@@ -44,7 +44,7 @@ AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
 
 def command_of(step: str, args: Namespace) -> list[str] | None:
     """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
-    from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+    from megatron_mtp.checkpoint.mcore import TRACKER
 
     run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
     data, chat = run / "data" / "corpus", is_chat_file(args.corpus)

@@ -335,3 +335,19 @@ def _of_all_ranks(positions_S: Tensor, group: ProcessGroup) -> Tensor:
     of_ranks = [torch.empty_like(own_S) for _ in range(group.size())]
     torch.distributed.all_gather(of_ranks, own_S, group=group)
     return torch.stack(of_ranks).cpu()
+
+
+def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: int) -> Tensor:
+    """k for every depth and position, [D, S], on the host; depth 1 has the trunk's state alone.
+
+    They depend on the seed, which is (run, step), and on the position alone: all ranks of all layouts draw the same.
+
+    Args:
+        positions_S: these positions' numbers in the whole sequence.
+        whole: positions of the whole sequence.
+    """
+    drawn = []
+    for depth in range(1, depths + 1):
+        generator = torch.Generator(device="cpu").manual_seed(hash((*seed, depth)) % 2**63)
+        drawn.append(torch.randint(depth, (whole,), generator=generator, device="cpu"))
+    return torch.stack(drawn)[:, positions_S]

@@ -587,22 +587,6 @@ def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
 # Where the choice falls on one that is beyond the end, the newest is taken.
 
 
-def drawn_ages(depths: int, seed: tuple[int, int], positions_S: Tensor, whole: int) -> Tensor:
-    """k for every depth and position, [D, S], on the host; depth 1 has the trunk's state alone.
-
-    They depend on the seed, which is (run, step), and on the position alone: all ranks of all layouts draw the same.
-
-    Args:
-        positions_S: these positions' numbers in the whole sequence.
-        whole: positions of the whole sequence.
-    """
-    drawn = []
-    for depth in range(1, depths + 1):
-        generator = torch.Generator(device="cpu").manual_seed(hash((*seed, depth)) % 2**63)
-        drawn.append(torch.randint(depth, (whole,), generator=generator, device="cpu"))
-    return torch.stack(drawn)[:, positions_S]
-
-
 @dataclass
 class Mixer:
     """Inputs of the depths in one forward pass.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.files import remove, written_beside
 
 FILE = "best.json"

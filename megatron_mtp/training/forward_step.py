@@ -29,6 +29,7 @@ from megatron_mtp.data.batch import (
     depth_batch,
     documents_from_eod,
     documents_from_offsets,
+    drawn_ages,
     join_rows,
     keep_positions,
     mask_ignored_labels,
@@ -47,9 +48,7 @@ from megatron_mtp.losses.objective import (
 )
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
-from megatron_mtp.model.mtp import drawn_ages
 from megatron_mtp.model.packed_rows import PackedRows
-from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.short_log import say
@@ -134,6 +133,8 @@ class ForwardStep:
         objective = self._objective()
         if not return_schedule_plan:
             return model(*inputs, **named, output_processor=objective), self.loss
+
+        from megatron_mtp.model.schedule_plan import HeadsSchedulePlan
 
         outputs: list[ObjectiveOutput] = []  # the plan's last node has to return a tensor, and the loss is one
 

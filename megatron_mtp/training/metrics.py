@@ -24,7 +24,7 @@ from megatron.training.utils import is_last_rank
 from torch import Tensor
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.config import HEADS
 from megatron_mtp.drafters import kind_of
 from megatron_mtp.files import written_beside

@@ -24,7 +24,8 @@ from megatron.training.global_vars import get_signal_handler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER, keep_tokenizer
+from megatron_mtp.checkpoint.mcore import TRACKER
+from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
 from megatron_mtp.config import MTPConfig, trained_depths
 from megatron_mtp.errors import InputError
 from megatron_mtp.files import remove

@@ -17,7 +17,7 @@ from test_data_checks import write_dataset
 
 from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.checkpoint.hf import hub
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.attach_guard import Gain

@@ -16,7 +16,7 @@ from trunk_models import LEFT, OTHERS
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.plan import HFModel
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore import HF_FILES
 from megatron_mtp.cli.convert import main
 
 Spoil = Callable[[Path], None]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.errors import InputError
 from megatron_mtp.training import disk, run
 from megatron_mtp.training.disk import check_room, checkpoint_bytes, gib

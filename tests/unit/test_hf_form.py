@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, TRACKER
+from megatron_mtp.checkpoint.mcore import HF_FILES, TRACKER
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe

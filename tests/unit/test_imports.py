@@ -78,6 +78,19 @@ WITHOUT_MEGATRON = [
 """Plain torch: readable, and usable, without knowing Megatron."""
 
 
+MOST_IMPORTED = {
+    "losses.linear_cross_entropy": 16,
+    "losses.objective": 18,
+    "attach": 31,
+    "training.forward_step": 32,
+    "training.run": 59,
+    "checkpoint.convert.import_hf": 49,
+    "decoding.engine": 37,
+    "server.async_engine": 30,
+}
+"""Module to the files of the package that its import may bring along. Lower a number where one falls."""
+
+
 def imported_modules(source: str, package: str) -> list[str]:
     """Dotted names that the source imports anywhere, inside functions too; `package` resolves relative imports."""
     names: list[str] = []
@@ -191,19 +204,36 @@ class AtImport(ast.NodeTransformer):
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else node
 
 
+def at_import() -> dict[str, str]:
+    """Every file of the package, without what runs later."""
+    sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}
+    return {file: ast.unparse(AtImport().visit(ast.parse(source))) for file, source in sources.items()}
+
+
+def imported_with(module: str, sources: dict[str, str]) -> set[str]:
+    """The modules of the package that an import of one brings along, itself and its packages among them."""
+    graph, found, waiting = graph_of(sources), set[str](), [f"megatron_mtp.{module}"]
+    while waiting:
+        if (name := waiting.pop()) in graph and name not in found:
+            found.add(name)
+            waiting += [*graph[name], name.rpartition(".")[0]]
+    return found
+
+
+@pytest.mark.parametrize(("module", "most"), MOST_IMPORTED.items())
+def test_an_import_brings_few_files_along(module: str, most: int) -> None:
+    found = imported_with(module, at_import())
+    assert len(found) <= most, f"import {module} brings {len(found)} files along: {', '.join(sorted(found))}"
+
+
 def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None:
     """A framework has its own trainer and builder, and releases of Megatron without `megatron.training` can attach."""
-    sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}
-    at_once = {file: ast.unparse(AtImport().visit(ast.parse(source))) for file, source in sources.items()}
-    graph, found, waiting = graph_of(at_once), set[str](), ["megatron_mtp.attach"]
-    while waiting:
-        if (name := waiting.pop()) not in found:
-            found.add(name)
-            waiting += graph.get(name, ())
+    at_once = at_import()
+    found = imported_with("attach", at_once)
     assert "megatron_mtp.model.mtp" in found
     ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trained_stage", "model.arguments")}
     assert [name for name in found if any(f"{name}.".startswith(f"{one}.") for one in ours)] == []
-    modules = {".".join(("megatron_mtp", *Path(file).with_suffix("").parts)): file for file in sources}
+    modules = {".".join(("megatron_mtp", *Path(file).with_suffix("").parts)): file for file in at_once}
     imported = [
         one for name in found & modules.keys() for one in imported_modules(at_once[modules[name]], "megatron_mtp")
     ]

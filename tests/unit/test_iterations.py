@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.checkpoint.mcore.iterations import (
-    TRACKER,
     another,
     is_checkpoint,
     iteration_folder,

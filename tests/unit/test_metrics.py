@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_mtp.acceptance import RECORD, AcceptanceStats, read_record
-from megatron_mtp.checkpoint.mcore.iterations import TRACKER
+from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run, run_files

@@ -19,7 +19,7 @@ from tiers import tiered
 from megatron_mtp.checkpoint.convert import hybrid, stream
 from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, plan_migration
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Group, Options
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, KEPT_TOKENIZER, TRACKER
+from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, TRACKER
 from megatron_mtp.checkpoint.mcore.model import model_of
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.forms import verify_forms

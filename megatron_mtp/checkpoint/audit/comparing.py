@@ -31,8 +31,9 @@ from megatron_mtp.checkpoint.audit.quantization import is_quantized
 from megatron_mtp.checkpoint.audit.saved import MegatronSide, Side
 from megatron_mtp.checkpoint.audit.side import DEPTH, TRUNK, UNREADABLE, HFSide
 from megatron_mtp.checkpoint.convert.plan import RuleSides, unnumbered
-from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, Shape
+from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
 from megatron_mtp.checkpoint.mcore.reader import equal_bits
 from megatron_mtp.files import default_workers

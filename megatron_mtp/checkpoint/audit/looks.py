@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.families.rules import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore.reader import bounds
 
 WORDS = 2**18

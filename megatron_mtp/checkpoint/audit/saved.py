@@ -17,8 +17,8 @@ import yaml
 
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, RELEASE, another, named_iteration
+from megatron_mtp.checkpoint.mcore import EMBEDDING, HF_FILES, OUTPUT, RELEASE
+from megatron_mtp.checkpoint.mcore.iterations import another, named_iteration
 from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
 from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.patches.catalogue import read_catalogue

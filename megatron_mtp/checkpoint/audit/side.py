@@ -27,8 +27,9 @@ from megatron_mtp.checkpoint.families import CARRIED, Family, Layout
 from megatron_mtp.checkpoint.families.described import Described
 from megatron_mtp.checkpoint.families.family import Depths, class_tensors
 from megatron_mtp.checkpoint.families.inside import TITLE, InnerDrafter, stage_of
-from megatron_mtp.checkpoint.families.rules import Copies, Rule, Shape
+from megatron_mtp.checkpoint.families.rules import Copies, Rule
 from megatron_mtp.checkpoint.families.trunk import MOST_LAYERS, ORIGINAL
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig, counted_elsewhere
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, Quantized

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
-from megatron_mtp.checkpoint.families.rules import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig
 from megatron_mtp.checkpoint.hf.forms import by
 

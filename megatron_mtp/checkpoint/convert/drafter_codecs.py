@@ -14,7 +14,8 @@ from typing import Any, ClassVar, override
 from torch import Tensor
 
 from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, mla_rules, mlp_rules
-from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, Shape, rename
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.drafter_sizes import CAUSAL, CAUSAL_IN_WINDOWS, SIZE_SETTINGS
 from megatron_mtp.drafters import (

@@ -31,9 +31,9 @@ from megatron_mtp.checkpoint.convert.plan import counted, unnumbered
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files
 from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.families.inside import INNER_KEYS, STAGES, InnerDrafter, check_no_drafter
-from megatron_mtp.checkpoint.families.rules import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json, text_key
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore import HF_FILES, ORIGIN
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.data.checks import FILE, SIZE, check_data_prefixes, most_frequent

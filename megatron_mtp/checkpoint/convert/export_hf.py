@@ -56,8 +56,8 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN, RELEASE, has_tokenizer, run_tokenizer
+from megatron_mtp.checkpoint.mcore import EMBEDDING, HF_FILES, ORIGIN, RELEASE
+from megatron_mtp.checkpoint.mcore.iterations import has_tokenizer, run_tokenizer
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.sentence_pieces import model_in
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer

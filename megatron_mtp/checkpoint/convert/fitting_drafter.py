@@ -33,7 +33,7 @@ from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, sizes
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
-from megatron_mtp.checkpoint.hf.forms import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.drafter_sizes import SIZE_SETTINGS

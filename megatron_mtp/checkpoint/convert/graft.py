@@ -53,13 +53,13 @@ from megatron_mtp.checkpoint.convert.stream import (
 from megatron_mtp.checkpoint.families import CARRIED, Family, family_of
 from megatron_mtp.checkpoint.families.family import COPIES, STORED_HEAD, class_keys, computing
 from megatron_mtp.checkpoint.families.inside import check_no_drafter
-from megatron_mtp.checkpoint.families.rules import Shape
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.families.wrapped import PREFIXES
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.forms import by
-from megatron_mtp.checkpoint.mcore import other_key
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, has_tokenizer, is_checkpoint, run_tokenizer
+from megatron_mtp.checkpoint.mcore import HF_FILES, other_key
+from megatron_mtp.checkpoint.mcore.iterations import has_tokenizer, is_checkpoint, run_tokenizer
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, trunk_and_depths

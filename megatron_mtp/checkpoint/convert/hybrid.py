@@ -36,8 +36,7 @@ from megatron_mtp.checkpoint.convert.stream import (
     keep_files,
 )
 from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
-from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM
-from megatron_mtp.checkpoint.mcore.iterations import RELEASE
+from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM, RELEASE
 from megatron_mtp.checkpoint.mcore.reader import (
     BY_PARAMETER,
     HEAD_STATE,

@@ -21,7 +21,7 @@ from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, INDEX_SHARE, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSettings
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, ORIGIN
+from megatron_mtp.checkpoint.mcore import HF_FILES, ORIGIN
 from megatron_mtp.config import SHARED_KEYS, trained_depths
 from megatron_mtp.files import without_weights
 from megatron_mtp.model.arguments import parsed

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.hf.forms import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.carried import REMEDY, check_carried
 from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.naming import renaming
-from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Shape, Zeros
+from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, Zeros
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
@@ -24,6 +24,7 @@ from megatron_mtp.checkpoint.families.trunk import (
     ZERO_QKV_BIAS,
     ZERO_ROUTER_BIAS,
 )
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.forms import by

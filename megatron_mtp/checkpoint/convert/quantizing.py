@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf.forms import BLOCK, WRITTEN, Form, Shape, by
+from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.hf.forms import BLOCK, WRITTEN, Form, by
 from megatron_mtp.checkpoint.hf.quantized import COMPRESSED, inside, layer_of, module_of
 
 PLAIN = "bfloat16"

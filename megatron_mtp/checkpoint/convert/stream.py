@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place, resolved
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
-from megatron_mtp.checkpoint.hf.forms import Shape
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
+from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
 from megatron_mtp.checkpoint.mcore.reader import bounds
 from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 from megatron_mtp.files import default_workers, synced

@@ -17,13 +17,13 @@ from megatron_mtp.checkpoint.families.rules import (
     Piece,
     Rule,
     Same,
-    Shape,
     Split,
     SwapHalves,
     Then,
     rename,
     zeros,
 )
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM, other_key
 
 

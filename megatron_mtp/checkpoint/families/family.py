@@ -18,8 +18,9 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.naming import misnamed, unwrapped
-from megatron_mtp.checkpoint.families.rules import Rule, Shape, rename
+from megatron_mtp.checkpoint.families.rules import Rule, rename
 from megatron_mtp.checkpoint.families.trained import TrainedForm
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
 
 CARRIED = "carried."

@@ -29,7 +29,7 @@ from megatron_mtp.checkpoint.families.flags import (
     softmax_expert_flags,
     swiglu_flags,
 )
-from megatron_mtp.checkpoint.families.rules import ByKind, Computed, HFTensor, Map, Piece, Rule, Shape, Split, rename
+from megatron_mtp.checkpoint.families.rules import ByKind, Computed, HFTensor, Map, Piece, Rule, Split, rename
 from megatron_mtp.checkpoint.families.trunk import (
     ORIGINAL,
     ORIGINAL_NORMS,
@@ -42,6 +42,7 @@ from megatron_mtp.checkpoint.families.trunk import (
     moe,
     stepped_layers,
 )
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import ConfigError, HFConfig
 
 

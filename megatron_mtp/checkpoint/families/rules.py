@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_mtp.checkpoint.hf import Shape
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

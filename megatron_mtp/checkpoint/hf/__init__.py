@@ -7,3 +7,5 @@ folder.py     a folder's tensors, one at a time; folders that do not convert (bi
 writer.py     safetensors files, written in place
 hub.py        a model by its name on the Hugging Face Hub
 """
+
+Shape = tuple[int, ...]

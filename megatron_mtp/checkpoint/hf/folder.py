@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
-from megatron_mtp.checkpoint.hf.forms import E8M0, MisfitError, Numbers, Shape
+from megatron_mtp.checkpoint.hf.forms import E8M0, MisfitError, Numbers
 from megatron_mtp.checkpoint.hf.quantized import (
     QuantizationSettings,
     activation_scales,

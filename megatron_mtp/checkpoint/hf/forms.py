@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from megatron_mtp.checkpoint.hf import Shape
+
 StoredPart = tuple[Shape, torch.dtype | None]
 """Shape and type of a stored tensor; None for a type that torch lacks."""
 Tensors = Mapping[str, Tensor]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.forms import (
     E8M0,
@@ -23,7 +24,6 @@ from megatron_mtp.checkpoint.hf.forms import (
     Form,
     MisfitError,
     Numbers,
-    Shape,
     StoredPart,
     Tensors,
     check_packed,

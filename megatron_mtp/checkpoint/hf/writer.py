@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.folder import INDEX, KINDS, SINGLE
-from megatron_mtp.checkpoint.hf.forms import Shape
 from megatron_mtp.patches.catalogue import crc32_of
 
 DescribedTensor = tuple[str, Shape, torch.dtype]

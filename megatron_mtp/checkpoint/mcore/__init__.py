@@ -5,11 +5,20 @@ reader.py      tensors, piece by piece without a model; whole files; the MTP lay
 writer.py      the same, written
 model.py       its model, built from its arguments: for proofs
 
-Below are keys of tensors. A norm has two: Megatron's own modules and Transformer Engine's put some norms into other
-modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense GQA layer has the
-fused norm under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer under Transformer
-Engine's alone.
+Below are names of files, and keys of tensors. A norm has two keys: Megatron's own modules and Transformer Engine's put
+some norms into other modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense
+GQA layer has the fused norm under both kinds of modules, a MoE layer under Megatron's own alone, a dense MLA layer
+under Transformer Engine's alone.
 """
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
+HF_FILES = "hf"
+"""Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
+ORIGIN = "origin.json"
+KEPT_TOKENIZER = "tokenizer"
+"""Folder of a trained checkpoint with the files of the run's tokenizer."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."

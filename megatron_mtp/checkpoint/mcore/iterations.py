@@ -8,17 +8,10 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
 from megatron_mtp.files import without_weights, written_beside
 from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Megatron's name for weights that no training run saved; they are loaded without optimizer, as iteration 0."""
-HF_FILES = "hf"
-"""Folder of a converted checkpoint with the Hugging Face files that Megatron does not use: config, tokenizer, ..."""
-ORIGIN = "origin.json"
-KEPT_TOKENIZER = "tokenizer"
-"""Folder of a trained checkpoint with the files of the run's tokenizer."""
 SENTENCE_PIECES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Values of Megatron's --tokenizer-type whose --tokenizer-model is a SentencePiece model."""
 _ITERATION = re.compile(r"^iter_(\d{7})$")

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.hf.forms import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore.iterations import another, iteration_folder
 from megatron_mtp.files import default_workers
 from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_mtp.checkpoint.hf.forms import Shape
+from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE
 from megatron_mtp.files import synced
 from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal

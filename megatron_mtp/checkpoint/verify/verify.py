@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.mcore.iterations import HF_FILES
+from megatron_mtp.checkpoint.mcore import HF_FILES
 from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, equal_bits
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer

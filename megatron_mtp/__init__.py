@@ -1,9 +1,7 @@
 """Multi-Token Prediction for GPT models trained with Megatron-Core.
 
 config.py      MTPConfig: every setting of the MTP layers, whose fields become the --mtp-* flags
-drafter_sizes.py  heads and rotary positions of a drafter's layers
-rope_scaling.py  scalings of rotary angles, from a config.json to Megatron's arguments and back
-drafters.py    kinds of drafters, a row of plain facts each
+spec/          what draft heads are, as plain data
 errors.py      how a command that cannot go on ends: one sentence and an exit status
 progress.py    bars of work that takes minutes
 files.py       how files are written so that a kill leaves nothing half-written

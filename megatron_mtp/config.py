@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_mtp.drafter_sizes import SIZE_SETTINGS, LatentSizes, parsed_scaling
-from megatron_mtp.drafters import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
+from megatron_mtp.spec.attention import SIZE_SETTINGS, LatentSizes, parsed_scaling
+from megatron_mtp.spec.head import drafts_of
+from megatron_mtp.spec.kinds import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
@@ -531,7 +532,7 @@ def trained_depths(args: Namespace) -> int:
 
 def drafted_steps(args: Namespace) -> int:
     """Tokens that a drafter beside MTP layers learns to draft; 0 without one."""
-    return (args.drafter_steps or STEPS) if stands_beside(args) else 0
+    return drafts_of(vars(args)) if stands_beside(args) else 0
 
 
 def stands_beside(args: Namespace) -> bool:

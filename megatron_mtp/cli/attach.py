@@ -33,11 +33,11 @@ from megatron_mtp.cli.attach_training import PASSES, SPLIT, is_chat_file
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.config import flag_of, loss_parts, number_of
 from megatron_mtp.data.checks import check_split
-from megatron_mtp.drafters import DRAFTERS, FITTED
 from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, did_you_mean, named, sentences
 from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.runtime import quieten
+from megatron_mtp.spec.kinds import DRAFTERS, FITTED
 
 RECORD = "attach.json"
 """In RUN: the settings of its first start, on which finished steps depend."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_mtp.config import flag_of
 from megatron_mtp.data.chat import is_chat
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training.flags import CHAT_FLAGS
 
 OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_mtp.cli.terminal import say_if_lossy
 from megatron_mtp.data.samples import Sample, seed_of
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.files import check_outside
+from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.drafters import DRAFTERS, FITTED
 from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.files import default_workers
 from megatron_mtp.runtime import quieten
+from megatron_mtp.spec.kinds import DRAFTERS, FITTED
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.edit import Init

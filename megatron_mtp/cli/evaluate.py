@@ -14,9 +14,9 @@ from megatron_mtp.acceptance import figures_of
 from megatron_mtp.cli import preprocess, train
 from megatron_mtp.config import flag_of
 from megatron_mtp.data.checks import read_sidecar
-from megatron_mtp.drafters import BLOCKS
 from megatron_mtp.errors import Parser, check_counts, sentences
 from megatron_mtp.runtime import prepare
+from megatron_mtp.spec.kinds import BLOCKS
 from megatron_mtp.training.short_log import quiet
 
 DEFAULTS = (

@@ -25,10 +25,10 @@ from megatron_mtp.config import stands_beside
 from megatron_mtp.data.tokenizer import entries, read_tokenizer
 from megatron_mtp.decoding.config import PROPOSERS, SpeculativeConfig
 from megatron_mtp.decoding.runner import Runner
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPModelConfig, alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
 from megatron_mtp.runtime import transformer_engine_works
+from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,8 +20,8 @@ from megatron_mtp.decoding.config import (
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.sampling import Sampling, SamplingOfEach
 from megatron_mtp.decoding.verifiers import Verifier, VerifierRule
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.registry import Registry
+from megatron_mtp.spec.kinds import DRAFTERS
 
 
 @dataclass

@@ -30,8 +30,9 @@ from megatron_mtp.config import (
     stands_beside,
     trained_depths,
 )
-from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, own_sizes
-from megatron_mtp.rope_scaling import MSCALES, megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
+from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
+from megatron_mtp.spec.head import TrunkSpec
+from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
 """Things that a machine may lack."""
@@ -320,18 +321,16 @@ def layers_to_read(args: Namespace) -> int | None:
     return layers
 
 
-def drafter_sizes(args: Namespace, settings: object | None = None) -> AttentionSizes:
-    """Sizes of the drafter behind a trunk of these arguments.
-
-    Args:
-        settings: have the drafter's own as attributes; None for the arguments.
-    """
+def trunk_spec(args: Namespace) -> TrunkSpec:
+    """What a drafter depends on in a trunk of these arguments, which are whole."""
     heads, is_latent = args.num_attention_heads, _has_latent(args)
+    layers = layers_to_read(args)
+    assert layers is not None
 
     def argument(name: str) -> Any:
         return getattr(args, name, None)
 
-    trunk = AttentionSizes(
+    attention = AttentionSizes(
         heads,
         args.num_query_groups if args.group_query_attention else heads,
         args.kv_channels or args.hidden_size // heads,
@@ -340,20 +339,22 @@ def drafter_sizes(args: Namespace, settings: object | None = None) -> AttentionS
         _trunk_scaling(argument, is_latent),
         LatentSizes.of(argument) if is_latent else None,
     )
-    return own_sizes(args.hidden_size, trunk, args if settings is None else settings)
+    return TrunkSpec(layers, args.vocab_size, args.hidden_size, args.ffn_hidden_size, attention)
 
 
-def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSizes:
-    """Sizes of the drafter behind a trunk of this configuration."""
+def trunk_spec_of(config: MTPModelConfig) -> TrunkSpec:
+    """What a drafter depends on in a trunk of this configuration."""
     own = config.transformer
     is_latent = own.multi_latent_attention
+    tokens = config.true_vocab_size or config.vocab_size
+    assert tokens is not None
 
     def setting(argument: str) -> Any:
         if argument in _OF_MODEL:
             return getattr(config, _OF_MODEL[argument], None)
         return getattr(own, argument if is_latent else f"yarn_{argument.removeprefix('yarn_')}", None)
 
-    trunk = AttentionSizes(
+    attention = AttentionSizes(
         own.num_attention_heads,
         own.num_query_groups or own.num_attention_heads,
         own.kv_channels or own.hidden_size // own.num_attention_heads,
@@ -362,7 +363,8 @@ def drafter_sizes_of(config: MTPModelConfig, settings: MTPConfig) -> AttentionSi
         _trunk_scaling(setting, is_latent),
         LatentSizes.of(partial(getattr, own)) if is_latent else None,
     )
-    return own_sizes(own.hidden_size, trunk, settings)
+    layers = own.num_layers // symbols_of_a_layer(getattr(config, "hybrid_layer_pattern", None))
+    return TrunkSpec(layers, tokens, own.hidden_size, own.ffn_hidden_size, attention)
 
 
 _OF_MODEL = {

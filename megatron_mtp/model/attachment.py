@@ -25,7 +25,7 @@ from megatron_mtp.model.mtp import AttentionInputs, TrunkOutput, is_detached
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_mtp.model.drafter import Drafter
+    from megatron_mtp.spec.head import HeadSpec
 
 INFERENCE = ("inference_context", "inference_params")
 """Arguments of a forward for Megatron's inference engine, which calls the heads itself."""
@@ -40,7 +40,7 @@ class DraftHead(Protocol):
     """
 
     depths: int
-    drafter: "Drafter | None"
+    drafter: "HeadSpec | None"
 
     @property
     def is_apart(self) -> bool:
@@ -91,7 +91,7 @@ class Attachment:
         return self.heads[0].depths
 
     @property
-    def drafter(self) -> "Drafter | None":
+    def drafter(self) -> "HeadSpec | None":
         """The settings of the first head, if that is a drafter."""
         return self.heads[0].drafter if self.heads else None
 

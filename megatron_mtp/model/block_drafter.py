@@ -44,13 +44,14 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
-from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.packed_rows import offsets_of
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DRAFTERS
 
 BLOCKS_AT_ONCE = 64
 """Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
@@ -153,7 +154,7 @@ def context_keys(attention: Any, feature_SBH: Tensor) -> tuple[Tensor, Tensor]:
     return attention.k_layernorm(key_SBGC), value_SBGC
 
 
-def _windowed(config: TransformerConfig, drafter: Drafter) -> Iterator[TransformerConfig]:
+def _windowed(config: TransformerConfig, drafter: HeadSpec) -> Iterator[TransformerConfig]:
     """The configuration of each layer, with its window."""
     for window in drafter.windows:
         own = copy.copy(config)
@@ -178,7 +179,7 @@ class BlockDrafterLayer(DrafterLayer):
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: HeadSpec,
         config: TransformerConfig,
         drafted: int | None,
         submodules: MultiTokenPredictionLayerSubmodules,
@@ -248,14 +249,14 @@ class BlockDrafter(DrafterBlock):
 
     settings: ClassVar[dict[str, Any]] = {"qk_layernorm": True, "sequence_parallel": False}
 
-    def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
+    def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
         self.takes_slices, self.cp_group = config.sequence_parallel, others[1].cp
         self.rows = self.depths + drafter.idle_rows
 
     @classmethod
     @override
-    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         swaps = {PortableAttention: BlockAttention, SinkAttention: BlockSinkAttention}
         spec = layer_spec(layer_config(config, drafter, **cls.settings), swaps)
         norm = partial(HeadNorm, is_summed=config.qk_layernorm)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, override
+from typing import Any, ClassVar, override
 
 import torch
 from megatron.core import parallel_state
@@ -33,8 +33,7 @@ from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp import cpu
 from megatron_mtp.config import HeadSettings
-from megatron_mtp.drafter_sizes import drafter_windows
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, drafter_sizes_of, symbols_of_a_layer
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, symbols_of_a_layer, trunk_spec_of
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import (
@@ -46,9 +45,7 @@ from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trained_stage import TrainedStage
 from megatron_mtp.runtime import check_device
-
-if TYPE_CHECKING:
-    from megatron_mtp.model.drafter import Drafter
+from megatron_mtp.spec.head import HeadSpec
 
 
 def join_world(alone: bool = False, expert_parallel: int = 1) -> None:
@@ -222,51 +219,23 @@ def _head_plan(
     )
 
 
-def _drafter(config: MTPModelConfig, head: HeadSettings) -> "Drafter | None":
-    """The drafter that a head is; None of MTP layers.
+def _drafter(config: MTPModelConfig, head: HeadSettings) -> HeadSpec | None:
+    """The drafter that a head is, reading layers by Megatron's numbers; None of MTP layers.
 
     Raises:
         ValueError: the trunk does not have them.
     """
-    settings = head.settings
-    kind, symbols = settings.kind, symbols_of_a_layer(getattr(config, "hybrid_layer_pattern", None))
-    layers = config.transformer.num_layers // symbols
+    kind, symbols = head.settings.drafter, symbols_of_a_layer(getattr(config, "hybrid_layer_pattern", None))
     if kind is None:
         return None
     if config.transformer.mtp_standalone:
         raise ValueError(
-            f"--pipeline-model-parallel-layout gives --drafter {kind.name} a stage of its own, but it stands "
+            f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it stands "
             "beside the head; put m before L in the last stage."
         )
-    from megatron_mtp.model.drafter import Drafter
-
-    depth = settings.drafter_num_layers or kind.settings.get("drafter_num_layers")
-    chosen = tuple(settings.drafter_layers or kind.default_layers(layers, depth))
-    kind.check_layers(chosen, layers)
-    tokens = config.true_vocab_size or config.vocab_size
-    assert tokens is not None
-    mask = tokens - 1 if settings.drafter_mask_token is None else settings.drafter_mask_token
-    if mask >= tokens:
-        raise ValueError(f"--drafter-mask-token is {mask}, and the vocabulary has {tokens} tokens; give one of those.")
-    rank = settings.drafter_markov_rank or kind.settings.get("drafter_markov_rank")
-    width = settings.drafter_ffn_hidden_size
-    sizes, numbers = drafter_sizes_of(config, settings), tuple(symbols * number for number in chosen)
-    idle = kind.idle_rows if settings.drafter_idle_rows is None else settings.drafter_idle_rows
-    return Drafter(
-        kind=kind.name,
-        layers=numbers,
-        sizes=sizes,
-        steps=head.depths,
-        ffn_hidden_size=width,
-        depth=depth or 1,
-        mask_token=mask,
-        vocabulary=tokens,
-        markov_rank=rank,
-        idle_rows=idle,
-        windows=drafter_windows(settings, depth or 1, kind.fills_blocks),
-        has_sinks=settings.drafter_softmax_type == "learnable",
-        norm_before_residual=bool(settings.drafter_norm_before_residual),
-    )
+    given = {**vars(head.settings), "drafter_steps": head.depths}
+    made = HeadSpec.resolve(kind, given, trunk_spec_of(config))
+    return replace(made, layers=tuple(symbols * number for number in made.layers))
 
 
 def _padded_vocab_size(config: MTPModelConfig) -> int:

@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, pad
 
-from megatron_mtp.drafters import CANDIDATES, CHANNELS_OF_A_KERNEL, TAPS
 from megatron_mtp.model.block_drafter import BlockDrafter, BlockDrafterLayer
-from megatron_mtp.model.drafter import Drafter
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import CANDIDATES, CHANNELS_OF_A_KERNEL, TAPS
 
 
 class Convolution(MegatronModule):
@@ -113,7 +113,7 @@ class DFlash2Layer(BlockDrafterLayer):
         markov_projection: P [R, H]; W1 and W2 are `markov_w1` and `markov_w2`.
     """
 
-    def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
+    def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         super().__init__(drafter, config, *others)
         assert drafter.markov_rank is not None
         self.markov_projection = self.whole_on_every_rank(drafter.markov_rank, config.hidden_size)
@@ -131,7 +131,7 @@ class DFlash2Block(BlockDrafter):
         ValueError: the hidden size is no multiple of 16, or there is a draft vocabulary.
     """
 
-    def __init__(self, drafter: Drafter, config: TransformerConfig, *others: Any) -> None:
+    def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
         if config.hidden_size % CHANNELS_OF_A_KERNEL:
             raise ValueError(
                 f"the trunk's hidden size is {config.hidden_size}, and --drafter dflash2 needs a multiple of "
@@ -149,7 +149,7 @@ class DFlash2Block(BlockDrafter):
 
     @classmethod
     @override
-    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         plain = super().submodules(drafter, config)
         layer = plain.tf_layer.submodules
         convolved = replace(

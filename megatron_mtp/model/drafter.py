@@ -6,7 +6,7 @@ runs one layer in K passes, block_drafter.py several layers once for K tokens.
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, override
 
 import torch
@@ -22,56 +22,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_mtp.drafter_sizes import AttentionSizes
 from megatron_mtp.model.head import DRAFTER, Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.rope import latent_positions, rotary_of, yarn_settings
 from megatron_mtp.model.specs import with_modules, with_portable_modules
+from megatron_mtp.spec.head import HeadSpec
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """Settings that a model with a drafter is built with.
-
-    Attributes:
-        kind: a name of `drafters.DRAFTERS`.
-        layers: Megatron's numbers of the trunk's layers that it reads, from 1.
-        sizes: of its attention.
-        steps: tokens that it drafts.
-        ffn_hidden_size: of its MLPs; None for the trunk's.
-        depth: its own layers.
-        mask_token: whose embedding stands at the places of a block that are to be drafted.
-        vocabulary: tokens of the trunk.
-        markov_rank: of the bias by the token before; None without.
-        idle_rows: the first rows of a block, which draft nothing.
-        windows: of its layers, as Megatron's `window_size`; None for all positions.
-        has_sinks: whether every head has a sink with a trained score.
-        norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
-    """
-
-    kind: str
-    layers: tuple[int, ...]
-    sizes: AttentionSizes
-    steps: int
-    ffn_hidden_size: int | None = None
-    depth: int = 1
-    mask_token: int = 0
-    vocabulary: int = 0
-    markov_rank: int | None = None
-    idle_rows: int = 0
-    windows: tuple[tuple[int, int] | None, ...] = (None,)
-    has_sinks: bool = False
-    norm_before_residual: bool = False
-
-
-def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> TransformerConfig:
+def layer_config(config: TransformerConfig, drafter: HeadSpec, **others: Any) -> TransformerConfig:
     """The trunk's configuration with the drafter's sizes, for dense layers as in Llama.
 
     Args:
         others: further settings.
     """
-    sizes, latents = drafter.sizes, drafter.sizes.latents
+    sizes, latents = drafter.attention, drafter.attention.latents
     made = object.__new__(TransformerConfig if latents is None else MLATransformerConfig)
     of_latents = {one.name for one in fields(config)} - {one.name for one in fields(TransformerConfig)}
     kept = {name: value for name, value in vars(config).items() if name not in of_latents and name[:5] != "yarn_"}
@@ -89,7 +54,7 @@ def layer_config(config: TransformerConfig, drafter: Drafter, **others: Any) -> 
         "no_rope_freq": None,
         "rotary_interleaved": False,
         "num_moe_experts": None,
-        "ffn_hidden_size": drafter.ffn_hidden_size or config.ffn_hidden_size,
+        "ffn_hidden_size": drafter.ffn,
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": False,
         "gated_linear_unit": True,
@@ -183,7 +148,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: HeadSpec,
         config: TransformerConfig,
         submodules: MultiTokenPredictionLayerSubmodules,
         pg_collection: ProcessGroupCollection,
@@ -191,9 +156,9 @@ class DrafterBlock(MultiTokenPredictionBlock):
         draft_vocabulary: Tensor | None = None,
     ) -> None:
         self.drafter, self.drafted = drafter, None if draft_vocabulary is None else draft_vocabulary.numel()
-        own = layer_config(config, drafter, **self.settings, mtp_num_layers=drafter.steps)
+        own = layer_config(config, drafter, **self.settings, mtp_num_layers=drafter.drafts)
         super().__init__(own, submodules, pg_collection, vp_stage, draft_vocabulary)
-        self.rotary = None if drafter.sizes.latents else rotary_of(drafter.sizes, own, pg_collection.cp)
+        self.rotary = None if drafter.attention.latents else rotary_of(drafter.attention, own, pg_collection.cp)
         self.sequential = True
 
     @property
@@ -202,7 +167,7 @@ class DrafterBlock(MultiTokenPredictionBlock):
         return True
 
     @classmethod
-    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         """The spec of its layers on a trunk of this configuration."""
         raise NotImplementedError
 

@@ -18,11 +18,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.model.drafter import Drafter, layer_config, layer_spec
+from megatron_mtp.model.drafter import layer_config, layer_spec
 from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import WITH_CHAIN
+from megatron_mtp.spec.head import HeadSpec
 
 
 class EagleLayer(Eagle3Layer):
@@ -49,7 +50,7 @@ class EagleBlock(Eagle3Block):
 
     @classmethod
     @override
-    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         own = layer_config(config, drafter)
         spec = layer_spec(own, WITH_CHAIN, input_layernorm=IdentityOp)
         return MultiTokenPredictionLayerSubmodules(spec, PortableNorm, shares_kv=True)

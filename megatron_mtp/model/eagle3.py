@@ -28,11 +28,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.drafters import EAGLE3_LAYERS
-from megatron_mtp.model.drafter import Drafter, DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import WITH_CHAIN, ChainedLatentAttention, recomputed
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import EAGLE3_LAYERS
 
 
 class InputNorms(torch.nn.Module):
@@ -170,7 +171,7 @@ class Eagle3Block(DrafterBlock):
 
     @classmethod
     @override
-    def submodules(cls, drafter: Drafter, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
+    def submodules(cls, drafter: HeadSpec, config: TransformerConfig) -> MultiTokenPredictionLayerSubmodules:
         own = layer_config(config, drafter)
         norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
         spec = layer_spec(own, WITH_CHAIN, input_layernorm=norms)

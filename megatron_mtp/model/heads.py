@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.initialize import fill_absent_layers
 from megatron_mtp.model.mtp import (
     MultiTokenPredictionBlock,
@@ -18,6 +17,7 @@ from megatron_mtp.model.mtp import (
     set_quantization,
 )
 from megatron_mtp.registry import Imported
+from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:
     from megatron_mtp.model.drafter import DrafterBlock

@@ -12,8 +12,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.drafter_sizes import AttentionSizes
-from megatron_mtp.rope_scaling import SCALINGS
+from megatron_mtp.spec.attention import AttentionSizes
+from megatron_mtp.spec.rope_scaling import SCALINGS
 
 
 def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:

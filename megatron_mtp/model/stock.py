@@ -40,7 +40,7 @@ from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.specs import with_portable_modules
 
 if TYPE_CHECKING:
-    from megatron_mtp.model.drafter import Drafter
+    from megatron_mtp.spec.head import HeadSpec
 
 OWN = "own"
 """A depth of the kind of the trunk's last layer."""
@@ -259,7 +259,7 @@ def _initializing(config: TransformerConfig, does: bool = True) -> Iterator[None
 class StockHead:
     """MTP layers of Megatron's class as a draft head (`DraftHead` in attachment.py)."""
 
-    drafter: "Drafter | None" = None
+    drafter: "HeadSpec | None" = None
 
     def __init__(self, model: Any) -> None:
         self.config, self.tp_group, self.depths = model.config, model.pg_collection.tp, model.config.mtp_num_layers

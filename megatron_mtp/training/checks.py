@@ -35,17 +35,18 @@ from megatron_mtp.config import (
     trained_depths,
 )
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
-from megatron_mtp.drafter_sizes import LATENT
-from megatron_mtp.drafters import STEPS, kind_of
 from megatron_mtp.model.arguments import (
     MODEL_ARGUMENTS,
     RECURRENT,
     as_mtp_layers,
-    drafter_sizes,
     layers_to_read,
+    trunk_spec,
     without_mtp_layers,
 )
 from megatron_mtp.runtime import transformer_engine_works
+from megatron_mtp.spec.attention import LATENT, own_sizes
+from megatron_mtp.spec.head import drafts_of, layers_of, own_numbers
+from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.datasets import counted_part, example, read_answers
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.flags import CHAT_FLAGS
@@ -562,31 +563,28 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the trunk does not have the layers that are to be read.
     """
-    kind, chosen = kind_of(args.drafter), args.drafter_layers
-    sizes = {
-        name: getattr(args, name) or kind.settings.get(name) for name in ("drafter_num_layers", "drafter_markov_rank")
-    }
+    kind, given, chosen = kind_of(args.drafter), vars(args), args.drafter_layers
     if (layers := layers_to_read(args)) is not None:
-        chosen = list(chosen or kind.default_layers(layers, sizes["drafter_num_layers"]))
-        kind.check_layers(tuple(chosen), layers)
+        chosen = [*layers_of(kind, given, layers)]
         _check_heads(args)
     return {
         "drafter_layers": chosen or None,
-        **sizes,
+        **own_numbers(kind, given),
         **({} if stands_beside(args) else _in_their_place(args)),
     }
 
 
 def _in_their_place(args: Namespace) -> dict[str, Any]:
     loss = kind_of(args.drafter).loss if args.mtp_loss == "ce" else {}
-    return {**loss, **as_mtp_layers(args.drafter_steps or STEPS), **without_mtp_layers(args)}
+    return {**loss, **as_mtp_layers(drafts_of(vars(args))), **without_mtp_layers(args)}
 
 
 def _check_heads(args: Namespace) -> None:
     """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads, or what it compresses to."""
     if args.num_attention_heads is None:
         return
-    sizes, ranks = drafter_sizes(args), args.tensor_model_parallel_size
+    sizes = own_sizes(args.hidden_size, trunk_spec(args).attention, vars(args))
+    ranks = args.tensor_model_parallel_size
     shared = [(sizes.heads, "heads", "--drafter-num-attention-heads")]
     if sizes.latents is None:
         shared.append((sizes.groups, "key heads", "--drafter-num-query-groups"))

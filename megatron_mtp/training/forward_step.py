@@ -49,6 +49,7 @@ from megatron_mtp.losses.objective import (
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.packed_rows import PackedRows
+from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.short_log import say
@@ -75,8 +76,7 @@ class _Learner:
     def of(cls, head: HeadSettings) -> "_Learner":
         settings, loss = head.settings, depth_loss(head.settings)
         weights = depth_weights(settings, head.depths, 1.0, loss)
-        blocks = settings.drafter_blocks or (settings.kind.settings.get("drafter_blocks") if settings.kind else None)
-        return cls(head, loss, weights, blocks)
+        return cls(head, loss, weights, blocks_of(settings.kind, vars(settings)))
 
     @property
     def figures(self) -> str:

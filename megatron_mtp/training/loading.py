@@ -31,7 +31,7 @@ from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.patches.catalogue import FORMAT, read_catalogue
-from megatron_mtp.rope_scaling import scaling_arguments
+from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 
 FLAGS = {"load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}

@@ -26,8 +26,9 @@ from torch import Tensor
 from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
 from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.config import HEADS
-from megatron_mtp.drafters import kind_of
 from megatron_mtp.files import written_beside
+from megatron_mtp.spec.head import blocks_of
+from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState
 from megatron_mtp.training.documents import Documents, by_context, by_source, gathered
 from megatron_mtp.training.run_files import (
@@ -376,9 +377,8 @@ def conditions_of(args: Namespace, number: int = 0) -> dict[str, int]:
     """What an evaluation is made on, by the names of metrics.jsonl; `number` is that of one of several sets."""
     batches = args.eval_iters[number] if isinstance(args.eval_iters, list) else args.eval_iters
     made = {"sequences": batches * args.eval_global_batch_size, "sequence length": args.seq_length}
-    if args.drafter is None or (blocks := kind_of(args.drafter).settings.get("drafter_blocks")) is None:
-        return made
-    return {**made, "drafter blocks": min(args.drafter_blocks or blocks, args.seq_length)}
+    blocks = None if args.drafter is None else blocks_of(kind_of(args.drafter), vars(args))
+    return made if blocks is None else {**made, "drafter blocks": min(blocks, args.seq_length)}
 
 
 def line_of_conditions(row: dict[str, Any], split: str, args: Namespace) -> str:

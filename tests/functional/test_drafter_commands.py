@@ -24,8 +24,8 @@ from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.runtime import prepare
+from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training import loading
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

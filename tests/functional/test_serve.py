@@ -27,7 +27,7 @@ from documents import DOCUMENTS, blocks
 from parrot import TEMPLATE
 
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS
 
 VERB = [sys.executable, "-m", "megatron_mtp"]
 WORKER = Path(__file__).parent / "serve_worker.py"

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,48 @@ from judged_models import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS, DrafterSettings
-from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, sizes_of
+from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, attention_in, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.model.arguments import trunk_spec
+from megatron_mtp.spec.head import HeadSpec
 
 Change = Callable[[dict[str, Tensor]], object]
 Pairs = dict[str, tuple[Path, Path]]
 LAYERS, WIDTH = 5, 40
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
-KINDS: dict[str, tuple[DrafterSettings, list[int]]] = {
-    "eagle3": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), DRAFTED),
-    "eagle3-whole": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), [*range(VOCABULARY)]),
-    "eagle3-latents": (DrafterSettings("eagle3", (1, 2, 4), WIDTH), DRAFTED),
-    "eagle": (DrafterSettings("eagle", (), WIDTH), [*range(VOCABULARY)]),
-    "dflash": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7), [*range(VOCABULARY)]),
-    "dspark": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6), DRAFTED),
-    "dspark-idle": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, idle_rows=1), DRAFTED),
-    "eagle3-window": (
-        DrafterSettings("eagle3", (1, 2, 4), WIDTH, window=3, norm_before_residual=True),
+READ, WHOLE = {"drafter_ffn_hidden_size": WIDTH, "drafter_layers": [1, 2, 4]}, [*range(VOCABULARY)]
+BLOCKS = {
+    "drafter_ffn_hidden_size": WIDTH,
+    "drafter_layers": [1, 3],
+    "drafter_steps": 3,
+    "drafter_num_layers": 2,
+    "drafter_mask_token": 7,
+}
+BIASED = {**BLOCKS, "drafter_markov_rank": 6}
+KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "eagle3": ("eagle3", READ, DRAFTED),
+    "eagle3-whole": ("eagle3", READ, WHOLE),
+    "eagle3-latents": ("eagle3", READ, DRAFTED),
+    "eagle": ("eagle", {"drafter_ffn_hidden_size": WIDTH}, WHOLE),
+    "dflash": ("dflash", BLOCKS, WHOLE),
+    "dspark": ("dspark", BIASED, DRAFTED),
+    "dspark-idle": ("dspark", {**BIASED, "drafter_idle_rows": 1}, DRAFTED),
+    "eagle3-window": ("eagle3", {**READ, "drafter_window_size": 3, "drafter_norm_before_residual": 1}, DRAFTED),
+    "dflash-windows": ("dflash", {**BLOCKS, "drafter_window_size": 4, "drafter_full_layers": [2]}, WHOLE),
+    "dspark-sinks": (
+        "dspark",
+        {**BIASED, "drafter_window_size": 3, "drafter_causal": 1, "drafter_softmax_type": "learnable"},
         DRAFTED,
     ),
-    "dflash-windows": (DrafterSettings("dflash", (1, 3), WIDTH, 3, 2, 7, window=4, full=(2,)), [*range(VOCABULARY)]),
-    "dspark-sinks": (DrafterSettings("dspark", (1, 3), WIDTH, 3, 2, 7, 6, window=3, causal=1, sinks=True), DRAFTED),
-    "dflash2": (DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6), [*range(VOCABULARY)]),
+    "dflash2": ("dflash2", BIASED, WHOLE),
     "dflash2-windows": (
-        DrafterSettings("dflash2", (1, 3), WIDTH, 3, 2, 7, 6, window=4, full=(1,), causal=2),
-        [*range(VOCABULARY)],
+        "dflash2",
+        {**BIASED, "drafter_window_size": 4, "drafter_full_layers": [1], "drafter_causal": 2},
+        WHOLE,
     ),
 }
 """Drafters of a trunk of five layers, and their tokens."""
@@ -92,13 +106,17 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     Args:
         sizes: of its layers, where they are not the usual ones.
     """
-    kind, drafted = KINDS[name]
+    kind_name, given, drafted = KINDS[name]
     args = DistReader(trunk).common()["args"]
+    kind = HeadSpec.resolve(kind_name, given, trunk_spec(args))
+    if sizes is not None:
+        keys = {**sizes_of(kind, args.hidden_size), **sizes}
+        kind = replace(kind, attention=attention_in(Path("config.json"), keys, "kv_lora_rank" in sizes))
     reduced = len(drafted) < VOCABULARY
-    has_head = reduced or kind.name == "eagle3"
-    codec, lists = CODECS[kind.name], ("d2t", "t2d") if reduced else ()
+    has_head = reduced or kind.kind == "eagle3"
+    codec, lists = CODECS[kind.kind], ("d2t", "t2d") if reduced else ()
     own = codec.layer_names[0], codec.has_embedding
-    form = DrafterForm(kind, _sizes(sizes_of(args), sizes or {}), torch.arange(len(drafted)), has_head, lists, *own)
+    form = DrafterForm(kind, args.hidden_size, torch.arange(len(drafted)), has_head, lists, *own)
     torch.manual_seed(3)
     tensors = {}
     for rule in form.rules():
@@ -113,7 +131,7 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
         "architectures": [form.architecture],
         "model_type": "llama",
         **form.sizes,
-        "intermediate_size": kind.width,
+        "intermediate_size": kind.ffn,
         "num_hidden_layers": kind.depth,
         "draft_vocab_size": len(drafted),
         **codec.keys(kind),
@@ -125,10 +143,6 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
     plan_attaching_drafter(trunk, given).write(saved, QUIET)
     plan_drafter(saved, QUIET).write(exported, QUIET)
     return exported, saved
-
-
-def _sizes(usual: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in {**usual, **own}.items() if name != "head_dim" or "kv_lora_rank" not in own}
 
 
 def spoiled(source: Path, target: Path, change: Change, **keys: object) -> Path:

@@ -34,10 +34,10 @@ from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.runner import STATIC_EXPERTS, Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import BatchShapes, Sequences
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.head import Head, StageOutput
+from megatron_mtp.spec.kinds import DRAFTERS
 
 POSITIONS = 160
 

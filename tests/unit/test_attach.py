@@ -25,7 +25,7 @@ from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
 from megatron_mtp.data.tokenizer import read_tokenizer
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training.run_files import write_documents
 
 ORDER = "preprocess convert convert train train convert convert generate".split()

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_mtp.config import HEADS, MTPConfig, drafted_steps, stands_beside
 from megatron_mtp.data.batch import with_blocks
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import NextTokensObjective, ObjectiveOutput, depth_weights
 from megatron_mtp.model.arguments import alone, as_mtp_layers
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.spec.kinds import DRAFTERS
 
 _, DRAFTER_BLOCK = HEADS
 DEPTHS, STEPS, LAYERS, BLOCKS = 2, 4, 5, 6

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, form_in, in_order
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
-from megatron_mtp.drafter_sizes import LatentSizes
+from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 
@@ -292,15 +292,15 @@ def test_a_published_config_is_read_with_its_own_sizes(
 ) -> None:
     form = read(tmp_path, keys, behind)
     names = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
-    assert (form.kind.name, form.kind.layers) == (kind, layers)
+    assert (form.kind.kind, form.kind.layers) == (kind, layers)
     assert tuple(form.sizes.get(name) for name in names) == sizes
 
 
 @pytest.mark.parametrize("name", ["Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"])
 def test_latent_attention_of_kimi_is_read_with_its_own_sizes(tmp_path: Path, name: str) -> None:
     form = read(tmp_path, {**KIMI, "architectures": [name], "num_aux_hidden_states": 3}, KIMI_K2, "states")
-    assert (form.kind.name, form.kind.layers) == ("eagle3", (2, 30, 58))
-    assert form.latents == LatentSizes(1536, 512, 128, 64, 128)
+    assert (form.kind.kind, form.kind.layers) == ("eagle3", (2, 30, 58))
+    assert form.kind.attention.latents == LatentSizes(1536, 512, 128, 64, 128)
     assert form.sizes["rope_scaling"] == {**YARN, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     shapes = {
         tensor.name.removeprefix("midlayer.self_attn."): tensor.shape for rule in form.rules() for tensor in rule.hf
@@ -327,9 +327,9 @@ def test_latent_attention_of_kimi_is_read_with_its_own_sizes(tmp_path: Path, nam
 )
 def test_block_drafters_of_speculators_are_read(tmp_path: Path, keys: dict[str, Any], kind: str, steps: int) -> None:
     found = read(tmp_path, keys, QWEN3).kind
-    assert (found.name, found.layers, found.steps, found.depth) == (kind, (2, 10, 18, 26, 34), steps, 5)
-    assert (found.window, found.full, found.causal, found.mask_token) == (2048, (), False, 151669)
-    assert found.rank == (256 if kind == "dspark" else None)
+    assert (found.kind, found.layers, found.drafts, found.depth) == (kind, (2, 10, 18, 26, 34), steps, 5)
+    assert (found.window, found.full_layers, found.causal, found.mask_token) == (2048, (), False, 151669)
+    assert found.markov_rank == (256 if kind == "dspark" else None)
 
 
 def of_model_optimizer(**inner: Any) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def test_eagle_drafters_of_model_optimizer_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, of_model_optimizer(), DEEPSEEK).kind.layers == (2, 30, 58)
     without = dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), False)
     state = {**of_model_optimizer(**without), "architectures": ["LlamaForCausalLMEagle"], "draft_vocab_size": None}
-    assert read(tmp_path, state, DEEPSEEK).kind.name == "eagle"
+    assert read(tmp_path, state, DEEPSEEK).kind.kind == "eagle"
 
 
 @pytest.mark.parametrize("at_top", [False, True], ids=["z-lab", "speculators"])
@@ -351,8 +351,8 @@ def test_dflash2_is_read_from_either_level_of_keys(tmp_path: Path, at_top: bool)
     keys = DFLASH2 if not at_top else {**DFLASH2, **DFLASH2["dflash_config"], "dflash_config": None}
     form = read(tmp_path, keys, QWEN38)
     kind = form.kind
-    assert (kind.name, kind.layers, kind.steps, kind.depth) == ("dflash2", (2, 17, 32, 47, 62), 7, 5)
-    assert (kind.rank, kind.window, kind.causal, kind.idle_rows) == (256, 2048, False, 0)
+    assert (kind.kind, kind.layers, kind.drafts, kind.depth) == ("dflash2", (2, 17, 32, 47, 62), 7, 5)
+    assert (kind.markov_rank, kind.window, kind.causal, kind.idle_rows) == (256, 2048, False, 1)
     assert len([tensor for rule in form.rules() for tensor in rule.hf]) == 81
 
 
@@ -376,7 +376,7 @@ def test_values_that_nothing_scales_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", [ZLAB, DSPARK], ids=["DFlash", "DSpark"])
 def test_a_block_has_as_many_drafts_as_it_says(tmp_path: Path, keys: dict[str, Any]) -> None:
     form = read(tmp_path, keys, QWEN35 if keys is ZLAB else GLM)
-    assert (form.kind.steps, form.kind.depth) == ((15, 5) if keys is ZLAB else (7, 5))
+    assert (form.kind.drafts, form.kind.depth) == ((15, 5) if keys is ZLAB else (7, 5))
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048}
@@ -413,7 +413,7 @@ def test_windows_causality_and_sinks_are_read_as_engines_serve_them(
     tmp_path: Path, keys: dict[str, Any], window: int | None, full: tuple[int, ...], causal: int, sinks: bool
 ) -> None:
     kind = read(tmp_path, {**ZLAB, **keys}, QWEN35).kind
-    assert (kind.window, kind.full, kind.causal, kind.sinks) == (window, full, causal, sinks)
+    assert (kind.window, kind.full_layers, kind.causal, kind.has_sinks) == (window, full, causal, sinks)
 
 
 @pytest.mark.parametrize("is_before", [True, False])
@@ -427,12 +427,12 @@ def test_a_windowed_eagle3_drafter_is_read(tmp_path: Path) -> None:
     own = {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}
     layer = {**SPECULATORS["transformer_layer_config"], **own}
     kind = read(tmp_path, {**SPECULATORS, "transformer_layer_config": layer}, QWEN3).kind
-    assert (kind.window, kind.full, kind.causal) == (2048, (), False)
+    assert (kind.window, kind.full_layers, kind.causal) == (2048, (), False)
 
 
 def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
     kind = read(tmp_path, {**DSPARK, "sample_from_anchor": False}, GLM).kind
-    assert (kind.steps, kind.idle_rows) == (6, 1)
+    assert (kind.drafts, kind.idle_rows) == (6, 1)
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,8 @@ def test_the_three_ways_to_count_are_one_drafter(tmp_path: Path) -> None:
 )
 def test_drafted_tokens_are_the_trunks_each_once(offsets: list[int], order: list[int] | None) -> None:
     """Of 96 tokens; an offset is what is added to a draft's index."""
-    form = DrafterForm(DrafterSettings("eagle3", (1, 2, 4), 8), {"vocab_size": 96}, torch.arange(2), True)
+    trunk = TrunkSpec(5, 96, 16, 8, AttentionSizes(2, 2, 8, 1e-6, 1e4))
+    form = DrafterForm(HeadSpec.resolve("eagle3", {}, trunk), 16, torch.arange(2), True)
     if order is not None:
         assert in_order(form, {"d2t": torch.tensor(offsets)}).order_N.tolist() == order
     else:

@@ -1,4 +1,4 @@
-"""drafter_sizes.py and model/rope.py: a drafter's heads behind every trunk, and its angles against transformers'."""
+"""spec/attention.py and model/rope.py: a drafter's heads behind every trunk, and its angles against transformers'."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -12,28 +12,28 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafter_sizes import (
+from megatron_mtp.model.arguments import (
+    MTPGPTModelConfig,
+    layers_to_read,
+    symbols_of_a_layer,
+    trunk_spec,
+    trunk_spec_of,
+)
+from megatron_mtp.model.rope import rotary_of
+from megatron_mtp.spec.attention import (
     AttentionSizes,
     LatentSizes,
-    drafter_windows,
     latent_settings,
     own_sizes,
     size_settings,
+    windows_of,
 )
-from megatron_mtp.model.arguments import (
-    MTPGPTModelConfig,
-    drafter_sizes,
-    drafter_sizes_of,
-    layers_to_read,
-    symbols_of_a_layer,
-)
-from megatron_mtp.model.rope import rotary_of
-from megatron_mtp.rope_scaling import scaling_of
+from megatron_mtp.spec.rope_scaling import scaling_of
 from megatron_mtp.training.checks import drafter_arguments
 
 TRUNK = AttentionSizes(16, 2, 256, 1e-6, 1e7)
 LATENTS = LatentSizes(24, 512, 128, 64, 128)
-NOTHING = Namespace()
+NOTHING: dict[str, Any] = {}
 YARN = {
     "rope_type": "yarn",
     "factor": 16.0,
@@ -45,7 +45,7 @@ YARN = {
 
 def test_sizes_are_the_trunks_unless_given() -> None:
     assert own_sizes(2048, TRUNK, NOTHING) == TRUNK
-    given = Namespace(drafter_kv_channels=128, drafter_num_attention_heads=32, drafter_num_query_groups=8)
+    given = {"drafter_kv_channels": 128, "drafter_num_attention_heads": 32, "drafter_num_query_groups": 8}
     assert own_sizes(2048, TRUNK, given) == AttentionSizes(32, 8, 128, 1e-6, 1e7)
 
 
@@ -70,7 +70,7 @@ def test_heads_behind_latent_attention_fill_the_hidden_size(
 )
 def test_sizes_that_cannot_be_are_refused(hidden: int, is_latent: bool, given: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        own_sizes(hidden, replace(TRUNK, latents=LATENTS if is_latent else None), Namespace(**given))
+        own_sizes(hidden, replace(TRUNK, latents=LATENTS if is_latent else None), given)
 
 
 OF_LATENTS = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
@@ -79,12 +79,12 @@ OF_LATENTS |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_d
 
 def test_latent_attention_has_the_sizes_and_positions_of_a_latent_trunk() -> None:
     trunk = replace(TRUNK, scaling=OF_LATENTS, latents=LATENTS)
-    made = own_sizes(2048, trunk, Namespace(drafter_multi_latent_attention=[]))
+    made = own_sizes(2048, trunk, {"drafter_multi_latent_attention": []})
     assert made == AttentionSizes(16, 16, 192, 1e-6, 1e7, OF_LATENTS, LATENTS)
-    assert own_sizes(2048, TRUNK, Namespace(**latent_settings(made))) == made
+    assert own_sizes(2048, TRUNK, latent_settings(made)) == made
     plain = {name: value for name, value in OF_LATENTS.items() if "mscale" not in name}
     assert own_sizes(2048, trunk, NOTHING).scaling == plain
-    behind_plain = own_sizes(2048, replace(TRUNK, scaling=plain), Namespace(**{LATENT_FLAG: [0, 8, 4, 2, 6]}))
+    behind_plain = own_sizes(2048, replace(TRUNK, scaling=plain), {LATENT_FLAG: [0, 8, 4, 2, 6]})
     assert behind_plain.latents == LatentSizes(None, 8, 4, 2, 6)
     assert behind_plain.scaling == {**plain, "mscale": 1.0, "mscale_all_dim": 0.0}
 
@@ -115,19 +115,19 @@ def test_latent_attention_that_cannot_be_is_refused(
     scaling: dict[str, Any] | None, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        own_sizes(2048, replace(TRUNK, scaling=scaling), Namespace(**given))
+        own_sizes(2048, replace(TRUNK, scaling=scaling), given)
 
 
 def test_only_other_sizes_are_kept_as_settings() -> None:
     usual = AttentionSizes(16, 2, 256, 1e-6, 1e7, YARN)
-    assert {*size_settings(usual, usual).values()} == {None}
-    own = size_settings(AttentionSizes(32, 2, 256, 1e-6, 5e5), usual)
+    assert {*size_settings(usual, 2048, usual).values()} == {None}
+    own = size_settings(AttentionSizes(32, 2, 256, 1e-6, 5e5), 2048, usual)
     assert {name: value for name, value in own.items() if value is not None} == {
         "drafter_num_attention_heads": 32,
         "drafter_rotary_base": 5e5,
         "drafter_rope_scaling": '{"rope_type": "default"}',
     }
-    assert own_sizes(2048, usual, Namespace(**own)) == AttentionSizes(32, 2, 256, 1e-6, 5e5)
+    assert own_sizes(2048, usual, own) == AttentionSizes(32, 2, 256, 1e-6, 5e5)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,9 @@ OF_ARGUMENTS: dict[str, Any] = {
     "kv_channels": 256,
     "layernorm_epsilon": 1e-6,
     "rotary_base": 10000000,
+    "num_layers": 8,
+    "vocab_size": 100,
+    "ffn_hidden_size": 64,
 }
 
 
@@ -236,17 +239,19 @@ OF_ARGUMENTS: dict[str, Any] = {
 )
 def test_positions_are_the_trunks_in_the_whole_head(changes: dict[str, Any], scaling: dict[str, Any] | None) -> None:
     args = Namespace(**OF_ARGUMENTS, **changes)
-    assert drafter_sizes(args) == AttentionSizes(16, 2, 256, 1e-6, 10000000, scaling)
+    made = own_sizes(args.hidden_size, trunk_spec(args).attention, NOTHING)
+    assert made == AttentionSizes(16, 2, 256, 1e-6, 10000000, scaling)
 
 
 def test_arguments_and_configuration_say_the_same_of_latent_attention() -> None:
     scaled = {"rope_type": "yarn", "rotary_scaling_factor": 16.0, "original_max_position_embeddings": 64}
     scaled |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
     config = transformer_config(None, hidden_size=64, **{**LATENT, **scaled})
-    ours = drafter_sizes_of(MTPGPTModelConfig(transformer=config, vocab_size=8), MTPConfig(drafter="eagle3"))
+    ours = trunk_spec_of(MTPGPTModelConfig(transformer=config, vocab_size=8)).attention
     args = Namespace(**{**OF_ARGUMENTS, **scaled, "hidden_size": 64, "multi_latent_attention": True})
     args.layernorm_epsilon, args.rotary_base = config.layernorm_epsilon, config.rotary_base
-    assert ours == drafter_sizes(args) == AttentionSizes(8, 2, 8, 1e-5, 10000, YARN)
+    for trunk in (ours, trunk_spec(args).attention):
+        assert own_sizes(64, trunk, NOTHING) == AttentionSizes(8, 2, 8, 1e-5, 10000, YARN)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def test_arguments_and_configuration_say_the_same_of_latent_attention() -> None:
     ],
 )
 def test_what_tensor_parallel_ranks_cannot_share_is_refused(given: dict[str, Any], said: str) -> None:
-    of_run = {"drafter": "eagle3", "num_layers": 8, "tensor_model_parallel_size": 4, **OF_ARGUMENTS, **given}
+    of_run = {"drafter": "eagle3", "tensor_model_parallel_size": 4, **OF_ARGUMENTS, **given}
     unset = dict.fromkeys(("drafter_layers", "drafter_num_layers", "drafter_markov_rank"))
     with pytest.raises(ValueError, match=said):
         drafter_arguments(Namespace(**unset, **of_run))
@@ -291,9 +296,8 @@ ALL, BEFORE = None, (-1, 0)
 def test_a_window_of_w_reaches_back_by_one_less_and_ahead_unless_causal(
     width: int | None, full: list[int] | None, causal: int, blocks: object, in_one_direction: object
 ) -> None:
-    settings = Namespace(drafter_window_size=width, drafter_full_layers=full, drafter_causal=causal)
-    assert drafter_windows(settings, 2, fills_blocks=True) == blocks
-    assert drafter_windows(settings, 2, fills_blocks=False) == in_one_direction
+    assert windows_of(width, full or (), causal, 2, fills_blocks=True) == blocks
+    assert windows_of(width, full or (), causal, 2, fills_blocks=False) == in_one_direction
 
 
 @pytest.mark.parametrize(
@@ -309,6 +313,5 @@ def test_a_window_of_w_reaches_back_by_one_less_and_ahead_unless_causal(
 def test_windows_that_no_layer_or_every_layer_has_are_refused(
     width: int | None, full: list[int] | None, causal: int, said: str
 ) -> None:
-    settings = Namespace(drafter_window_size=width, drafter_full_layers=full, drafter_causal=causal)
     with pytest.raises(ValueError, match=said):
-        drafter_windows(settings, 2, fills_blocks=True)
+        windows_of(width, full or (), causal, 2, fills_blocks=True)

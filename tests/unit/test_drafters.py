@@ -220,7 +220,7 @@ def test_the_command_says_so_and_exits_with_its_status(
     assert main(["verify", str(folder), str(pairs["dflash"][1])]) == 1
     said = capsys.readouterr().out
     assert "FAIL settings that differ: " in said
-    assert "name 'dflash', but it is 'dspark'" in said
+    assert "kind 'dflash', but it is 'dspark'" in said
     assert "FAIL tensors that are equal bit by bit, there and back: 0" in said
     lost = spoiled(folder, tmp_path / "lost", lambda tensors: tensors.pop("fc.weight"))
     refused = {

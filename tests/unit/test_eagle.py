@@ -11,7 +11,7 @@ from test_eagle3 import DRAFTED, RECOMPUTE, STEPS, Reference, losses
 from torch import Tensor
 
 from megatron_mtp.config import MTPConfig
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -30,8 +30,8 @@ from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.model.head import Vocabulary
-from megatron_mtp.rope_scaling import SCALINGS, scaling_of
 from megatron_mtp.server.protocol import CompletionBody
+from megatron_mtp.spec.rope_scaling import SCALINGS, scaling_of
 
 
 def section(heading: str) -> str:
@@ -223,7 +223,7 @@ def test_a_loss_has_the_gradient_of_its_definition() -> None:
 def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is read by conversion in both directions, and by the settings of drafters."""
     (row,) = (edit for task, _, edit in tasks() if task == "a rope variant")
-    assert row.startswith("`rope_scaling.py` `SCALINGS`")
+    assert row.startswith("`spec/rope_scaling.py` `SCALINGS`")
     keys = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     with pytest.raises(UntrainableError, match="the rotary scaling 'doubled'"):
         flags("llama", rope_parameters={"rope_type": "doubled", **keys})
@@ -257,7 +257,7 @@ TWIN_ROW = """    DrafterKind(
 
 DRAFTERS: """
 TWIN = {
-    "drafters.py": (")\n\nDRAFTERS: ", TWIN_ROW),
+    "spec/kinds.py": (")\n\nDRAFTERS: ", TWIN_ROW),
     "model/twin.py": "from megatron_mtp.model.eagle3 import Eagle3Block\n\n\nclass TwinBlock(Eagle3Block): ...\n",
     "checkpoint/convert/drafter_codecs.py": (
         '"dspark": BiasedBlocks()',

@@ -122,7 +122,7 @@ def test_a_fitted_drafter_has_the_trunks_heads_also_in_the_place_of_one_with_oth
     _, before = make_drafter(tmp_path, "eagle3-whole", trunk, OWN_SIZES)
     new = tmp_path / "new"
     assert main(["fit-drafter", str(before), str(new), "--data-path", corpus]) == 0
-    sizes = [attached_of(load_model(folder)).drafter.sizes for folder in (before, new)]
+    sizes = [attached_of(load_model(folder)).drafter.attention for folder in (before, new)]
     assert [one.heads for one in sizes] == [OWN_SIZES["num_attention_heads"], 4]
     assert sizes[1].scaling is None
 

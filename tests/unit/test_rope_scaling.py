@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.rope_scaling import SCALINGS, megatrons_scaling, scaling_arguments
+from megatron_mtp.spec.rope_scaling import SCALINGS, megatrons_scaling, scaling_arguments
 from megatron_mtp.training.loading import LoadPlan, check_positions
 
 YARN = {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -7,12 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from drafter_folders import DRAFTED, KINDS, WIDTH, make_drafter, make_trunk
+from drafter_folders import DRAFTED, KINDS, READ, make_drafter, make_trunk
 from megatron.core import parallel_state
 from megatron_single import join_world_of_one, make_batch, one_head, our_model
 
 import megatron_mtp
-from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.checkpoint.mcore.model import load_model
 from megatron_mtp.config import MTPConfig
@@ -45,7 +44,7 @@ def train() -> None:
 
 
 def convert_and_draft(folder: Path) -> None:
-    KINDS["twin"] = DrafterSettings("twin", LAYERS, WIDTH), DRAFTED
+    KINDS["twin"] = "twin", READ, DRAFTED
     folder.mkdir()
     _, trunk = make_trunk(folder)
     exported, saved = make_drafter(folder, "twin", trunk)

@@ -17,19 +17,19 @@ from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, 
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
-from megatron_mtp.drafter_sizes import CAUSAL, CAUSAL_IN_WINDOWS, SIZE_SETTINGS
-from megatron_mtp.drafters import (
+from megatron_mtp.model.arguments import layers_to_read
+from megatron_mtp.model.head import DRAFTER
+from megatron_mtp.spec.attention import CAUSAL, CAUSAL_IN_WINDOWS, AttentionSizes
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
+from megatron_mtp.spec.kinds import (
     CANDIDATES,
     CHANNELS_OF_A_KERNEL,
     DRAFTERS,
     EAGLE3_LAYERS,
-    STEPS,
     TAPS,
     DrafterKind,
     engine_layers,
 )
-from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, without_mtp_layers
-from megatron_mtp.model.head import DRAFTER
 
 AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LAYERS, "dspark_target_layer_ids")
@@ -47,87 +47,6 @@ LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v
 """Config keys of `LatentSizes`, in its order."""
 COUNTS = {"outputs": 1, "states": 0}
 """What layer ids may count, and what makes the layers before a state of one."""
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """Name and settings of a drafter, without its trunk's sizes.
-
-    Attributes:
-        name: of `drafters.DRAFTERS`.
-        layers: numbers of the trunk's layers that it reads.
-        width: of its MLPs.
-        steps: tokens that it drafts at once, or was trained to draft.
-        depth: its own layers.
-        mask_token: of its blocks; None without blocks.
-        rank: of the bias by the token before; None without.
-        idle_rows: rows of its blocks that draft nothing, beside those of all drafters of its kind.
-        window: positions that its layers attend to; None for all.
-        full: numbers of the layers, from 1, that attend to all beside a window.
-        causal: 1 if rows of a block see only those before them, 2 in windowed layers alone, as of --drafter-causal.
-        sinks: whether heads have sinks.
-        norm_before_residual: whether an EAGLE-3 layer adds to the normalized feature.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    width: int
-    steps: int = STEPS
-    depth: int = 1
-    mask_token: int | None = None
-    rank: int | None = None
-    idle_rows: int = 0
-    window: int | None = None
-    full: tuple[int, ...] = ()
-    causal: int = 0
-    sinks: bool = False
-    norm_before_residual: bool = False
-
-    @classmethod
-    def of(cls, args: Namespace) -> "DrafterSettings":
-        """The settings of a checkpoint's drafter, from its arguments."""
-        own = DRAFTERS[args.drafter].settings
-        mask = args.vocab_size - 1 if args.drafter_mask_token is None else args.drafter_mask_token
-        return cls(
-            args.drafter,
-            tuple(args.drafter_layers or ()),
-            args.drafter_ffn_hidden_size or args.ffn_hidden_size,
-            args.drafter_steps or STEPS,
-            args.drafter_num_layers or own.get("drafter_num_layers") or 1,
-            mask if "drafter_mask_token" in own else None,
-            args.drafter_markov_rank or own.get("drafter_markov_rank"),
-            getattr(args, "drafter_idle_rows", None) or 0,
-            getattr(args, "drafter_window_size", None),
-            tuple(getattr(args, "drafter_full_layers", None) or ()),
-            getattr(args, "drafter_causal", None) or 0,
-            getattr(args, "drafter_softmax_type", None) == "learnable",
-            bool(getattr(args, "drafter_norm_before_residual", None)),
-        )
-
-    def arguments(self, args: Namespace) -> dict[str, Any]:
-        """The arguments of a checkpoint that has it on the trunk of these, with the usual sizes of its layers."""
-        own = {
-            "drafter_num_layers": self.depth,
-            "drafter_mask_token": self.mask_token,
-            "drafter_markov_rank": self.rank,
-            "drafter_idle_rows": self.idle_rows or None,
-            "drafter_full_layers": [*self.full] or None,
-            "drafter_causal": self.causal or None,
-            "drafter_softmax_type": "learnable" if self.sinks else None,
-            "drafter_norm_before_residual": int(self.norm_before_residual) or None,
-        }
-        read = DRAFTERS[self.name].settings
-        return {
-            "drafter": self.name,
-            "drafter_layers": [*self.layers] or None,
-            "drafter_steps": self.steps,
-            "drafter_window_size": self.window,
-            "drafter_ffn_hidden_size": None if self.width == args.ffn_hidden_size else self.width,
-            **{name: value if name in read else None for name, value in own.items()},
-            **dict.fromkeys(SIZE_SETTINGS),
-            **as_mtp_layers(self.steps),
-            **without_mtp_layers(args),
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,15 +84,15 @@ class DrafterCodec(ABC):
     layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
     own_forms: ClassVar[dict[str, Any]] = {}
 
-    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
         """Keys beside those of the sizes."""
         if kind.window is None:
             return {}
-        types = [FULL if number in kind.full else SLIDING for number in range(1, kind.depth + 1)]
+        types = [FULL if number in kind.full_layers else SLIDING for number in range(1, kind.depth + 1)]
         return {"layer_types": types, "sliding_window": kind.window, "use_sliding_window": True}
 
     @abstractmethod
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         """The rules of what only drafters of this kind have.
 
         Args:
@@ -200,7 +119,7 @@ class DrafterCodec(ABC):
 
     @abstractmethod
     def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
-        """Fields of `DrafterSettings` beside those of all kinds.
+        """Settings that drafters of this kind have and others do not, by the names of their flags.
 
         Raises:
             ValueError: the trunk of these arguments has no such drafter.
@@ -219,13 +138,13 @@ class OneLayer(DrafterCodec):
     own_forms: ClassVar[dict[str, Any]] = {"num_aux_hidden_states": EAGLE3_LAYERS}
 
     @override
-    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
         returns = [number - 1 for number in kind.layers]
         own = {AUX_LAYERS: [*kind.layers], OF_ONE_LAYER: {AUX_LAYERS: returns, "use_aux_hidden_state": True}}
         return super().keys(kind) | own | ({"norm_before_residual": True} if kind.norm_before_residual else {})
 
     @override
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
         return [
             *_input_and_output(sizes, len(kind.layers)),
@@ -269,12 +188,12 @@ class StateLayer(OneLayer):
     )
 
     @override
-    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
-        row = DRAFTERS[kind.name]
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
+        row = DRAFTERS[kind.kind]
         return super().keys(kind) | {"architectures": [row.architecture, row.published_as]}
 
     @override
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         hidden = sizes["hidden_size"]
         return [
             rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, 2 * hidden)),
@@ -292,25 +211,25 @@ class Blocks(DrafterCodec):
     whole_numbers: tuple[str, ...] = (*DrafterCodec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
 
     @override
-    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
-        rows = kind.steps + DRAFTERS[kind.name].idle_rows + kind.idle_rows
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
+        rows = kind.drafts + kind.idle_rows
         is_causal: dict[str, Any] = {"is_causal": bool(kind.causal)}
         inner = {**self.inner(kind), "causal": bool(kind.causal)}
         if kind.causal == CAUSAL_IN_WINDOWS:  # engines take layers so where no key is for them all
             is_causal = {NON_CAUSAL: False}
             del inner["causal"]
         if kind.window is not None:
-            inner |= {"swa_window_size": kind.window, **({} if kind.full else {"use_swa": True})}
-        if kind.sinks:
+            inner |= {"swa_window_size": kind.window, **({} if kind.full_layers else {"use_swa": True})}
+        if kind.has_sinks:
             inner["attention_sink_bias"] = True
         return super().keys(kind) | {"block_size": rows, **is_causal, OF_BLOCKS: inner}
 
-    def inner(self, kind: DrafterSettings) -> dict[str, Any]:
+    def inner(self, kind: HeadSpec) -> dict[str, Any]:
         """What engines look for in `OF_BLOCKS`."""
         return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
 
     @override
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
         rules = _input_and_output(sizes, len(kind.layers))
         rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],)))
         for number in range(kind.depth):
@@ -340,11 +259,11 @@ class Blocks(DrafterCodec):
                 f"{args.max_position_embeddings} positions; fetch the folder again."
             )
         return {
-            "steps": steps,
-            "depth": keys["num_hidden_layers"],
-            "mask_token": mask,
-            "rank": keys.get("markov_rank"),
-            "idle_rows": idle,
+            "drafter_steps": steps,
+            "drafter_num_layers": keys["num_hidden_layers"],
+            "drafter_mask_token": mask,
+            "drafter_markov_rank": keys.get("markov_rank"),
+            "drafter_idle_rows": idle if has_choice else None,
         }
 
 
@@ -355,18 +274,18 @@ class BiasedBlocks(Blocks):
     whole_numbers = (*Blocks.whole_numbers, "markov_rank")
 
     @override
-    def keys(self, kind: DrafterSettings) -> dict[str, Any]:
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
         return {
             **super().keys(kind),
             **self.inner(kind),
-            **{"markov_rank": kind.rank, "markov_head_type": "vanilla"},
+            **{"markov_rank": kind.markov_rank, "markov_head_type": "vanilla"},
             **{"enable_confidence_head": True, "confidence_head_with_markov": True},
             **({"sample_from_anchor": False} if kind.idle_rows else {}),
         }
 
     @override
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        hidden, rank, drafted = sizes["hidden_size"], kind.rank, len(rows.order_N)
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        hidden, rank, drafted = sizes["hidden_size"], kind.markov_rank, len(rows.order_N)
         assert rank is not None
         return [
             *super().rules(kind, sizes, layer, rows),
@@ -389,13 +308,13 @@ class ConvolvedBlocks(Blocks):
     whole_numbers = (*Blocks.whole_numbers, *own_forms)
 
     @override
-    def inner(self, kind: DrafterSettings) -> dict[str, Any]:
-        rows = kind.steps + DRAFTERS[kind.name].idle_rows
-        return {**super().inner(kind), **self.own_forms, "selector_rank": kind.rank, "block_size": rows}
+    def inner(self, kind: HeadSpec) -> dict[str, Any]:
+        rows = kind.drafts + kind.idle_rows
+        return {**super().inner(kind), **self.own_forms, "selector_rank": kind.markov_rank, "block_size": rows}
 
     @override
-    def rules(self, kind: DrafterSettings, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        hidden, rank, vocabulary = sizes["hidden_size"], kind.rank, sizes["vocab_size"]
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        hidden, rank, vocabulary = sizes["hidden_size"], kind.markov_rank, sizes["vocab_size"]
         assert rank is not None
         kernels = 2 * TAPS * (hidden // CHANNELS_OF_A_KERNEL), hidden
         rules = super().rules(kind, sizes, layer, rows)
@@ -419,7 +338,7 @@ class ConvolvedBlocks(Blocks):
                 f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} chooses among all "
                 f"{args.vocab_size} tokens; give another."
             )
-        return {**super().sizes(path, row, keys, args), "rank": keys["selector_rank"]}
+        return {**super().sizes(path, row, keys, args), "drafter_markov_rank": keys["selector_rank"]}
 
 
 CODECS: dict[str, DrafterCodec] = {
@@ -429,7 +348,7 @@ CODECS: dict[str, DrafterCodec] = {
     "dspark": BiasedBlocks(),
     "dflash2": ConvolvedBlocks(),
 }
-"""By the names of `drafters.DRAFTERS`."""
+"""By the names of `spec.kinds.DRAFTERS`."""
 
 
 def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
@@ -438,11 +357,17 @@ def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind_in(
-    path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace, count: str | None = None
-) -> DrafterSettings:
+    path: Path,
+    row: DrafterKind,
+    keys: dict[str, Any],
+    attention: AttentionSizes,
+    args: Namespace,
+    count: str | None = None,
+) -> HeadSpec:
     """The drafter that the keys of a config describe, on the trunk of these arguments.
 
     Args:
+        attention: what the keys say of its attention.
         count: what its layer ids count, of `COUNTS`; None for what their key says.
 
     Raises:
@@ -466,8 +391,14 @@ def kind_in(
             f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
             "drafter of this trunk."
         )
-    sizes = codec.sizes(path, row, keys, args)
-    return DrafterSettings(row.name, tuple(found), keys["intermediate_size"], **sizes, **_layers_in(path, row, keys))
+    given = {
+        "drafter_layers": found,
+        **codec.sizes(path, row, keys, args),
+        **_layers_in(path, row, keys),
+        **({} if attention.latents is None else {"drafter_multi_latent_attention": []}),
+    }
+    own = TrunkSpec(layers, args.vocab_size, keys["hidden_size"], keys["intermediate_size"], attention)
+    return HeadSpec.resolve(row.name, given, own)
 
 
 @dataclass(frozen=True)
@@ -543,7 +474,7 @@ def _both(said: Mapping[str, Any]) -> str:
 
 
 def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `DrafterSettings` that say what its layers attend and add to, as engines read them.
+    """The settings, by the names of their flags, that say what its layers attend and add to, as engines read them.
 
     Raises:
         ValueError: they are not said, contradict one another, or the kind has no such layers.
@@ -558,12 +489,15 @@ def _layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, 
     is_before = bool(keys.get("norm_before_residual"))
     if is_before and "drafter_norm_before_residual" not in row.settings:
         raise ValueError(f"{path / CONFIG} has norm_before_residual, which {row.called} does not have; give another.")
-    found: dict[str, Any] = {"sinks": has_sinks, "norm_before_residual": is_before}
+    found: dict[str, Any] = {
+        "drafter_softmax_type": "learnable" if has_sinks else None,
+        "drafter_norm_before_residual": int(is_before),
+    }
     if (window := next((one.window for one in views if one.window is not None), None)) is not None:
         full = tuple(number for number, one in enumerate(views, start=1) if one.window is None)
-        found |= {"window": window, "full": full}
+        found |= {"drafter_window_size": window, "drafter_full_layers": full}
     if row.fills_blocks and any(one.causal for one in views):
-        found["causal"] = CAUSAL if all(one.causal for one in views) else CAUSAL_IN_WINDOWS
+        found["drafter_causal"] = CAUSAL if all(one.causal for one in views) else CAUSAL_IN_WINDOWS
     return found
 
 
@@ -589,7 +523,7 @@ def _input_and_output(sizes: dict[str, Any], inputs: int) -> list[Rule]:
 def _layer_rules(
     place: Place,
     sizes: dict[str, Any],
-    kind: DrafterSettings,
+    kind: HeadSpec,
     norms: dict[str, str],
     inputs: int = 1,
     normalizes_heads: bool = False,
@@ -610,6 +544,6 @@ def _layer_rules(
         *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
         *(_own_key(rule) for rule in attention if rule.mcore[0].key != output),
         rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
-        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, kind.width),
-        *([rename(f"{place.hf}self_attn.attention_sink_bias", sink, (heads,))] if kind.sinks else []),
+        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, kind.ffn),
+        *([rename(f"{place.hf}self_attn.attention_sink_bias", sink, (heads,))] if kind.has_sinks else []),
     ]

@@ -19,7 +19,7 @@ tokens, V vocabulary, H hidden, M rank of the bias.
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     OF_ONE_LAYER,
     OUTPUT_KEYS,
     STATE_KEYS,
-    DrafterSettings,
     TokenOrder,
     by_token,
     kind_in,
@@ -45,11 +44,12 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafter_sizes import AttentionSizes, LatentSizes, latent_settings, size_settings
-from megatron_mtp.drafters import DRAFTERS, engine_layers
-from megatron_mtp.model.arguments import drafter_sizes
+from megatron_mtp.model.arguments import as_mtp_layers, trunk_spec, without_mtp_layers
 from megatron_mtp.model.head import DRAFTER
-from megatron_mtp.rope_scaling import scaling_of
+from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DRAFTERS, engine_layers
+from megatron_mtp.spec.rope_scaling import scaling_of
 
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
 VOCABULARY, HEAD = f"{DRAFTER}draft_vocabulary", f"{DRAFTER}head"
@@ -73,19 +73,19 @@ WORDS = "embed_tokens.weight"
 """A copy of the trunk's embedding in a folder, which a checkpoint has once."""
 
 
-def sizes_of(args: Namespace) -> dict[str, Any]:
-    """The config keys of the sizes of a checkpoint's drafter, or of one with the usual sizes, from its arguments."""
-    sizes = drafter_sizes(args)
+def sizes_of(drafter: HeadSpec, hidden: int) -> dict[str, Any]:
+    """The config keys of a drafter's sizes."""
+    sizes = drafter.attention
     latents = None if sizes.latents is None else dict(zip(LATENT_KEYS, astuple(sizes.latents), strict=True))
     return {
-        "hidden_size": args.hidden_size,
+        "hidden_size": hidden,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.groups,
         **({"head_dim": sizes.channels} if latents is None else {**latents, **INTERLEAVED}),
         "rms_norm_eps": sizes.epsilon,
         "rope_theta": sizes.theta,
         **({} if sizes.scaling is None else {"rope_scaling": sizes.scaling}),
-        "vocab_size": args.vocab_size,
+        "vocab_size": drafter.vocabulary,
     }
 
 
@@ -117,7 +117,7 @@ class DrafterForm:
 
     Attributes:
         kind: what it is.
-        sizes: of `sizes_of`.
+        hidden: hidden size.
         order_N: the row of the folder's head for each drafted token, by ascending token.
         has_head: whether the folder has a head.
         lists: of `LISTS`, those that the folder has.
@@ -125,8 +125,8 @@ class DrafterForm:
         has_embedding: whether the folder has a copy of the trunk's embedding.
     """
 
-    kind: DrafterSettings
-    sizes: dict[str, Any]
+    kind: HeadSpec
+    hidden: int
     order_N: Tensor
     has_head: bool
     lists: tuple[str, ...] = ()
@@ -134,53 +134,46 @@ class DrafterForm:
     has_embedding: bool = False
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """The config keys of its sizes."""
+        return sizes_of(self.kind, self.hidden)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Settings of its computation, by name; an EAGLE-3 folder does not say with how many steps it was trained."""
-        own = asdict(self.kind)
-        return {**self.sizes, **own, "steps": self.kind.steps if CODECS[self.kind.name].stores_steps else None}
+        own = {one.name: getattr(self.kind, one.name) for one in fields(self.kind) if one.name != "attention"}
+        return {**self.sizes, **own, "drafts": self.kind.drafts if CODECS[self.kind.kind].stores_steps else None}
 
     @property
     def says(self) -> str:
         """Kind, layers that are read, tokens and blocks, in a line."""
         kind, drafted = self.kind, len(self.order_N)
-        tokens = "all" if drafted == self.sizes["vocab_size"] else drafted
+        tokens = "all" if drafted == self.kind.vocabulary else drafted
         layers = "engines' default" if kind.layers == engine_layers(sys.maxsize) else " ".join(map(str, kind.layers))
         reads = f"the trunk after {layers} layers" if layers else "the trunk's last state"
-        block = "" if kind.mask_token is None else f", {kind.steps} at once behind mask token {kind.mask_token}"
-        return f"{kind.name}, reads {reads}, drafts {tokens} tokens{block}"
-
-    @property
-    def latents(self) -> LatentSizes | None:
-        """Sizes of its latent attention."""
-        return LatentSizes(*(self.sizes[name] for name in LATENT_KEYS)) if KV_RANK in self.sizes else None
+        block = "" if kind.mask_token is None else f", {kind.drafts} at once behind mask token {kind.mask_token}"
+        return f"{kind.kind}, reads {reads}, drafts {tokens} tokens{block}"
 
     @property
     def architecture(self) -> str:
         """Its first one of `architectures`."""
-        row = DRAFTERS[self.kind.name]
-        return row.architecture if self.latents is None else row.latent_architectures[0]
+        row = DRAFTERS[self.kind.kind]
+        return row.architecture if self.kind.attention.latents is None else row.latent_architectures[0]
 
     def arguments(self, args: Namespace) -> dict[str, Any]:
         """The arguments of a checkpoint that has it on the trunk of these."""
-        names = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")
-        heads, groups, epsilon, theta = (self.sizes[name] for name in names)
-        channels = self.sizes["head_dim"] if self.latents is None else self.latents.channels
-        scaling = self.sizes.get("rope_scaling")
-        sizes = AttentionSizes(heads, groups, channels, epsilon, theta, scaling, self.latents)
-        of_latents = latent_settings(sizes)
-        usual = drafter_sizes(args, Namespace(**of_latents))
-        return self.kind.arguments(args) | size_settings(sizes, usual) | of_latents
+        return {
+            **self.kind.arguments(trunk_spec(args)),
+            **as_mtp_layers(self.kind.drafts),
+            **without_mtp_layers(args),
+        }
 
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
-        hidden, kind, drafted, vocabulary = (
-            self.sizes["hidden_size"],
-            self.kind,
-            len(self.order_N),
-            self.sizes["vocab_size"],
-        )
+        hidden, kind, drafted = self.hidden, self.kind, len(self.order_N)
+        vocabulary = kind.vocabulary
         rows = TokenOrder(self.order_N)
-        rules = CODECS[kind.name].rules(kind, self.sizes, self.layer, rows)
+        rules = CODECS[kind.kind].rules(kind, self.sizes, self.layer, rows)
         if self.has_embedding:
             shape = vocabulary, hidden
             rules.append(Rule((HFTensor(WORDS, shape),), (Piece(EMBEDDING, shape, padded=True),)))
@@ -195,13 +188,13 @@ class DrafterForm:
 
 def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
     """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
-    kind = DrafterSettings.of(args)
+    kind = HeadSpec.resolve(args.drafter, vars(args), trunk_spec(args))
     drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
     lists = LISTS if drafted < args.vocab_size else ()
-    codec = CODECS[kind.name]
+    codec = CODECS[kind.kind]
     has_head = reader.holds(HEAD) or codec.has_own_head
-    layer, sizes = codec.layer_names[0], sizes_of(args)
-    return DrafterForm(kind, sizes, torch.arange(drafted), has_head, lists, layer, codec.has_embedding)
+    order_N, layer = torch.arange(drafted), codec.layer_names[0]
+    return DrafterForm(kind, args.hidden_size, order_N, has_head, lists, layer, codec.has_embedding)
 
 
 def head_key(reader: DistReader) -> str:
@@ -255,15 +248,16 @@ def form_in(path: Path, args: Namespace, names: Collection[str], count: str | No
         ValueError: the config lacks something, or is of another kind or of another trunk.
     """
     keys = _checked_config(path, args)
-    kind, vocabulary = kind_in(path, DRAFTERS[str(drafter_kind(path))], keys, args, count), args.vocab_size
+    attention, vocabulary = attention_in(path, keys, _has_latent_architecture(path, keys)), args.vocab_size
+    kind = kind_in(path, DRAFTERS[str(drafter_kind(path))], keys, attention, args, count)
     drafted = int(keys.get("draft_vocab_size") or vocabulary)
     has_list = "d2t" in names or drafted < vocabulary
     lists = tuple(name for name in LISTS if name in names or (name == "d2t" and has_list))
-    codec = CODECS[kind.name]
+    codec = CODECS[kind.kind]
     has_head = codec.has_own_head or has_list or FOLDER_HEAD in names
     held = (one for one in codec.layer_names if any(name.startswith(one) for name in names))
-    layer, sizes = next(held, codec.layer_names[0]), _sizes_in(path, keys, _has_latent_architecture(path, keys))
-    return DrafterForm(kind, sizes, torch.arange(drafted), has_head, lists, layer, WORDS in names)
+    layer = next(held, codec.layer_names[0])
+    return DrafterForm(kind, keys["hidden_size"], torch.arange(drafted), has_head, lists, layer, WORDS in names)
 
 
 def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
@@ -275,7 +269,7 @@ def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:
     tokens_N = torch.arange(len(form.order_N)) + lists.get("d2t", 0)
     order_N = tokens_N.argsort()
     tokens_N = tokens_N[order_N]
-    if tokens_N[0] < 0 or tokens_N[-1] >= form.sizes["vocab_size"] or (tokens_N.diff() == 0).any():
+    if tokens_N[0] < 0 or tokens_N[-1] >= form.kind.vocabulary or (tokens_N.diff() == 0).any():
         raise ValueError("d2t names a token twice, or one that the trunk does not have; fetch the folder again")
     if "t2d" in lists and not torch.equal(lists["t2d"].nonzero()[:, 0], tokens_N):
         raise ValueError(
@@ -342,8 +336,8 @@ def _has_latent_architecture(path: Path, keys: dict[str, Any]) -> bool:
     return not {*names}.isdisjoint(keys["architectures"])
 
 
-def _sizes_in(path: Path, keys: dict[str, Any], is_latent: bool) -> dict[str, Any]:
-    """The keys of `sizes_of` in a config, with the defaults of its class."""
+def attention_in(path: Path, keys: dict[str, Any], is_latent: bool) -> AttentionSizes:
+    """What a config says of its attention, with the defaults of its class."""
     rope: dict[str, Any] = next(filter(None, map(keys.get, ROPE)), {})
     try:
         scaling = scaling_of({"partial_rotary_factor": keys.get("partial_rotary_factor"), **rope}, is_latent)
@@ -363,7 +357,8 @@ def _sizes_in(path: Path, keys: dict[str, Any], is_latent: bool) -> dict[str, An
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < sys.maxsize:
             raise ValueError(f"{path / CONFIG} has {name} {value!r:.40}, which is no number above 0; fetch it again.")
-    scaled = {} if scaling is None else {"rope_scaling": scaling}
+    epsilon, theta = made["rms_norm_eps"], made["rope_theta"]
     if is_latent:
-        made |= {**INTERLEAVED, "num_key_value_heads": heads}
-    return {"hidden_size": keys["hidden_size"], **made, **scaled, "vocab_size": _vocabulary(keys)}
+        latents = LatentSizes(*(made[name] for name in LATENT_KEYS))
+        return AttentionSizes(heads, heads, latents.channels, epsilon, theta, scaling, latents)
+    return AttentionSizes(heads, made["num_key_value_heads"], made["head_dim"], epsilon, theta, scaling)

@@ -28,9 +28,9 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.model.arguments import check_trainable, layers_to_read
 from megatron_mtp.model.head import DRAFTER
+from megatron_mtp.spec.kinds import DRAFTERS
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
@@ -69,12 +69,12 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
 
 def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
     """The keys of config.json."""
-    kind, row = form.kind, DRAFTERS[form.kind.name]
+    kind, row = form.kind, DRAFTERS[form.kind.kind]
     return {
         "architectures": [form.architecture],
-        "model_type": row.model_type if form.latents is None else row.latent_model_type,
+        "model_type": row.model_type if kind.attention.latents is None else row.latent_model_type,
         **form.sizes,
-        "intermediate_size": kind.width,
+        "intermediate_size": kind.ffn,
         "max_position_embeddings": args.max_position_embeddings,
         "num_hidden_layers": kind.depth,
         "num_target_layers": layers_to_read(args),
@@ -84,7 +84,7 @@ def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "target_hidden_size": args.hidden_size,
         "draft_vocab_size": len(form.order_N),
-        **CODECS[kind.name].keys(kind),
+        **CODECS[kind.kind].keys(kind),
     }
 
 

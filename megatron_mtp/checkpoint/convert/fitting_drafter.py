@@ -28,21 +28,21 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import DrafterSettings
-from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY, sizes_of
+from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY
 from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.drafter_sizes import SIZE_SETTINGS
-from megatron_mtp.drafters import FITTED
-from megatron_mtp.model.arguments import check_trainable
+from megatron_mtp.model.arguments import as_mtp_layers, check_trainable, trunk_spec, without_mtp_layers
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
 from megatron_mtp.progress import progress_bar
+from megatron_mtp.spec.attention import AttentionSizes
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import FITTED
 
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
@@ -79,44 +79,42 @@ def plan_fitting(
             f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
             f"(train --drafter {FITTED.name}, attach --drafter-init random)."
         )
-    read = tuple(layers or FITTED.default_layers(trunk.num_layers, None))
-    FITTED.check_layers(read, trunk.num_layers)
-    kind = DrafterSettings(FITTED.name, read, trunk.ffn_hidden_size)
+    kind = HeadSpec.resolve(FITTED.name, {"drafter_layers": layers}, trunk_spec(trunk))
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
-    trunk = changed_args(reader, **plain, **dict.fromkeys(SIZE_SETTINGS))["args"]
+    trunk = changed_args(reader, **plain)["args"]
     fit = Fit(reader, trunk, trunk.num_layers - 1, data, seed)
     drafted_N = None if drafted is None else torch.tensor(drafted)
-    weights = cache(partial(fitted, fit, read, drafted_N, seed, quiet))
+    weights = cache(partial(fitted, fit, kind, drafted_N, seed, quiet))
     dtype = reader.dtype(EMBEDDING)
     made = [
         Group.single(key, shape, dtype, lambda key=key: weights()[key].to(dtype))  # type: ignore[misc]
-        for key, shape in _shapes(trunk, len(read), len(drafted or ())).items()
+        for key, shape in _shapes(kind, trunk.hidden_size, len(drafted or ())).items()
     ]
     if drafted_N is not None:
         made.append(Group.single(VOCABULARY, (len(drafted_N),), drafted_N.dtype, drafted_N.clone))
-    record = {"fit": asdict(data), "seed": seed, "layers": read, "drafted": drafted}
-    return changed(reader, source, made, kind.arguments(trunk), record, depths=0, begin=weights)
+    record = {"fit": asdict(data), "seed": seed, "layers": kind.layers, "drafted": drafted}
+    stored = kind.arguments(trunk_spec(trunk)) | as_mtp_layers(kind.drafts) | without_mtp_layers(trunk)
+    return changed(reader, source, made, stored, record, depths=0, begin=weights)
 
 
-def _shapes(args: Namespace, read: int, drafted: int) -> dict[str, Shape]:
-    sizes = sizes_of(args)
-    hidden, heads, channels = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
+def _shapes(kind: HeadSpec, hidden: int, drafted: int) -> dict[str, Shape]:
+    sizes = kind.attention
     return {
-        f"{DRAFTER}fc.weight": (hidden, read * hidden),
+        f"{DRAFTER}fc.weight": (hidden, len(kind.layers) * hidden),
         f"{DRAFTER}norm.weight": (hidden,),
         **{f"{LAYER}input_layernorm.{name}.weight": (hidden,) for name in ("enorm", "hnorm")},
-        QKV: ((heads + 2 * sizes["num_key_value_heads"]) * channels, 2 * hidden),
-        PROJ: (hidden, heads * channels),
-        **{f"{LAYER}{COPIED[0]}": (hidden,), f"{LAYER}{COPIED[1]}": (2 * args.ffn_hidden_size, hidden)},
-        f"{LAYER}{COPIED[2]}": (hidden, args.ffn_hidden_size),
+        QKV: ((sizes.heads + 2 * sizes.groups) * sizes.channels, 2 * hidden),
+        PROJ: (hidden, sizes.heads * sizes.channels),
+        **{f"{LAYER}{COPIED[0]}": (hidden,), f"{LAYER}{COPIED[1]}": (2 * kind.ffn, hidden)},
+        f"{LAYER}{COPIED[2]}": (hidden, kind.ffn),
         **({HEAD: (drafted, hidden)} if drafted else {}),
     }
 
 
 @torch.no_grad()
-def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int, quiet: bool) -> dict[str, Tensor]:
+def fitted(fit: Fit, kind: HeadSpec, drafted_N: Tensor | None, seed: int, quiet: bool) -> dict[str, Tensor]:
     """The drafter's tensors by key, float32."""
-    model, hidden = fit.trunk(), fit.args.hidden_size
+    model, hidden, read = fit.trunk(), fit.args.hidden_size, kind.layers
     last: Any = model.decoder.layers[-1]
     of_fc, of_residual = (Moments.zero(inputs, hidden) for inputs in (len(read) * hidden, 2 * hidden))
     embedded_H = torch.zeros(hidden, device="cuda")
@@ -138,18 +136,19 @@ def fitted(fit: Fit, read: tuple[int, ...], drafted_N: Tensor | None, seed: int,
         f"{DRAFTER}fc.weight": fc_HX,
         f"{DRAFTER}norm.weight": model.decoder.final_layernorm.weight,
         **{f"{LAYER}input_layernorm.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")},
-        **dict(zip((QKV, PROJ), _attention(fit.args, of_residual, embedded_H, seed), strict=True)),
+        **dict(zip((QKV, PROJ), _attention(fit.args, kind.attention, of_residual, embedded_H, seed), strict=True)),
         **{f"{LAYER}{name}": last.get_parameter(name) for name in COPIED},
         **({} if drafted_N is None else {HEAD: attached_of(model).head().weight[drafted_N]}),
     }
     return {key: tensor.detach().float().cpu() for key, tensor in weights.items()}
 
 
-def _attention(args: Namespace, sums: Moments, embedded_H: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def _attention(
+    args: Namespace, sizes: AttentionSizes, sums: Moments, embedded_H: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
     """linear_qkv [G (M + 2) C, 2 H] and linear_proj [H, G M C] of the best residual that attention can make."""
-    sizes, hidden = sizes_of(args), args.hidden_size
-    groups, channels = sizes["num_key_value_heads"], sizes["head_dim"]
-    heads = sizes["num_attention_heads"] // groups
+    hidden, groups, channels = args.hidden_size, sizes.groups, sizes.channels
+    heads = sizes.heads // groups
     best_HX = _solved(sums).double()
     _, vectors_HH = torch.linalg.eigh(best_HX @ sums.uu @ best_HX.T)
     kept_HR = vectors_HH[:, -groups * channels :]

@@ -12,7 +12,7 @@ from megatron_mtp.checkpoint.families.blocks import GQA
 from megatron_mtp.checkpoint.families.trained import LARGEST_LATENT_EPSILON
 from megatron_mtp.checkpoint.families.trunk import latent_attention
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.rope_scaling import SCALINGS, Scaling, number, positive
+from megatron_mtp.spec.rope_scaling import SCALINGS, Scaling, number, positive
 
 
 class UntrainableError(ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_mtp.rope_scaling import megatrons_scaling
+from megatron_mtp.spec.rope_scaling import megatrons_scaling
 
 LATENT_EPSILON, LARGEST_LATENT_EPSILON = 1e-6, 1e-5
 """Epsilon of transformers in the norms inside latent attention, whatever the config says; the largest that converts.

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.hf.quantized import (
     quantized_weights,
     readable_methods,
 )
-from megatron_mtp.drafters import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -360,7 +360,7 @@ def check_form(folder: Path) -> None:
 
 
 def drafter_kind(path: Path) -> str | None:
-    """The kind of drafter, of `drafters.DRAFTERS`, that a folder is; None of one that is none."""
+    """The kind of drafter, of `spec.kinds.DRAFTERS`, that a folder is; None of one that is none."""
     try:
         keys = read_json(path / CONFIG)
     except ValueError:

@@ -42,7 +42,7 @@ from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
 from megatron_mtp.model.arguments import symbols_of_a_layer
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
-from megatron_mtp.rope_scaling import yarn_factor
+from megatron_mtp.spec.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]
 """By name: the logits of drafts, [S, V] of a drafter of one layer or [K, V] of a block; DSpark's confidence."""
@@ -73,7 +73,9 @@ def verify_drafter(folder: Path, mcore: Path, seed: int = 0, count: str | None =
     checks = [_same_tensors(form, folder, reader), settings]
     if wrong:
         return [*checks, Check.not_made("drafts", "settings differ")]
-    drafted, theirs = drafts_of_both(folder, mcore, form.kind.layers, prompt_of(reader, seed, LENGTH + form.kind.steps))
+    drafted, theirs = drafts_of_both(
+        folder, mcore, form.kind.layers, prompt_of(reader, seed, LENGTH + form.kind.drafts)
+    )
     witness = "plain torch; ours by Megatron"
     return [*checks, *(Check.close(name, drafted[name], value, witness) for name, value in theirs.items())]
 

@@ -24,7 +24,7 @@ from megatron_mtp.decoding.config import Settings, setting
 from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
 from megatron_mtp.decoding.proposers.proposer import HeadKind
-from megatron_mtp.drafters import CANDIDATES
+from megatron_mtp.spec.kinds import CANDIDATES
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner

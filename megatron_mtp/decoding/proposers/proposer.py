@@ -15,7 +15,7 @@ Sequences = Any
 
 HeadKind = str
 """What drafts: MTP layers that continue one another (sequential), heads that all read the trunk's state (parallel), or
-a drafter of `drafters.DRAFTERS`."""
+a drafter of `spec.kinds.DRAFTERS`."""
 
 
 class Proposer:

@@ -121,7 +121,7 @@ class Engine:
         source: the file that makes the drafts, in its repository.
         families: rules by `model_type`.
         evidence: whether the counts of the engine itself were compared with these rules.
-        drafters: what it runs of drafters, by kind (`drafters.DRAFTERS`).
+        drafters: what it runs of drafters, by kind (`spec.kinds.DRAFTERS`).
         module, keys, first_row: as in `Feeding`.
         counts: which numbers of drafts it takes: "any", "depths" (as many as depths), "multiple" (at most as many as
             depths, or a multiple of them), "known" (where there are several depths, the rules are known for at most as

@@ -24,7 +24,6 @@ from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
-from megatron_mtp.drafters import DRAFTERS
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
 from megatron_mtp.extensions.predict.engines import (
     ENGINES,
@@ -39,6 +38,7 @@ from megatron_mtp.extensions.predict.rows import Text, check_model, drafts, read
 from megatron_mtp.extensions.predict.source import cut_prompts, read_ids
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.spec.kinds import DRAFTERS
 
 COUNT = 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

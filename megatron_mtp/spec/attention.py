@@ -6,11 +6,11 @@ are latent attention.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from megatron_mtp.rope_scaling import MSCALES, scaling_of
+from megatron_mtp.spec.rope_scaling import MSCALES, scaling_of
 
 OF_LATENT_TRUNKS = (128, 64, 32, 16, 8)
 """Channels of a head behind latent attention: the first of which a multiple of 8 heads fills the hidden size."""
@@ -119,7 +119,7 @@ SIZE_SETTINGS = (*OWN_SIZES, "drafter_rope_scaling", "drafter_multi_latent_atten
 """All settings of a drafter's sizes."""
 
 
-def own_sizes(hidden: int, trunk: AttentionSizes, settings: Any) -> AttentionSizes:
+def own_sizes(hidden: int, trunk: AttentionSizes, flags: Mapping[str, Any]) -> AttentionSizes:
     """Sizes of a drafter's layers: those of the settings, else the trunk's.
 
     Behind latent attention, which has other heads, a drafter with grouped queries has as many as fill the hidden size,
@@ -128,15 +128,15 @@ def own_sizes(hidden: int, trunk: AttentionSizes, settings: Any) -> AttentionSiz
     Args:
         hidden: hidden size of both.
         trunk: the sizes of its attention.
-        settings: has `SIZE_SETTINGS` as attributes, None or absent where not given.
+        flags: `SIZE_SETTINGS` by name, None or absent where not given.
 
     Raises:
         ValueError: heads cannot be shared out to groups, or turned; the trunk has no latent sizes or none of the
             drafter's scaling.
     """
-    given = {name: getattr(settings, flag, None) for flag, name in OWN_SIZES.items()}
+    given = {name: flags.get(flag) for flag, name in OWN_SIZES.items()}
     made = {name: getattr(trunk, name) if value is None else value for name, value in given.items()}
-    latents = _latents(trunk, settings)
+    latents = _latents(trunk, flags)
     if latents is not None:
         if wrong := [flag for flag in GROUPED if given[OWN_SIZES[flag]] is not None]:
             raise ValueError(
@@ -155,14 +155,14 @@ def own_sizes(hidden: int, trunk: AttentionSizes, settings: Any) -> AttentionSiz
             "give an even --drafter-kv-channels, and --drafter-num-query-groups that divide "
             "--drafter-num-attention-heads."
         )
-    text = getattr(settings, "drafter_rope_scaling", None)
+    text = flags.get("drafter_rope_scaling")
     is_latent = latents is not None
     scaling = _scaling_behind(trunk, is_latent) if text is None else parsed_scaling(text, is_latent)
     return AttentionSizes(**made, scaling=scaling, latents=latents)
 
 
-def _latents(trunk: AttentionSizes, settings: Any) -> LatentSizes | None:
-    numbers = getattr(settings, "drafter_multi_latent_attention", None)
+def _latents(trunk: AttentionSizes, flags: Mapping[str, Any]) -> LatentSizes | None:
+    numbers = flags.get("drafter_multi_latent_attention")
     if numbers is None:
         return None
     if numbers:
@@ -184,17 +184,24 @@ def _scaling_behind(trunk: AttentionSizes, is_latent: bool) -> dict[str, Any] | 
         raise ValueError(f"the trunk's rotary positions have {error}; give --drafter-rope-scaling.") from None
 
 
-def size_settings(sizes: AttentionSizes, usual: AttentionSizes) -> dict[str, Any]:
-    """The settings of such sizes, by flag; None where they are the usual ones, of `own_sizes` without settings."""
+def size_settings(sizes: AttentionSizes, hidden: int, trunk: AttentionSizes) -> dict[str, Any]:
+    """The settings of such sizes behind a trunk, by flag; None where they are those of `own_sizes` without settings.
+
+    Those of latent attention are all given, since not every trunk has usual ones.
+    """
+    of_latents = latent_settings(sizes)
+    usual = own_sizes(hidden, trunk, of_latents)
     pairs = {flag: (getattr(sizes, name), getattr(usual, name)) for flag, name in OWN_SIZES.items()}
     return {
         **{flag: None if own == default else own for flag, (own, default) in pairs.items()},
         "drafter_rope_scaling": None if sizes.scaling == usual.scaling else _text(sizes.scaling),
+        "drafter_multi_latent_attention": None,
+        **of_latents,
     }
 
 
 def latent_settings(sizes: AttentionSizes) -> dict[str, Any]:
-    """The settings of latent attention, by flag; nothing of grouped queries. Not every trunk has usual ones."""
+    """The settings of latent attention, by flag; nothing of grouped queries."""
     if sizes.latents is None:
         return {}
     numbers = [number or 0 for number in astuple(sizes.latents)]
@@ -216,18 +223,24 @@ CAUSAL, CAUSAL_IN_WINDOWS = 1, 2
 """Values of --drafter-causal: every layer of a block drafter is causal, or those with a window alone."""
 
 
-def drafter_windows(settings: Any, layers: int, fills_blocks: bool) -> tuple[tuple[int, int] | None, ...]:
+def windows_of(
+    width: int | None, full: Sequence[int], causal: int, layers: int, fills_blocks: bool
+) -> tuple[tuple[int, int] | None, ...]:
     """The positions before and after its own that a row of each layer attends to; None for all that there are.
 
     A row at position p of a window of W attends to positions above p - W, as engines serve it. -1 is without limit:
     the rows of a block see one another in both directions, unless they are causal.
 
+    Args:
+        width: of the window; None without one.
+        full: numbers of the layers, from 1, that attend to all positions although there is a window.
+        causal: of --drafter-causal.
+        layers: of the drafter.
+
     Raises:
         ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it; or
             windowed layers alone are to be causal, and all layers have windows, or none has.
     """
-    names = "drafter_window_size", "drafter_full_layers", "drafter_causal"
-    width, full, causal = (getattr(settings, name, None) for name in names)
     numbers, after = range(1, layers + 1), 0 if causal or not fills_blocks else -1
     if causal == CAUSAL_IN_WINDOWS and not full:
         raise ValueError(
@@ -240,4 +253,4 @@ def drafter_windows(settings: Any, layers: int, fills_blocks: bool) -> tuple[tup
             f"{width}; give a window, and some of the layers, counted from 1."
         )
     wide = (-1, 0) if causal == CAUSAL else None
-    return tuple(wide if width is None or number in (full or ()) else (width - 1, after) for number in numbers)
+    return tuple(wide if width is None or number in full else (width - 1, after) for number in numbers)

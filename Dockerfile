@@ -5,8 +5,8 @@ FROM ${BASE}
 
 # Further packages that pip may look for, such as PyTorch's builds for a CPU.
 ARG PIP_EXTRA_INDEX_URL
-# Extras of pyproject.toml: "[te]", "[te,energy]".
-ARG EXTRAS
+# Extras of pyproject.toml: "[serve,te]" for GPUs.
+ARG EXTRAS=[serve]
 
 ENV PATH=/opt/venv/bin:${PATH} HOME=/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/venv

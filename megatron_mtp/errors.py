@@ -173,6 +173,28 @@ def status_of(program: str, work: Callable[[], int], mistakes: Mistakes = ValueE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
+@contextmanager
+def from_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
+    """Around the imports of what needs an extra of pyproject.toml.
+
+    Args:
+        extra: its name.
+        what: that needs it.
+        modules: the top-level modules that it installs.
+
+    Raises:
+        ValueError: one of them is not installed; says how to get it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in modules:
+            raise
+        raise ValueError(
+            f"{what} needs {error.name}, which is not installed; run: pip install 'megatron-mtp[{extra}]'."
+        ) from error
+
+
 def check_counts(args: Namespace, *names: str) -> None:
     """Raises ValueError where a flag that counts something was given, and is below 1."""
     for name in names:

@@ -34,7 +34,7 @@ for python in "$@"; do
     folder=$(mktemp -d)
     "$python" -m venv "$folder/venv"
     "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
-    VIRTUAL_ENV=$folder/venv "$folder/venv/bin/uv" pip install --quiet --constraint "$constraints" "$wheel"
+    VIRTUAL_ENV=$folder/venv "$folder/venv/bin/uv" pip install --quiet --constraint "$constraints" "${wheel}[serve]"
     (cd "$folder" && PATH=$folder/venv/bin:$PATH bash -euo pipefail) <<'EOT'
 texts=$(python -c 'import megatron_mtp, os; print(os.path.dirname(megatron_mtp.__file__))')
 megatron-mtp preprocess --input "$texts" --include '*.py' --vocab-size 512 --output-prefix data/corpus

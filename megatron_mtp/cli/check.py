@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_mtp.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, read_record, resampled
 from megatron_mtp.cli.terminal import DTYPES, add_sampling_flags
-from megatron_mtp.errors import Parser, check_counts, named, status_of
+from megatron_mtp.errors import Parser, check_counts, from_extra, named, status_of
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
@@ -261,7 +261,8 @@ def _served(
 
 def _counters(url: str) -> tuple[int, list[int]]:
     """Drafts, and accepted tokens by position, since the server has begun. Raises ValueError for one that has none."""
-    from prometheus_client.parser import text_string_to_metric_families
+    with from_extra("openai", "--server", "prometheus_client"):
+        from prometheus_client.parser import text_string_to_metric_families
 
     page = f"{url.rstrip('/').removesuffix('/v1')}/metrics"
     try:

@@ -28,6 +28,7 @@ FITS = "supported is"
 """What is said of a package whose version is one of those that are supported."""
 
 EXTRAS = {
+    "serve": "the server of OpenAI's HTTP API",
     "quantized": "transformers loads folders of compressed-tensors with it",
     "report": "the page of a run",
     "muon": "--optimizer muon",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mtp.cli.terminal import OF_OTHER_ENGINES, add_checkpoint_flags, add_ranks_flags, say_if_lossy
-from megatron_mtp.errors import Parser, add_foreign_flags, check_counts, sentences
+from megatron_mtp.errors import Parser, add_foreign_flags, check_counts, from_extra, sentences
 from megatron_mtp.runtime import quieten
 
 if TYPE_CHECKING:
@@ -98,6 +98,12 @@ def parser(program: str) -> Parser:
 
 def run(args: Namespace) -> int:
     """Load, listen, and serve; of several ranks rank 0 speaks HTTP. ValueError for bad input."""
+    with from_extra("serve", "the server", "fastapi", "uvicorn", "prometheus_client"):
+        from megatron_mtp.server.api import Served, ServerSettings, listener, serve
+        from megatron_mtp.server.async_engine import AsyncEngine
+        from megatron_mtp.server.codec import Codec
+        from megatron_mtp.server.ranks import follow, group_of_all
+
     import torch
 
     from megatron_mtp.data.tokenizer import sampling_defaults
@@ -105,10 +111,6 @@ def run(args: Namespace) -> int:
     from megatron_mtp.decoding.load import load_checkpoint, load_drafter
     from megatron_mtp.decoding.method import parse_config
     from megatron_mtp.decoding.scheduler import EngineSettings
-    from megatron_mtp.server.api import Served, ServerSettings, listener, serve
-    from megatron_mtp.server.async_engine import AsyncEngine
-    from megatron_mtp.server.codec import Codec
-    from megatron_mtp.server.ranks import follow, group_of_all
 
     _check(args)
     config = None if args.speculative_config is None else parse_config(args.speculative_config)

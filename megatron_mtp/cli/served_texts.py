@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_mtp.data.samples import Sample, seed_of
 from megatron_mtp.decoding.requests import Finish
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.errors import from_extra
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -82,12 +83,8 @@ class TextServer:
                 group.create_task(work())
 
     def _client(self) -> "AsyncOpenAI":
-        try:
+        with from_extra("openai", "--server", "openai"):
             from openai import AsyncOpenAI, Timeout
-        except ImportError as error:
-            raise ValueError(
-                "--server needs the package openai, which is not installed; pip install 'megatron-mtp[openai]'."
-            ) from error
         url = self._args.server.rstrip("/")
         url = url if url.endswith("/v1") else f"{url}/v1"
         timeout = Timeout(MAX_ANSWER_S, connect=MAX_CONNECT_S)

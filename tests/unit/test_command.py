@@ -48,6 +48,8 @@ def test_a_verb_that_does_not_exist_ends_with_status_2_and_names_those_that_do()
 
 HEAVY = "torch megatron transformers"
 """What takes seconds to import."""
+OF_THE_SERVER = "fastapi starlette uvicorn prometheus_client"
+"""What the extra `serve` installs."""
 
 
 @pytest.mark.parametrize(
@@ -82,12 +84,36 @@ for arguments in [[], *([verb] for verb in VERBS), *(["convert", name] for name 
         cli.main([*arguments, "--help"])
     except SystemExit as end:
         assert end.code == 0, arguments
-    heavy = sorted(set({HEAVY.split()}) & sys.modules.keys())
+    heavy = sorted(set({f"{HEAVY} {OF_THE_SERVER}".split()}) & sys.modules.keys())
     assert not heavy, (arguments, heavy)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(VERBS) + 3
+
+
+def test_all_but_the_server_does_without_its_packages() -> None:
+    """A new process imports every module of the core but the server's; `serve` then says what to install."""
+    code = f"""
+import sys
+from importlib import import_module
+from pkgutil import walk_packages
+
+sys.modules |= dict.fromkeys({OF_THE_SERVER.split()})  # None: their import fails
+import megatron_mtp
+from megatron_mtp.runtime import prepare
+
+prepare()
+for _, name, _ in walk_packages(megatron_mtp.__path__, "megatron_mtp."):
+    if not name.startswith(("megatron_mtp.server.", "megatron_mtp.extensions.", "megatron_mtp.__main__")):
+        import_module(name)
+from megatron_mtp.cli import main as cli
+sys.exit(cli.main(["serve", "--load", "no_checkpoint"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    says = "the server needs uvicorn, which is not installed; run: pip install 'megatron-mtp[serve]'."
+    assert done.stderr.splitlines()[-1:] == [f"megatron-mtp serve: error: {says}"], done.stderr
+    assert done.returncode == 2
 
 
 def test_the_console_script_is_this_command_line() -> None:

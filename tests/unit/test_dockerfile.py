@@ -45,6 +45,7 @@ def test_what_it_runs_is_there() -> None:
     assert entry[0] in PROJECT["project"]["scripts"]
     (install,) = (rest for rest in of("RUN") if "pip install" in rest)
     assert install == 'pip install --constraint constraints.txt ".${EXTRAS}"'
+    assert "EXTRAS=[serve]" in of("ARG"), "what it runs may be a server"
     named = (rest.partition("=")[0] for rest in of("ARG"))
     told = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
     assert [name for name in named if name not in told] == []

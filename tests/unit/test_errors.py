@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,16 @@ from megatron_mtp.cli.terminal import OF_OTHER_ENGINES
 from megatron_mtp.cli.train import full_parser
 from megatron_mtp.cli.train import parser as train_parser
 from megatron_mtp.cli.verbs import VERBS, module_of
-from megatron_mtp.errors import InputError, Parser, add_foreign_flags, fail, flags_meant, sentences, status_of
+from megatron_mtp.errors import (
+    InputError,
+    Parser,
+    add_foreign_flags,
+    fail,
+    flags_meant,
+    from_extra,
+    sentences,
+    status_of,
+)
 from megatron_mtp.training.flags import OF_OTHER_TRAINERS
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
@@ -30,6 +40,14 @@ def ended(error: BaseException, capsys: pytest.CaptureFixture[str], **settings: 
         raise error
 
     return status_of("x", work, **settings), capsys.readouterr().err  # type: ignore[arg-type]
+
+
+def test_an_import_that_fails_names_its_extra_and_other_failures_stay_bugs() -> None:
+    says = r"^the server needs no_such, which is not installed; run: pip install 'megatron-mtp\[serve\]'\.$"
+    with pytest.raises(ValueError, match=says), from_extra("serve", "the server", "no_such"):
+        import_module("no_such")
+    with pytest.raises(ModuleNotFoundError, match="no_other"), from_extra("serve", "the server", "no_such"):
+        import_module("no_other")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from megatron_mtp.errors import Parser, check_counts, named, status_of
+from megatron_mtp.errors import Parser, check_counts, from_extra, named, status_of
 from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
@@ -115,12 +115,8 @@ def _card_here(words: list[str]) -> "Card":
 
 
 def _write_page(args: Namespace, made: "Plan", drafting: "Drafting | None") -> None:
-    try:
+    with from_extra("report", "the page", "plotly"):
         from megatron_mtp.extensions.plan.picture import page
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("plotly"):
-            raise
-        raise ValueError("the page is drawn with plotly, which is not here; run: pip install plotly.") from error
     text = page(made, drafting)
     try:
         with written_beside(args.output, shared=True) as beside:

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_mtp.errors import Parser, named, status_of
+from megatron_mtp.errors import Parser, from_extra, named, status_of
 from megatron_mtp.files import written_beside
 
 PAGE = "report.html"
@@ -41,16 +41,10 @@ def main(arguments: list[str], program: str) -> int:
 
 
 def write(args: Namespace) -> int:
-    """Write the page and print its path; ValueError for runs that cannot be read, or without plotly."""
-    try:
+    """Write the page and print its path; ValueError for runs that cannot be read, or without the extra `report`."""
+    with from_extra("report", "the page", "plotly", "pydantic"):
         from megatron_mtp.extensions.report.page import page
         from megatron_mtp.extensions.report.runs import read_runs
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("plotly"):
-            raise
-        raise ValueError(
-            "the page is drawn with plotly, which is not here; run: pip install 'megatron-mtp[report]'."
-        ) from error
     text, target = page(read_runs(args.runs)), args.output or args.runs[0] / PAGE
     try:
         with written_beside(target, shared=True) as beside:

@@ -332,12 +332,13 @@ def test_an_output_that_cannot_be_written_leaves_the_old_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
-def test_without_plotly_one_sentence_names_the_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["plotly", "pydantic"])
+def test_without_a_package_one_sentence_names_the_extra(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("plotly", "megatron_mtp.extensions.report."))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, package, None)
     assert report(a_run(tmp_path / "run")) == 2
     assert "pip install 'megatron-mtp[report]'" in _one_sentence(capsys)
 

@@ -66,10 +66,6 @@ SHORTER = {
 """Flags that a verb gets beside those of the document; the last value on a command line counts."""
 SMALLER = {"--mtp-draft-vocab-size": "64", "--self-generated": "50", "--eval-iters": "2"}
 """Flags that get another value where the document gives them."""
-SCRIPT = "scripts/attach_mtp.sh"
-"""The script that is run."""
-OF_SCRIPT = {"STEPS": "2", "SEQUENCE": "64", "BATCH": "4", "EVAL_ITERS": "1", "PYTHON": "python", "FLAGS": ""}
-"""What it reads from the environment, in the place of what the document gives."""
 RANKS = 2
 IS_SHORT = "MEGATRON_MTP_TEST_IS_SHORT"
 """Set for the processes of a command, whose flags are those that it gives them."""
@@ -111,8 +107,6 @@ def run(program: str, *arguments: str) -> None:
             runpy.run_path(script, run_name="__main__")
         case "torchrun", _:
             run_ranks(*arguments)
-        case "bash", (script, *_) if script.startswith(SCRIPT):
-            sys.exit(subprocess.run(["/bin/bash", *arguments], env={**os.environ, **OF_SCRIPT}).returncode)
         case "sbatch", _:
             run_job(*arguments)
         case _:

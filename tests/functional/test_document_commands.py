@@ -225,7 +225,6 @@ BAD = {
     "megatron-mtp trian": "invalid choice: 'trian'",
     "torchrun --nproc-per-node 8 pretrain_gpt.py --mtp-depths 2": "arguments: --mtp-depths 2",
     "torchrun --nproc-per-node 8 pretrain.py": "No such file or directory",
-    "bash scripts/attach_mtp.sh.old models/Qwen3-0.6B my_texts": "No such file",
     "python -m pytest tests/functional/test_no_such.py": "not found",
     "python benchmarks/no_such.py": "benchmarks/no_such.py",
     "vllm serve exported --speculative-method mtp": "--speculative-method",

@@ -38,8 +38,8 @@ ENGINES = {
     "--speculative-token-map",
 }
 """Flags of programs that are not installed here, looked up in their own documentation."""
-IMAGE = " megatron-mtp "
-"""Name of the image in commands of docker; what follows is for the program inside."""
+INSIDE = {"docker": " megatron-mtp ", "sbatch": ".sbatch "}
+"""Engine to what ends its own flags: what follows the image, or the job's script, is for the program inside."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![-\w*])")
@@ -79,7 +79,7 @@ def parse(program: str, *arguments: str) -> None:
 def _check_engine(written: str) -> bool:
     """Whether the command is one of an engine; ends with status 1 where it has a flag that was not looked up."""
     engine = next((engine for engine in ENGINES if written.startswith(engine)), None)
-    own = written.partition(IMAGE)[0] if engine == "docker" else written
+    own = written.partition(INSIDE[engine])[0] if engine in INSIDE else written
     if engine is not None and (unknown := set(flags_in(own)) - set(ENGINES[engine].split())):
         sys.exit(f"{engine}: not among the flags that were looked up: {unknown}")
     return engine is not None

@@ -429,7 +429,7 @@ def test_a_renamed_tensor_is_named(folder: Path, tmp_path: Path) -> None:
     assert any(HOLDS.format(f"{DEPTH}norm_e", f"{DEPTH}enorm") in one for one in notes)
 
 
-def test_depths_that_attach_mtp_has_just_made_are_a_note(folder: Path, tmp_path: Path) -> None:
+def test_depths_that_were_just_attached_are_a_note(folder: Path, tmp_path: Path) -> None:
     """They begin as copies of the trunk's last layer."""
     hf_to_mcore(folder, tmp_path / "saved", QUIET)
     plan_dropping(tmp_path / "saved", 0).write(tmp_path / "trunk", QUIET)

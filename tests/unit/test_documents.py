@@ -143,13 +143,6 @@ def test_the_readme_leads_to_every_page() -> None:
     assert [name for name in DOCUMENTS if name != "README.md" and f"]({name})" not in README] == []
 
 
-def test_the_settings_of_the_attaching_script_are_those_of_its_page() -> None:
-    script, page = (ROOT / name for name in ("scripts/attach_mtp.sh", "docs/attaching.md"))
-    rows = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| `")]
-    told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
-    assert told == set(re.findall(r"\$\{([A-Z_]+):?-", script.read_text()))
-
-
 @pytest.mark.parametrize(
     ("code", "wrong"),
     [

@@ -88,7 +88,7 @@ def test_random_is_what_megatron_gives_a_new_model(kind: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4_moe"])
-def test_a_run_and_attach_mtp_draw_the_same_depths(family: str, tmp_path: Path) -> None:
+def test_a_run_and_a_conversion_draw_the_same_depths(family: str, tmp_path: Path) -> None:
     """attach-mtp knew neither the smaller deviation of what writes to the residual stream nor norms of 1."""
     hf_to_mcore(hf_models.make(tmp_path / "hf", family, 0), tmp_path / "trunk", QUIET)
     plan_attaching(tmp_path / "trunk", 2, Init("random", 7)).write(tmp_path / "attached", QUIET)

@@ -14,6 +14,8 @@ import pytest
 from cluster import JOBS, RECIPES, ROOT, Cluster
 from tiers import tiered
 
+from megatron_mtp.cli.attach_steps import STEPS
+
 NODE = JOBS / "node.sh"
 SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), *JOBS.glob("*.sbatch"), *ROOT.glob(".ci/run")])
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -108,6 +110,12 @@ def test_an_array_takes_a_value_each(cluster: Cluster) -> None:
         ("pretrain", ["tiny"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run scripts/setup.sh"),
         ("convert", ["tiny", "back"], {}, "the direction is 'back'; give mcore-to-hf or hf-to-mcore"),
         ("attach", ["tiny"], {}, "CORPUS is not set; give the text to train on"),
+        (
+            "attach",
+            ["tiny"],
+            {"SWEEP": "LR=1 2", "SLURM_ARRAY_TASK_ID": "0", "CORPUS": "LICENSE"},
+            "SWEEP is 'LR=1 2', and an array of attach runs the trials of its probe; unset SWEEP.",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -164,16 +172,24 @@ def test_a_conversion_is_proved(cluster: Cluster) -> None:
     assert words[first : first + 6] == ["hf-to-mcore", "/models/mine", "/tmp/none/trunk", "--resume", "--workers", "2"]
 
 
-def test_attaching_depths_takes_a_step_for_every_program(cluster: Cluster) -> None:
-    """`attach_mtp.sh` takes the steps of `megatron-mtp attach` one by one; here srun stops it at the first."""
+def test_a_failed_step_of_attach_is_the_last(cluster: Cluster) -> None:
     cluster.answer("srun", "exit 4")
-    done = cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE", HF_MODEL="docs")
+    done = cluster.submit("attach", "smollm2_135m", "--batch", "7", CORPUS="LICENSE", HF_MODEL="docs")
     assert done.returncode == 4, done.stderr
     words = cluster.given()
     first = words.index("megatron_mtp")
-    assert words[first + 1 : first + 5] == ["attach", str(ROOT / "docs"), str(ROOT / "LICENSE"), str(cluster.run)]
+    assert words[first + 1 : first + 5] == ["attach", "docs", "LICENSE", str(cluster.run)]
     assert value(words, "--only") == "corpus"
-    assert value(words, "--chdir") == str(cluster.run / "jobs/123456/code")
+    assert value(words, "--family") == "glm4_moe"
+    assert [words[place + 1] for place, word in enumerate(words) if word == "--batch"] == ["64", "7"], "the last wins"
+
+
+def test_a_job_runs_all_steps_of_attach_in_their_order(cluster: Cluster) -> None:
+    cluster.answer("srun", '[[ $* != *--dry-run* ]] || echo "> x: finished"')
+    assert cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE").returncode == 0
+    words = cluster.given()
+    ran = [words[place + 1] for place, word in enumerate(words) if word == "--only"]
+    assert list(dict.fromkeys(ran)) == list(STEPS)
 
 
 def test_an_array_without_a_sweep_runs_the_trials_of_the_probe(cluster: Cluster) -> None:
@@ -193,16 +209,13 @@ def test_the_rest_of_the_probe_runs_until_it_is_finished(cluster: Cluster) -> No
         f"""[[ $* != *--dry-run* ]] || [ ! -e {cluster.folder}/ran ] || echo "> x: finished"
 [[ $* = *--dry-run* ]] || touch {cluster.folder}/ran""",
     )
-    variables = {"CORPUS": "LICENSE", "HF_MODEL": "docs", "ONLY": "probe train", "TRUNK": "trunk", "LR": "1e-3"}
-    done = cluster.submit("attach", "smollm2_135m", **variables)
+    done = cluster.submit("attach", "smollm2_135m", CORPUS="LICENSE", ONLY="probe train")
     assert done.returncode == 0, done.stderr
     words = cluster.given()
     places = [place for place, word in enumerate(words) if word == "--only"]
     assert [words[place + 1] for place in places] == ["probe", "probe", "probe", "probe", "train"]
     assert words.count("--dry-run") == 2
     assert words.count("torch.distributed.run") == 2, "a trial, and the training"
-    assert (value(words, "--load"), value(words, "--learning-rate")) == ("trunk", "1e-3")
-    assert "--loss" not in words
 
 
 class Node:

@@ -13,14 +13,13 @@ import os
 import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -229,7 +228,7 @@ def machine_of_the_job() -> Iterator[None]:
     stubs = {".".join(parts[: end + 1]): ModuleType(part) for end, part in enumerate(parts)}
     stubs[manager].LocalCheckpointManager = object  # type: ignore[attr-defined]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, stubs))
+        stack.enter_context(_importable(stubs))
         stack.enter_context(having([megatrons_versions], _te_version=Version("99")))
         stack.enter_context(
             having(
@@ -241,6 +240,19 @@ def machine_of_the_job() -> Iterator[None]:
         for module, names in CHECKED_KERNELS.items():
             stack.enter_context(having([module], **dict.fromkeys(names, object())))
         yield
+
+
+@contextmanager
+def _importable(stubs: Mapping[str, ModuleType]) -> Iterator[None]:
+    """While this lasts, these modules are imported by their names, whatever is installed."""
+    before = {name: sys.modules[name] for name in stubs if name in sys.modules}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def without_libraries(config: TransformerConfig) -> list[str]:
@@ -344,24 +356,22 @@ def _parameters(args: Namespace, config: MTPModelConfig, rank: int) -> tuple[Cou
 def _job(args: Namespace, rank: int) -> Iterator[None]:
     """The process groups of a rank of the job, without the other ranks; tensors have no storage."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     try:
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,
-        )
-        model_parallel_cuda_manual_seed(args.seed)
-        with torch.device("meta"):
-            yield
+        with having([torch.cuda], current_device=lambda: torch.device("meta")):
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+                create_gloo_process_groups=False,
+            )
+            model_parallel_cuda_manual_seed(args.seed)
+            with torch.device("meta"):
+                yield
     finally:
-        torch.cuda.current_device = current
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 

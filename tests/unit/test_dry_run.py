@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from test_arguments import DEPTHS, MOCK, MODEL, ROPE, _in_no_job  # noqa: F401  
 
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.training import checks
-from megatron_mtp.training.dry_run import OF_LIBRARIES, plan
+from megatron_mtp.training.dry_run import OF_LIBRARIES, machine_of_the_job, plan
 
 BATCH = f"{ROPE} --global-batch-size 8"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
@@ -84,6 +85,16 @@ def test_a_plan_needs_no_library_of_gpus(flags: str, libraries: str | None, monk
     said = [line for line in lines if line.startswith("planned as for a machine with ")]
     assert said == ([] if libraries is None else [f"planned as for a machine with {libraries}"])
     assert "parameters: " in "\n".join(lines)
+
+
+def test_stand_ins_for_modules_go_and_what_was_imported_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, other = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager", "colorsys"
+    monkeypatch.delitem(sys.modules, other, raising=False)
+    before = set(sys.modules)
+    with machine_of_the_job():
+        assert import_module(manager).LocalCheckpointManager
+        import_module(other)
+    assert sys.modules.keys() - before == {other}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 tests/functional/test_document_commands.py runs the commands that stand in blocks.
 """
 
+import json
 import re
 import runpy
 
@@ -137,6 +138,15 @@ def test_the_chart_of_the_readme_is_drawn_from_the_records() -> None:
     values = [row[side] for row in drawn("train_step") for side in (1, 2)]
     values += [row[side] for row in drawn("serving") for side in (1, 2, 5)]
     assert [value for value in values if f">{value:.3g}</text>" not in chart] == [], "run tools/docs/readme_chart.py"
+
+
+def test_the_readme_shows_the_evaluation_of_the_quickstart_as_recorded() -> None:
+    record = json.loads((ROOT / "benchmarks/results/quickstart.json").read_text(encoding="utf-8"))
+    (_, trunk, *_), (_, loss, *rates) = record["tables"][0]["rows"]
+    shown = [line.strip("| ").split("|") for line in README.splitlines() if re.match(r"\| (trunk|    1) \|", line)]
+    (_, trunk_shown, *_), (_, loss_shown, *rates_shown) = shown
+    assert [f"{float(trunk_shown):.3f}", f"{float(loss_shown):.3f}"] == [trunk.split()[0], loss.split()[0]]
+    assert [rate.strip().replace("%", " %") for rate in rates_shown] == rates
 
 
 def test_the_readme_leads_to_every_page() -> None:

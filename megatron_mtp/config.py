@@ -7,7 +7,7 @@ and live in Megatron's TransformerConfig; here is only what Megatron lacks.
 import math
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -74,15 +74,7 @@ def _flag[T](
 
 
 def _readers(setting: str) -> str:
-    return _quoted(readers_of(setting))
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return " and ".join(f"'{name}'" for name in names)
-
-
-def _listed(clauses: Sequence[str]) -> str:
-    return ", ".join(clauses[:-1]) + f", and {clauses[-1]}"
+    return " and ".join(f"'{name}'" for name in readers_of(setting))
 
 
 def flag_of(name: str) -> str:
@@ -102,187 +94,179 @@ class MTPConfig:
 
     mtp_architecture: str = _flag(
         "sequential",
-        "How the MTP layers are connected: 'sequential' runs D modules in a chain, each with the next token's "
-        "embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2); 'parallel' puts D independent heads on the trunk's "
-        "hidden state (Gloeckle et al., arXiv:2404.19737). Default: sequential.",
+        "How the MTP layers are connected: 'sequential', a chain as in DeepSeek-V3, or 'parallel', each on the trunk's "
+        "hidden state, as in Medusa. Default: sequential.",
         choices=ARCHITECTURES,
     )
     mtp_init: str | None = _flag(
         None,
-        "How to initialize MTP layers that the loaded checkpoint does not have: 'random' as in a new model, "
-        "'last-layer' with the trunk's last layer (and eh_proj passing the hidden state on). Default: refuse to load "
-        "such a checkpoint.",
+        "How to initialize MTP layers that the checkpoint lacks: 'random', or 'last-layer' for a copy of the "
+        "trunk's last layer. Default: refuse to load it.",
         choices=INITS,
     )
     mtp_acceptance_interval: int = _flag(
         0,
-        "Measure the acceptance of every depth on each N-th training step as well, not only in evaluations; 0 never "
-        "does, since the measurement costs a pass over all logits. Default: 0.",
+        "Also measure acceptance on every N-th training step, at the cost of a pass over all logits; 0: only "
+        "in evaluations. Default: 0.",
         allowed=("0 (never) or a number of steps", FROM_0[1]),
         metavar="N",
     )
     mtp_context_lengths: Sequence[int] | None = _flag(
         None,
-        "In evaluations, count acceptance by the tokens that a position and those before it in its sequence are, too: "
-        "up to the first of these numbers, from there to the second, and so on. Default: not.",
+        "Also report acceptance by context length, in buckets with these upper bounds. Default: off.",
         type=int,
         nargs="+",
         metavar="N",
     )
     mtp_metrics_dir: str | None = _flag(
         None,
-        "Folder for metrics.jsonl (losses and acceptance by depth, one JSON object a line), which megatron-mtp report "
-        "draws, and run.json. Default: neither is written.",
+        "Folder for metrics.jsonl (losses and acceptance by depth, plotted by megatron-mtp report) and "
+        "run.json. Default: neither is written.",
         metavar="DIR",
     )
 
     mtp_patience: int | None = _flag(
         None,
-        "Keep the state that is best by expected accepted length in evaluations, all of the same validation samples, "
-        "and end the run after N of them without growth; the checkpoint then loads as the best state. Default: train "
-        "to the end, and keep the last state.",
+        "Stop after N evaluations without a longer expected accepted length, and keep the best checkpoint. "
+        "Default: train to the end and keep the last.",
         allowed=("1 or more evaluations", FROM_1[1]),
         metavar="N",
     )
     mtp_hidden_state_mixing: bool = _flag(
         False,
-        "In training, let every depth continue at each position from one of the states that predict the same token: "
-        "the trunk's or an earlier depth's, drawn with equal probabilities. Default: from the depth before it.",
+        "In training, feed each MTP layer the hidden state of the trunk or any earlier layer, drawn at random. "
+        "Default: the previous layer's.",
         alias="--mtp-hsm",
     )
     mtp_unroll: int | None = _flag(
         None,
-        "Passes of a repeated layer (--mtp-use-repeated-layer) in training: K passes are trained, while the checkpoint "
-        "and its conversions have the layers of --mtp-num-layers. Default: as many as --mtp-num-layers.",
+        "How many times the repeated MTP layer is unrolled in training (training-time test, TTT). Default: "
+        "--mtp-num-layers, which is also what the checkpoint holds.",
         allowed=("1 or more passes", FROM_1[1]),
         metavar="K",
     )
     mtp_repeated_layer_shares_kv: bool = _flag(
         False,
-        "Let later passes of a repeated layer attend to the keys and values that pass 1 made from the trunk's states, "
-        "as an engine's drafts do that reuses one layer (method mtp_eagle). Default: every pass to its own.",
+        "Let later passes of the repeated layer also attend to pass 1's keys and values, as method mtp_eagle "
+        "drafts. Default: each pass to its own.",
     )
     mtp_repeated_layer_first_pass_kv: bool = _flag(
         False,
-        "Let later passes of a repeated layer attend to the keys and values of pass 1 alone, as GLM-5.2's head does "
-        "(method mtp_eagle). Default: every pass to its own.",
+        "Let later passes of the repeated layer attend only to pass 1's keys and values, as in GLM-5.2 "
+        "(index_share_for_mtp_iteration). Default: each pass to its own.",
     )
     mtp_train_only: bool = _flag(
         False,
-        "Train the MTP layers alone: trunk, embedding and head stay as they were loaded, bit by bit, and cost no "
-        "gradients and no optimizer state. Default: everything is trained.",
+        "Train only the MTP layers; trunk, embedding and output layer stay bit-identical and need no "
+        "gradients or optimizer state. Default: train everything.",
     )
     mtp_mask_prompts: bool = _flag(
         False,
-        "Count only the tokens that the model chose of texts by megatron-mtp sample, in all losses and in acceptance, "
-        "of trunk and MTP layers: no prompts, and no end of a text that was cut. Default: everything counts.",
+        "Compute losses and acceptance only on tokens generated by megatron-mtp sample; mask prompts and the "
+        "ends of truncated samples. Default: all tokens.",
     )
     mtp_lr: float | None = _flag(
         None,
-        "Highest learning rate of the MTP layers; --min-lr of theirs is in proportion to it. Default: --lr.",
+        "Peak learning rate of the MTP layers; their minimum is scaled like --min-lr. Default: --lr.",
         allowed=FROM_0,
         metavar="LR",
     )
     mtp_clip_grad: float | None = _flag(
         None,
-        "Clip the gradients of the MTP layers by their own norm, which the log then has, and leave them out of that of "
-        "--clip-grad; 0 does not clip them. Default: one norm and clip of everything.",
+        "Clip the gradients of the MTP layers by their own norm, separate from --clip-grad; 0 disables "
+        "clipping. Default: one norm for everything.",
         allowed=FROM_0,
         metavar="X",
     )
     mtp_loss: str = _flag(
         "ce",
-        "What the MTP layers learn: a name of the table of losses, which --list-losses explains; or several with their "
-        "parts of the training steps, one after the other, as in lk:0.7,e2e_tv:0.3. Default: ce.",
+        "Loss of the MTP layers (see --list-losses), or several with their fractions of the training steps, "
+        "such as lk:0.7,e2e_tv:0.3. Default: ce.",
     )
     mtp_loss_mix: str | None = _flag(
         None,
-        "Weights of the losses in --mtp-loss mix, by name, such as ce=0.2,tv=0.8, or of ce, kd and tv without names, "
+        "Weights of the losses in --mtp-loss mix, such as ce=0.2,tv=0.8, or of ce, kd and tv in this order, "
         "such as 0.2,0.4,0.4. Default: none.",
         metavar="NAME=W,...",
     )
     mtp_temperature: float = _flag(
         1.0,
-        "Temperature of both distributions where the loss compares with the trunk's. Default: 1.",
+        "Temperature of both distributions in losses that compare with the trunk's. Default: 1.",
         allowed=(f"a number from {COLDEST:g} to {HOTTEST:g}", lambda number: COLDEST <= number <= HOTTEST),
         metavar="T",
     )
     mtp_lk_eta: float = _flag(
         3.0,
-        "How fast --mtp-loss lk goes from kd to tv as the rate a of accepted drafts rises: the weight of kd is "
+        "How fast --mtp-loss lk shifts from kd to tv as the acceptance rate a rises: the weight of kd is "
         "exp(-ETA a). Default: 3.",
         allowed=("0 (kd alone) or more", FROM_0[1]),
         metavar="ETA",
     )
     mtp_label_smoothing: float = _flag(
         0.0,
-        "Probability in the labels of the MTP layers' cross-entropy that is spread over all tokens. Default: 0.",
+        "Label smoothing of the MTP layers' cross-entropy: the probability that is spread over all tokens. Default: 0.",
         allowed=("0 or more, and less than 1", lambda number: 0 <= number < 1),
         metavar="S",
     )
     mtp_z_loss: float = _flag(
         0.0,
-        "Weight of the squared log-normalizer in the MTP layers' cross-entropy. Default: 0.",
+        "Weight of the z-loss (squared log-normalizer) in the MTP layers' cross-entropy. Default: 0.",
         allowed=FROM_0,
         metavar="Z",
     )
     mtp_loss_weights: str | None = _flag(
         None,
-        "Weights of depth 1 .. D, such as 1,0.8,0.6; they are multiplied by lambda / D. Default: 1 each.",
+        "Loss weights of MTP layers 1 to D, such as 1,0.8,0.6; they are multiplied by lambda / D. Default: 1 each.",
         metavar="W1,W2,...",
     )
     mtp_loss_schedule: str = _flag(
         "constant",
-        "How lambda goes from --mtp-loss-scaling-factor to --mtp-loss-final-factor: 'step' after "
-        "--mtp-loss-schedule-steps steps, 'cosine' during them. Default: constant.",
+        "How lambda changes from --mtp-loss-scaling-factor to --mtp-loss-final-factor: 'step' after "
+        "--mtp-loss-schedule-steps steps, 'cosine' over these steps. Default: constant.",
         choices=("constant", *SCHEDULES),
     )
     mtp_loss_final_factor: float = _flag(
-        0.0, "lambda at the end of its schedule. Default: 0.", allowed=FROM_0, metavar="X"
+        0.0, "Lambda at the end of its schedule. Default: 0.", allowed=FROM_0, metavar="X"
     )
     mtp_loss_schedule_steps: int = _flag(
-        0, "Training steps of lambda's schedule. Default: 0.", allowed=("1 or more", FROM_0[1]), metavar="N"
+        0, "Length of lambda's schedule in training steps. Default: 0.", allowed=("1 or more", FROM_0[1]), metavar="N"
     )
     mtp_token_fraction: float = _flag(
         1.0,
-        "Part of the positions on which the MTP losses are computed, drawn anew in every step; the rest need no "
-        "head. Default: 1.",
+        "Fraction of positions on which MTP losses are computed, redrawn every step; the rest skip the output "
+        "layer. Default: 1.",
         allowed=("a number above 0, and at most 1", lambda number: 0 < number <= 1),
         metavar="F",
     )
     mtp_draft_vocab_size: int | None = _flag(
         None,
-        "Size of the draft vocabulary: the MTP layers draft only the N most frequent tokens of --data-path, so that "
-        "their head costs N rows. The list is kept in the checkpoint, and a run that loads it needs no flag. Default: "
-        "the checkpoint's list, or all tokens.",
+        "Draft only the N most frequent tokens of --data-path, which makes the MTP layers' output layer "
+        "smaller. Default: the checkpoint's list, or all tokens.",
         allowed=("1 or more, or leave the flag out to draft all tokens", FROM_1[1]),
         metavar="N",
     )
     mtp_draft_vocab_file: str | None = _flag(
         None,
-        "Draft vocabulary of your own: a text file with one token id on every line. Default: none.",
+        "Draft only the tokens in this text file, one token id per line. Default: none.",
         metavar="FILE",
     )
     drafter: str | None = _flag(
         None,
-        "Train a drafter in the place of MTP layers, behind the frozen trunk of --load, or beside those of "
-        f"--mtp-num-layers: {_listed([f"'{row.name}' {row.line}" for row in DRAFTERS.values()])}. Default: none.",
+        "Train this drafter on the frozen trunk of --load, instead of MTP layers or together with "
+        "--mtp-num-layers. Default: none.",
         choices=(*DRAFTERS,),
     )
     drafter_steps: int | None = _flag(
         None,
-        "Tokens that the drafter learns to draft: steps, each on its own states of the step before, or the drafts of a "
-        f"block. Default: {STEPS}.",
+        "Number of tokens that the drafter learns to draft: unrolled steps (TTT), or the draft tokens of a block. "
+        f"Default: {STEPS}.",
         allowed=FROM_1,
         metavar="K",
     )
     drafter_layers: Sequence[int] | None = _flag(
         None,
-        "Layers of the trunk whose states the drafter reads, counted from 1; of a hybrid, a mixer with the MLP or MoE "
-        "behind it is one where all are such pairs, none with Mamba. Default: of a drafter of one layer the "
-        "second, the middle one and the fourth from the end (2, L / 2, L - 3 of L; 1, L / 2, L - 1 for L below 7); "
-        "of others as many as they have layers, from the second to the third from the end. "
-        f"{_quoted(row.name for row in DRAFTERS.values() if row.reads == 0)} reads none.",
+        "Trunk layers whose hidden states the drafter reads, counted from 1. Default: layers spread over the trunk "
+        "(docs/drafters.md).",
         type=int,
         nargs="+",
         metavar="N",
@@ -292,71 +276,72 @@ class MTPConfig:
     )
     drafter_num_attention_heads: int | None = _flag(
         None,
-        "Heads of the drafter's attention. Default: the trunk's; behind latent attention as many as fill the hidden "
-        "size.",
+        "Attention heads of the drafter. Default: the trunk's; if the trunk has latent attention, as many as "
+        "fill the hidden size.",
         allowed=FROM_1,
         metavar="N",
     )
     drafter_num_query_groups: int | None = _flag(
         None,
-        "Heads of its keys and values. Default: the trunk's; behind latent attention a quarter of its heads.",
+        "Key-value heads of the drafter. Default: the trunk's; if the trunk has latent attention, a quarter "
+        "of the attention heads.",
         allowed=FROM_1,
         metavar="G",
     )
     drafter_kv_channels: int | None = _flag(
         None,
-        "Channels of its heads. Default: the trunk's; behind latent attention 128, or fewer for a small hidden size.",
+        "Channels per attention head of the drafter. Default: the trunk's; if the trunk has latent attention, "
+        "128, or fewer for a small hidden size.",
         allowed=FROM_1,
         metavar="C",
     )
     drafter_norm_epsilon: float | None = _flag(
-        None, "Epsilon of its norms. Default: the trunk's.", allowed=FROM_0, metavar="EPS"
+        None, "Epsilon of the drafter's norms. Default: the trunk's.", allowed=FROM_0, metavar="EPS"
     )
     drafter_rotary_base: float | None = _flag(
         None,
-        "Base of its rotary angles, which turn whole heads. Default: --rotary-base.",
+        "RoPE base of the drafter, which rotates whole heads. Default: --rotary-base.",
         allowed=FROM_1,
         metavar="THETA",
     )
     drafter_rope_scaling: str | None = _flag(
         None,
-        'Scaling of these angles, as rope_scaling of a config.json, such as {"rope_type": "yarn", "factor": 16}; '
-        '{"rope_type": "default"} has none. Default: the trunk\'s.',
+        'RoPE scaling of the drafter, as rope_scaling in config.json: {"rope_type": "yarn", "factor": 16}; '
+        '{"rope_type": "default"} turns scaling off. Default: the trunk\'s.',
         metavar="JSON",
     )
     drafter_multi_latent_attention: Sequence[int] | None = _flag(
         None,
-        f"Let the layer of {_readers('drafter_multi_latent_attention')} have latent attention, as drafters of Kimi and "
-        "DeepSeek do, with its sizes as five numbers: --q-lora-rank, 0 for none, --kv-lora-rank, --qk-head-dim, "
-        "--qk-pos-emb-head-dim and --v-head-dim. Without numbers: the trunk's. Default: grouped queries.",
+        f"Latent attention in {_readers('drafter_multi_latent_attention')}, with the trunk's sizes or these: query "
+        "rank (0: none), key-value rank, query-key, rotary and value head dimensions. Default: grouped queries.",
         type=int,
         nargs="*",
         metavar="N",
     )
     drafter_window_size: int | None = _flag(
         None,
-        "Positions that the drafter's layers attend to, their own among them. Default: all.",
+        "Sliding window of the drafter's layers, in positions, the current one included. Default: no window.",
         allowed=FROM_1,
         metavar="W",
     )
     drafter_full_layers: Sequence[int] | None = _flag(
         None,
-        "Layers of a block drafter, from 1, that attend to all positions beside --drafter-window-size. Default: none.",
+        "Layers of a block drafter, counted from 1, that attend to all positions in spite of "
+        "--drafter-window-size. Default: none.",
         type=int,
         nargs="+",
         metavar="N",
     )
     drafter_causal: int | None = _flag(
         None,
-        "1: a row of a block sees the rows before it in the block, and not those after it. 2: so in windowed layers, "
-        "and all rows in full ones, as speculators trains. Default: 0, all of them.",
+        "Attention within a block: 0 is bidirectional, 1 is causal, 2 is causal in windowed layers only, as "
+        "in speculators. Default: 0.",
         allowed=("0, 1 or 2", lambda number: number in (0, 1, 2)),
         metavar="N",
     )
     drafter_softmax_type: str | None = _flag(
         None,
-        "'learnable' gives each head of a block drafter a sink: a trained score beside those of the positions, without "
-        "a value. Default: vanilla.",
+        "'learnable' adds a trained attention sink to each head of a block drafter. Default: vanilla.",
         choices=("vanilla", "learnable"),
     )
     drafter_num_layers: int | None = _flag(
@@ -364,43 +349,42 @@ class MTPConfig:
     )
     drafter_mask_token: int | None = _flag(
         None,
-        "Token whose embedding stands at the places of a block that are to be drafted. Default: the last one of the "
-        "vocabulary.",
+        "Token id whose embedding stands at the positions of a block that are to be drafted. Default: the "
+        "last id of the vocabulary.",
         allowed=FROM_0,
         metavar="ID",
     )
     drafter_markov_rank: int | None = _flag(
         None,
-        f"Rank of the bias that the token before gives the drafts of {_readers('drafter_markov_rank')}. Default: "
-        f"{MARKOV_RANK}.",
+        f"Rank of the bias from the previous token in {_readers('drafter_markov_rank')}. Default: {MARKOV_RANK}.",
         allowed=FROM_1,
         metavar="R",
     )
     drafter_idle_rows: int | None = _flag(
         None,
-        "1: the row of the newest token drafts nothing, as sample_from_anchor false of a config.json says, and masks "
-        "draft the tokens of their own places. Default: 0, every row drafts the token after it.",
+        "1: the newest token's row drafts nothing, and masks draft their own positions (sample_from_anchor "
+        "false). Default: 0, every row drafts the next token.",
         allowed=("0 or 1", lambda number: number in (0, 1)),
         metavar="N",
     )
     drafter_norm_before_residual: int | None = _flag(
         None,
-        f"1: the layer of {_readers('drafter_norm_before_residual')} adds to the normalized feature, as heads of "
-        "speculators do. Default: 0, to the feature itself.",
+        f"1: the residual path of {_readers('drafter_norm_before_residual')} carries the normalized feature, as in "
+        "speculators. Default: 0, the feature itself.",
         allowed=("0 or 1", lambda number: number in (0, 1)),
         metavar="N",
     )
     drafter_blocks: int | None = _flag(
         None,
-        "Blocks of a sequence that a block drafter is trained on, drawn anew at every step. Default: "
-        f"{BLOCKS}, and at most one behind every position.",
+        "Blocks (anchors) per sequence on which a block drafter is trained, redrawn every step. "
+        f"Default: {BLOCKS}, at most one per position.",
         allowed=FROM_1,
         metavar="A",
     )
     mtp_linear_ce_main: bool = _flag(
         False,
-        "Compute the trunk's loss in chunks of tokens too, as the MTP losses always are, so that all its logits "
-        "are never in memory at once. Default: Megatron's own loss.",
+        "Compute the trunk's loss in chunks of tokens too, so that its logits are never all in memory. "
+        "Default: Megatron's own loss.",
     )
 
     def __post_init__(self) -> None:
@@ -600,9 +584,14 @@ def add_yarn_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Flags for YaRN in latent attention that Megatron's configuration has and its parser lacks, with its defaults."""
     group = parser.add_argument_group("YaRN of multi-latent attention (megatron-mtp)")
     for flag, kind, default, text in (
-        ("original-max-position-embeddings", int, 4096, "positions that the model had before the scaling"),
-        ("beta-fast", float, 32.0, "rotations from which on a channel keeps its angles"),
-        ("beta-slow", float, 1.0, "rotations up to which a channel's angles are divided by the scaling factor"),
+        ("original-max-position-embeddings", int, 4096, "maximum position before the scaling"),
+        ("beta-fast", float, 32.0, "channels with more rotations than this keep their angles"),
+        (
+            "beta-slow",
+            float,
+            1.0,
+            "channels with fewer rotations than this are scaled by the factor",
+        ),
     ):
         group.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default: {default})")
     return parser

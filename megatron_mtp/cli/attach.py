@@ -54,23 +54,23 @@ SET_BY_ATTACH = {
 """Flags of `train` on which other steps depend, and the flag of attach for each."""
 
 EXAMPLES = """examples:
-  # one MTP layer, which drafts as often as it is asked to; 600 steps; all output is in runs/attached
+  # one MTP layer that can draft any number of tokens, 600 steps; all output is in runs/attached
   megatron-mtp attach models/Qwen3-0.6B my_texts
 
   # three layers with the loss tv on the 8 GPUs of this machine; --micro-batch-size is a flag of train
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/three --mtp-layers 3 --loss tv \\
       --launch 'torchrun --nproc-per-node 8' --batch 64 --micro-batch-size 8
 
-  # the layer is trained as five passes of itself, as engines run it that draft five tokens
+  # the MTP layer unrolled five times in training, for engines that draft five tokens with it
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/five --unroll 5
 
-  # trained on 2,000 continuations of the corpus' documents by the model itself; what would be run, first
+  # trained on 2,000 continuations that the model generates; --dry-run shows the commands first
   megatron-mtp attach models/Qwen3-0.6B my_texts runs/own --self-generated 2000 --temperature 0.6 --dry-run
 
-  # a fine-tuned model that has lost its MTP layers: those of the model that it was made from, trained on
+  # a fine-tuned model that lost its MTP layers: start from those of its base model
   megatron-mtp attach models/my-glm my_texts runs/grafted --donor zai-org/GLM-4.5-Air
 
-The same command continues after an interruption. For another model, corpus or kind of layers, name another RUN.
+The same command continues after an interruption. Use another RUN for another model, corpus or kind of layers.
 """
 
 
@@ -148,70 +148,82 @@ def parser(program: str) -> Parser:
     """The parser of the flags that `train` does not have."""
     made = Parser(
         program,
-        description="Add MTP layers to a Hugging Face model: attach them, train them on the frozen trunk, measure "
-        "acceptance before and after, and export the model. Flags of `megatron-mtp train` may follow.",
+        description="Add MTP layers or a drafter to a Hugging Face model: train them on the frozen trunk, measure "
+        "acceptance before and after, and export the model. All flags of `megatron-mtp train` are accepted as well.",
         epilog=EXAMPLES,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("model", metavar="MODEL", help="folder of a Hugging Face model with its tokenizer, or a name on the Hub")
-    add("corpus", metavar="CORPUS", help="text to train on: a file, a folder or a quoted glob; 2 %% of it is held out")
+    add("model", metavar="MODEL", help="Hugging Face model with its tokenizer: a folder or a name on the Hub")
+    add("corpus", metavar="CORPUS", help="training text: a file, a folder or a quoted glob; 2 %% is held out")
     run = "folder for all output; default: runs/attached"
     add("run", type=named, nargs="?", default=Path("runs/attached"), metavar="RUN", help=run)
-    trunk = "a Megatron checkpoint of the trunk, where no machine holds MODEL, which then needs no weights"
+    trunk = "Megatron checkpoint of a trunk too large for one machine; MODEL then needs only config and tokenizer"
     add("--load", type=named, metavar="CHECKPOINT", help=trunk)
-    passes = f"attach one MTP layer, and train it as K passes of itself, as it is run to draft; default: {PASSES}"
+    passes = f"how many times the one MTP layer is unrolled in training; default: {PASSES}"
     add("--unroll", type=int, metavar="K", help=passes)
-    layers = "attach D MTP layers in its place, each for a token of its own"
+    layers = "attach D MTP layers instead, one for each draft token"
     add("--mtp-layers", "--depths", type=int, metavar="D", help=layers)
-    inits = "how layers begin: made by convert attach-mtp, or those of --donor; default: fitted to the corpus, "
-    inits += "last-layer for conversations"
+    inits = (
+        "initialization of the MTP layers (convert attach-mtp), or donor for those of --donor; default: fitted to the "
+    )
+    inits += "corpus; for chats: last-layer"
     add("--mtp-init", choices=("fitted", "last-layer", "random", "donor"), help=inits)
-    donor = "graft the MTP layers of this folder or checkpoint (convert graft), and train them on"
+    donor = "start from the MTP layers of this folder or checkpoint (convert graft)"
     add("--donor", type=named, metavar="FOLDER", help=donor)
-    drafter = "train a drafter in the place of MTP layers (train --drafter); steps of MTP layers are left out"
+    drafter = "train a drafter instead of MTP layers (train --drafter)"
     add("--drafter", choices=DRAFTERS, help=drafter)
     begins = (
-        f"how it begins: {FITTED.name} fitted to the corpus (convert fit-drafter), or random weights, as others do; "
+        f"initialization of the drafter: {FITTED.name} fitted to the corpus (convert fit-drafter), or random weights; "
     )
-    begins += "default: fitted, random for conversations"
+    begins += "default: fitted; for chats or other drafters: random"
     add("--drafter-init", choices=("fitted", "random"), help=begins)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")
-    rate = f"learning rate after the warm-up; default: {RATE}, or what the probe of a long training chooses"
+    rate = f"peak learning rate; default: {RATE}, or the choice of the probe in a long training"
     add("--learning-rate", metavar="LR", help=rate)
-    losses = f"the layers' --mtp-loss of train: {', '.join(_losses())}, or several by parts of the steps, such as "
-    losses += "lk:0.7,e2e_tv:0.3; default: kd or the probe's, a drafter's own"
+    losses = f"--mtp-loss of train: {','.join(_losses())}, or a schedule such as lk:0.7,e2e_tv:0.3; "
+    losses += "default: kd, or the choice of the probe; for drafters: their own"
     add("--loss", metavar="NAME", help=losses)
-    add("--token-fraction", default="1", metavar="F", help="part of the positions in the layers' loss; default: 1")
+    add("--token-fraction", default="1", metavar="F", help="fraction of positions in the MTP loss; default: 1")
     add("--float32", action="store_true", help="train in float32; default: bfloat16")
     add("--evaluated-batches", default="8", metavar="N", help="batches of held-out text; default: 8")
-    patience = "end the training after N evaluations without growth; the best state is kept in any case; default: 3"
+    patience = "stop after N evaluations without improvement; the best checkpoint is always kept; default: 3"
     add("--patience", default="3", metavar="N", help=patience)
-    worse = "export layers that draft worse than before the training; mtp_acceptance.json then says so"
+    worse = "export layers even if they draft worse than before the training; mtp_acceptance.json records it"
     add("--allow-worse", action="store_true", help=worse)
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only at the end")
     forms = ", ".join(trained_forms())
-    family = f"of the exported folder: {forms}; default: glm4_moe, with --donor the model's own"
+    family = f"model_type of the exported folder: {forms}; default: glm4_moe; with --donor: the model's own"
     add("--family", metavar="NAME", help=family)
-    prompt = "prompt for the drafting at the end; default: pieces of held-out text"
+    prompt = "prompt to draft for at the end; default: held-out text"
     add("--prompt", metavar="TEXT", help=prompt)
-    own = made.add_argument_group("the model's own texts")
+    own = made.add_argument_group("self-generated data")
     add = own.add_argument
-    add("--self-generated", type=int, metavar="N", help="train on N continuations of the corpus by the model itself")
-    server = "let an OpenAI-compatible server that runs MODEL write them (sample --server): vLLM, SGLang, serve"
+    add(
+        "--self-generated",
+        type=int,
+        metavar="N",
+        help="train on N continuations of the corpus that the model generates",
+    )
+    server = "generate them with an OpenAI-compatible server that runs MODEL (sample --server): vLLM, SGLang, serve"
     add("--texts-by", metavar="URL", help=server)
-    add("--temperature", default="0.7", metavar="T", help="of these texts; 0 is greedy; default: 0.7")
-    add("--max-new-tokens", default="256", metavar="N", help="of each, at most; default: 256")
-    add("--prompt-tokens", default="32", metavar="N", help="tokens of a document that are continued; default: 32")
-    add("--anywhere", action="store_true", help="continue pieces from anywhere in documents; default: beginnings")
+    add("--temperature", default="0.7", metavar="T", help="sampling temperature; 0: greedy; default: 0.7")
+    add("--max-new-tokens", default="256", metavar="N", help="tokens to generate per prompt, at most; default: 256")
+    add("--prompt-tokens", default="32", metavar="N", help="tokens per prompt from a document; default: 32")
+    add("--anywhere", action="store_true", help="take prompts from anywhere in a document; default: its beginning")
     add = made.add_argument
-    add("--launch", metavar="COMMAND", help="starts the ranks of a training: 'torchrun --nproc-per-node 8'")
-    add("--only", choices=STEPS, help="run only this step, in this process; for job schedulers")
-    add("--trial", type=int, metavar="I", help="with --only probe: run this candidate, counted from 0; for array jobs")
-    add("--overwrite", action="store_true", help="remove what is in RUN, and begin it anew")
-    add("--dry-run", action="store_true", help="print the command of every step that is not finished, and run none")
+    add("--launch", metavar="COMMAND", help="launcher for steps on several ranks: 'torchrun --nproc-per-node 8'")
+    add("--only", choices=STEPS, help="run only this step, in this process, for job schedulers")
+    add(
+        "--trial",
+        type=int,
+        metavar="I",
+        help="with --only probe: run only this candidate, counted from 0, for array jobs",
+    )
+    add("--overwrite", action="store_true", help="delete the content of RUN and start over")
+    add("--dry-run", action="store_true", help="print the commands of all unfinished steps, and run nothing")
     return made
 
 

@@ -15,16 +15,16 @@ FOUND = 1
 """Exit status where something was found."""
 
 EXAMPLES = """examples:
-  # what is there: trunk, MTP layers, copies, types; does the config count what the files hold
+  # what a folder holds: trunk, MTP layers, copies, data types; does its config match its files
   megatron-mtp audit models/GLM-4.5-Air
 
-  # what an export has lost or changed: a folder against the checkpoint that it was made from
+  # what an export lost or changed: a folder against its checkpoint
   megatron-mtp audit runs/quickstart/checkpoint runs/quickstart/exported
 
-  # what both compute as well
+  # compare their logits as well
   megatron-mtp audit exported runs/mine/checkpoint --logits --text held_out/a.txt
 
-  # in a script: status 0 if both are equal, 1 if not, 2 if one is no model
+  # in a script: status 0 if both are equal, 1 if not, 2 if one is not a model
   megatron-mtp audit models/mine exported --json > audit.json
 """
 
@@ -39,9 +39,9 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Show what a Hugging Face folder or Megatron checkpoint holds, whoever wrote it, or what differs "
-        "between two of them, each finding with its explanation and what to do. Each tensor is read once, "
-        "and pickles are never run. Exit status: 0 sound or equal, 1 findings, 2 bad input.",
+        description="Describe any Hugging Face folder or Megatron checkpoint, or explain how two differ, with advice "
+        "for each finding. Each tensor is read once, and pickles are never run. Exit status: 0 sound or equal, 1 "
+        "findings, 2 bad input.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
@@ -49,11 +49,11 @@ def parser(program: str) -> Parser:
         "a",
         type=named,
         metavar="A",
-        help="a Hugging Face folder of a model or drafter, a name on the Hub, or a Megatron checkpoint",
+        help="Hugging Face folder of a model or drafter, name on the Hub, or Megatron checkpoint",
     )
-    add("b", type=named, metavar="B", nargs="?", help="what to compare with A, of either form")
-    add("--logits", action="store_true", help="run a folder and a checkpoint on the same tokens, as verify does")
-    add("--text", type=named, metavar="FILE", help="with --logits: the tokens of this text, not random ones")
+    add("b", type=named, metavar="B", nargs="?", help="folder or checkpoint to compare with A")
+    add("--logits", action="store_true", help="also compare the logits of a folder and a checkpoint, as verify does")
+    add("--text", type=named, metavar="FILE", help="with --logits: use this text instead of random tokens")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return made

@@ -36,10 +36,10 @@ COUNTERS = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per
 """Ends of names in /metrics of vLLM and of `serve`."""
 
 EXAMPLES = """examples:
-  # an export, quantized or not, on the text that was kept back in training
+  # an export, quantized or not, on text held out from training
   megatron-mtp check exported --text held_out
 
-  # what a running server accepts: vLLM, or megatron-mtp serve, which nobody else uses meanwhile
+  # a running server without other traffic: vLLM, or megatron-mtp serve
   megatron-mtp check exported --chat chats.jsonl --server http://localhost:8000
 
   # in a script: status 0 if drafts are accepted as recorded, 1 if less, 2 for bad input
@@ -61,33 +61,31 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Let a model with MTP layers continue some prompts, and compare the acceptance of its drafts with "
-        f"the {RECORD} that an evaluation has written beside it. Exit status: 0 as recorded, 1 less, 2 bad input.",
+        description="Continue prompts with a model that has MTP layers, and compare the acceptance of its drafts with "
+        f"the {RECORD} in its folder, which evaluate writes. Exit status: 0 as recorded, 1 less, 2 bad input.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
-    add(
-        "folder", type=named, metavar="FOLDER", help="a Hugging Face folder, quantized or not, or a Megatron checkpoint"
-    )
+    add("folder", type=named, metavar="FOLDER", help="Hugging Face folder, quantized or not, or Megatron checkpoint")
     texts = made.add_mutually_exclusive_group(required=True)
-    texts.add_argument("--text", nargs="+", metavar="PATH", help="files or folders whose text gives the prompts")
-    texts.add_argument("--chat", nargs="+", metavar="FILE", help="JSON lines with 'messages', for the chat template")
-    server = "an OpenAI-compatible server that runs the folder and drafts, with /metrics; default: run it here"
+    texts.add_argument("--text", nargs="+", metavar="PATH", help="files or folders of text to take prompts from")
+    texts.add_argument("--chat", nargs="+", metavar="FILE", help="JSON lines with 'messages' to take prompts from")
+    server = "OpenAI-compatible server that runs the folder, drafts and has /metrics; default: run it here"
     add("--server", metavar="URL", help=server)
-    add("--model", metavar="NAME", help="of the model of --server; default: the first that it lists")
-    lost = "share of the recorded acceptance that may be lost beyond the error; default: 0.05"
+    add("--model", metavar="NAME", help="model name on --server; default: the first one listed")
+    lost = "fraction of the recorded acceptance that may be lost, beyond statistical error; default: 0.05"
     add("--tolerance", type=float, default=0.05, metavar="F", help=lost)
     add("--prompts", type=int, default=32, metavar="N", help="number of prompts; default: 32")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of a document to continue; default: 32")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="of each text; default: 64")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens per prompt from a document; default: 32")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to generate per prompt; default: 64")
     add_sampling_flags(made, temperature=0.0)
-    add("--seed", type=int, default=1234, metavar="N", help="of chats and texts; default: 1234")
-    drafts = "how to draft here, as in generate; default: as many tokens as the record has positions"
+    add("--seed", type=int, default=1234, metavar="N", help="seed for prompts and sampling; default: 1234")
+    drafts = "how to draft, as in generate, without --server; default: as many tokens as the record has positions"
     add("--speculative-config", metavar="JSON", help=drafts)
-    add("--batch-size", type=int, default=8, metavar="N", help="texts that run together here; default: 8")
-    add("--dtype", choices=DTYPES, help="of the weights here; default: that of the folder")
-    add("--tokenizer", type=named, metavar="DIR", help="a Hugging Face tokenizer; default: the folder's own")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts per batch, without --server; default: 8")
+    add("--dtype", choices=DTYPES, help="data type of the weights, without --server; default: the folder's")
+    add("--tokenizer", type=named, metavar="DIR", help="Hugging Face tokenizer; default: the folder's")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     made.set_defaults(logprobs=False)
     return made

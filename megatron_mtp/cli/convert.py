@@ -1,4 +1,4 @@
-"""Convert checkpoints between Hugging Face and Megatron, look into them, and prove that both are the same model.
+"""Convert checkpoints between Hugging Face and Megatron, inspect, edit and verify them.
 
 It reads the flags, calls `megatron_mtp.checkpoint` and prints what was done. Exit status 2 is a user's mistake;
 `verify`, also as a flag, exits with 1 for a difference, and with 3 if no logits were compared; `inspect` exits with 1
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.stream import Conversion, Options
 
 EXAMPLES = """examples:
-  # a model with MTP, a folder or a name on the Hub, ready for: megatron-mtp train --load checkpoints/glm ...
+  # a model with MTP layers, from a folder or the Hub, for megatron-mtp train --load checkpoints/glm ...
   megatron-mtp convert hf-to-mcore zai-org/GLM-4.5-Air checkpoints/glm
 
-  # two MTP layers for a trunk that has none; or those of the model that a fine-tuned folder was made from
+  # add two MTP layers to a trunk; or reuse those of a fine-tuned model's base model
   megatron-mtp convert attach-mtp checkpoints/qwen checkpoints/qwen-mtp --mtp-num-layers 2
   megatron-mtp convert graft zai-org/GLM-4.5-Air models/my-glm checkpoints/my-glm --text held_out.txt
 
-  # the same layers, drafting only the most frequent tokens of a corpus, which is faster where the vocabulary is large
+  # draft only the most frequent tokens of a corpus, which is faster with a large vocabulary
   megatron-mtp convert draft-vocab checkpoints/mine checkpoints/fast --mtp-draft-vocab-size 4096 --data-path data/corpus
 
-  # a trained checkpoint as a folder that transformers, vLLM and SGLang load with MTP, and the proof
+  # export a trained checkpoint with MTP layers for transformers, vLLM and SGLang, and verify it
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported --verify
 
-  # the trunk in FP8, and what that costs in acceptance
+  # the trunk in FP8, with the acceptance before and after
   megatron-mtp convert mcore-to-hf runs/mine/checkpoint exported-fp8 --quantize fp8 --mtp-dtype bfloat16 --text a.txt
 
-  # a GPT's checkpoint for training as a hybrid model, which goes on at the same step; and back
+  # a GPT checkpoint as a hybrid one, to continue training at the same step; and back
   megatron-mtp convert gpt-to-hybrid runs/mine/checkpoint checkpoints/hybrid
   megatron-mtp convert hybrid-to-gpt checkpoints/hybrid checkpoints/gpt
 
@@ -382,134 +382,132 @@ JSON = {"--json": _switch("print one JSON object instead of lines")}
 WRITES = {
     "--workers": _value(f"layers converted at a time (default: {WORKERS})", "N", type=int, default=WORKERS),
     "--resume": _switch("continue an interrupted conversion"),
-    "--dry-run": _switch("print what would be done (names, bytes, disk space) and write nothing"),
+    "--dry-run": _switch("print what would be done (names, bytes, disk space), and write nothing"),
 }
-DTYPE = {"--dtype": _value("type of the floating-point tensors written (default: as stored)", choices=DTYPES)}
+DTYPE = {"--dtype": _value("data type of floating-point tensors in the output (default: as stored)", choices=DTYPES)}
 TRUSTS = {"--trust-remote-code": _switch("run the Python code of the tokenizer folder")}
-PROVES = {"--verify": _switch("then prove that both are the same model, as verify does, with its exit status")}
-IMPORTS = {"--trunk-only": _switch("convert the trunk without the folder's MTP layers, also where they are lost")}
+PROVES = {"--verify": _switch("then verify that both are the same model, with the exit status of verify")}
+IMPORTS = {"--trunk-only": _switch("convert only the trunk, without the folder's MTP layers, even if they are missing")}
 EXPORTS = {
     "--max-shard-size": _value(f"largest safetensors file (default: {SHARD})", "SIZE", default=SHARD),
     "--like": _value(
-        "take config and tokenizer from this Hugging Face folder, and towers that the checkpoint lacks",
+        "Hugging Face folder to take config, tokenizer and missing towers from",
         "FOLDER",
         type=named,
     ),
     "--family": _value(f"model_type of the folder: {FORMS} (default: as imported, or the one that fits)", "NAME"),
     "--tokenizer": _value("tokenizer to copy into the folder (default: the run's own)", "FOLDER", type=named),
-    "--quantize": _value("form of the trunk's projections (default: whole)", choices=QUANTIZED),
-    "--mtp-dtype": _value("form of those of the MTP layers (default: whole)", choices=("bfloat16", *QUANTIZED)),
-    "--text": _value("evaluate the acceptance on this text before and after", "PATH", type=named),
+    "--quantize": _value("quantization of the trunk's projections (default: not quantized)", choices=QUANTIZED),
+    "--mtp-dtype": _value(
+        "quantization of the MTP layers' projections (default: not quantized)", choices=("bfloat16", *QUANTIZED)
+    ),
+    "--text": _value("measure acceptance on this text before and after", "PATH", type=named),
 }
 INSPECTS = {
-    "--check": _switch("read the whole checkpoint and compare it with its checksums"),
+    "--check": _switch("read the whole checkpoint and check its checksums"),
     "--names": _switch("list the name and shape of every tensor on both sides"),
 }
 VERIFIES = {
-    "--text": _value("compare logits and perplexity on this text, not on random tokens", "FILE", type=named),
-    "--allow-uncompared": _switch("exit with 0, not 3, if no logits can be compared"),
+    "--text": _value("compare logits and perplexity on this text instead of random tokens", "FILE", type=named),
+    "--allow-uncompared": _switch("exit with status 0 instead of 3 if no logits can be compared"),
 }
 COUNTS_LAYERS = {
     "--drafter-layer-ids-count": _value(
-        "what the layer ids of a drafter's config count: outputs of layers from 0, or states after so many layers "
-        "(default: as engines read the key that has them)",
+        "meaning of layer ids in a drafter's config: layer outputs counted from 0, or states after that many layers "
+        "(default: as in engines)",
         choices=("outputs", "states"),
     )
 }
 ATTACHES = {
     "--mtp-num-layers": _value("number of MTP layers to attach", "N", type=int, required=True),
     "--mtp-init": _value(
-        "copy the trunk's last layer, the same with eh_proj fitted to text, or draw weights (default: last-layer)",
+        "a copy of the trunk's last layer, the same with eh_proj fitted to text, or random (default: last-layer)",
         choices=("last-layer", "fitted", "random"),
         default="last-layer",
     ),
-    "--seed": _value("of random weights, and of the text for fitted (default: 1234)", type=int, default=1234),
-    "--data-path": _value("of fitted: the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
-    "--split": _value("of fitted: parts of the corpus, as in train (default: 98,2,0)", "W,W,W"),
-    "--fit-tokens": _value("of fitted: tokens to fit on (default: 64 for each hidden unit)", "N", type=int),
+    "--seed": _value("seed for random weights and for the text of fitted (default: 1234)", type=int, default=1234),
+    "--data-path": _value("for fitted: corpus made by preprocess", "PREFIX"),
+    "--split": _value("for fitted: split of the corpus, as in train (default: 98,2,0)", "W,W,W"),
+    "--fit-tokens": _value("for fitted: tokens to fit on (default: 64 per hidden unit)", "N", type=int),
 }
 DROPS = {"--keep": _value("keep the first N MTP layers (default: 0)", "N", type=int, default=0)}
-GRAFTS = {
-    "--text": _value("measure the acceptance of donor and graft on this text, as evaluate does", "PATH", type=named)
-}
+GRAFTS = {"--text": _value("measure acceptance of donor and result on this text", "PATH", type=named)}
 DRAFTS = {
-    "--mtp-draft-vocab-size": _value("draft the N most frequent tokens of --data-path", "N", type=int),
-    "--data-path": _value("the .bin and .idx of megatron-mtp preprocess", "PREFIX"),
-    "--mtp-draft-vocab-file": _value("draft the tokens in this file, one id per line", "FILE", type=named),
+    "--mtp-draft-vocab-size": _value("draft only the N most frequent tokens of --data-path", "N", type=int),
+    "--data-path": _value("corpus made by preprocess", "PREFIX"),
+    "--mtp-draft-vocab-file": _value("draft only the tokens in this file, one id per line", "FILE", type=named),
 }
 FITS = {
     **DRAFTS,
-    "--data-path": _value(
-        "the text that is fitted: the .bin and .idx of megatron-mtp preprocess", "PREFIX", required=True
+    "--data-path": _value("corpus to fit on, made by preprocess", "PREFIX", required=True),
+    "--split": _value("split of the corpus, as in train (default: 98,2,0)", "W,W,W", default="98,2,0"),
+    "--fit-tokens": _value("tokens to fit on (default: 64 per hidden unit)", "N", type=int),
+    "--drafter-layers": _value(
+        "trunk layers that the drafter reads (default: 2, L / 2, L - 3)", "N", type=int, nargs=3
     ),
-    "--split": _value("parts of the corpus, as in train (default: 98,2,0)", "W,W,W", default="98,2,0"),
-    "--fit-tokens": _value("tokens to fit on (default: 64 for each hidden unit)", "N", type=int),
-    "--drafter-layers": _value("layers of the trunk that are read (default: 2, L / 2, L - 3)", "N", type=int, nargs=3),
     "--seed": ATTACHES["--seed"],
 }
 
 IN_OUT = {"source": "SRC", "target": "DST"}
 COMMANDS = {
     "hf-to-mcore": Command(
-        "Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP, EP or VPP loads.",
+        "Convert a Hugging Face folder to a Megatron checkpoint that loads under any parallel layout.",
         IN_OUT,
         WRITES | DTYPE | PROVES | IMPORTS,
     ),
     "mcore-to-hf": Command(
-        "Convert a Megatron checkpoint to a folder that transformers, vLLM and SGLang load.",
+        "Convert a Megatron checkpoint to a Hugging Face folder for transformers, vLLM and SGLang.",
         IN_OUT,
         WRITES | DTYPE | TRUSTS | PROVES | EXPORTS,
     ),
     "inspect": Command(
-        "Show what a folder or checkpoint holds: family, MTP layers, conventions, and whether Megatron can train it.",
+        "Describe a folder or checkpoint: family, MTP layers, conventions, and whether Megatron can train it.",
         {"source": "SRC"},
         INSPECTS,
     ),
     "verify": Command(
-        "Prove that a Hugging Face folder, of a model or of a drafter, and a Megatron checkpoint, or a GPT checkpoint "
-        "and its hybrid form, are the same model, MTP layers included.",
+        "Verify that a Hugging Face folder and a Megatron checkpoint, or a GPT checkpoint and its hybrid form, are the "
+        "same model or drafter, MTP layers included.",
         {"source": "HF|MCORE", "target": "MCORE"},
         TRUSTS | VERIFIES | COUNTS_LAYERS,
     ),
-    "attach-mtp": Command(
-        "Copy a Megatron checkpoint that has no MTP layers, and add some.", IN_OUT, WRITES | ATTACHES
-    ),
+    "attach-mtp": Command("Copy a Megatron checkpoint and add MTP layers.", IN_OUT, WRITES | ATTACHES),
     "drop-mtp": Command(
-        "Copy a Megatron checkpoint without its MTP layers, or with the first few.", IN_OUT, WRITES | DROPS
+        "Copy a Megatron checkpoint without its MTP layers, or with only the first N.", IN_OUT, WRITES | DROPS
     ),
     "graft": Command(
-        "Write a Megatron checkpoint of a trunk that was trained further, with the MTP layers of the model that it was "
-        "made from; both are Hugging Face folders or Megatron checkpoints.",
+        "Write a Megatron checkpoint of a fine-tuned model with the MTP layers of its base model. Both may be Hugging "
+        "Face folders or Megatron checkpoints.",
         {"donor": "DONOR", "source": "TARGET", "target": "OUT"},
         WRITES | DTYPE | TRUSTS | GRAFTS,
     ),
     "draft-vocab": Command(
-        "Copy a Megatron checkpoint, and let its MTP layers draft only some tokens, which is faster.",
+        "Copy a Megatron checkpoint with a smaller draft vocabulary, which drafts faster.",
         IN_OUT,
         WRITES | DRAFTS,
     ),
     "drafter-to-hf": Command(
-        "Write the drafter of a Megatron checkpoint as a folder that other engines load beside the trunk's.",
+        "Export the drafter of a Megatron checkpoint as a Hugging Face folder for other engines.",
         IN_OUT,
         WRITES | DTYPE,
     ),
     "attach-drafter": Command(
-        f"Copy a Megatron checkpoint without its MTP layers, and add the drafter of a folder ({', '.join(DRAFTERS)}).",
+        f"Copy a Megatron checkpoint with the drafter of a folder ({', '.join(DRAFTERS)}) instead of its MTP layers.",
         {"source": "SRC", "drafter": "DRAFTER", "target": "DST"},
         WRITES | COUNTS_LAYERS,
     ),
     "fit-drafter": Command(
-        f"Copy a Megatron checkpoint without its MTP layers, and add {FITTED.called} that begins as a fit to text.",
+        f"Copy a Megatron checkpoint with {FITTED.called} fitted to text instead of its MTP layers.",
         IN_OUT,
         WRITES | FITS,
     ),
     "gpt-to-hybrid": Command(
-        "Write a GPT checkpoint as one of a hybrid model (--hybrid-layer-pattern), optimizer and MTP layers included.",
+        "Convert a GPT checkpoint to a hybrid one (--hybrid-layer-pattern), optimizer and MTP layers included.",
         IN_OUT,
         WRITES,
     ),
     "hybrid-to-gpt": Command(
-        "Write a checkpoint of a hybrid model whose layers are a GPT's as a GPT's, optimizer and MTP layers included.",
+        "Convert a hybrid checkpoint with only GPT layers to a GPT one, optimizer and MTP layers included.",
         IN_OUT,
         WRITES,
     ),

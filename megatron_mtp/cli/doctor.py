@@ -42,8 +42,8 @@ KNOWN, UNKNOWN = "known version", "unknown version"
 EXAMPLES = """examples:
   megatron-mtp doctor            # for people
   megatron-mtp doctor --json     # one object: {"can_train": ..., "checks": [...], "patches": [...]}
-  megatron-mtp doctor --patches  # every function of Megatron and torch that is replaced, with the reason
-  megatron-mtp doctor --probe    # the same, by the functions themselves instead of the versions: imports Megatron
+  megatron-mtp doctor --patches  # every patched function of Megatron and torch, with the reason
+  megatron-mtp doctor --probe    # the same, testing the functions instead of the versions (imports Megatron)
 
 exit status: 0 if training can run here (on the CPU counts), 1 if not.
 """
@@ -85,12 +85,16 @@ def parser(program: str) -> Parser:
     """The flags of the verb."""
     made = Parser(
         program,
-        description="What this machine has, what it costs that something is missing, and whether training can run.",
+        description="Check this machine for missing or slow components, and whether training can run.",
         epilog=EXAMPLES,
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    made.add_argument("--patches", action="store_true", help="list the functions that are replaced")
-    made.add_argument("--probe", action="store_true", help="the same; ask each function whether it needs its patch")
+    made.add_argument(
+        "--patches", action="store_true", help="list the functions of Megatron and torch that are patched"
+    )
+    made.add_argument(
+        "--probe", action="store_true", help="like --patches, but test each function instead of its version"
+    )
     return made
 
 

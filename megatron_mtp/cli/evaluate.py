@@ -41,17 +41,17 @@ EXAMPLES = f"""examples:
   # all text of a folder, with the tokenizer of the training
   megatron-mtp evaluate --load runs/mine/checkpoint --text held_out
 
-  # 64 batches of 8 sequences of a corpus that preprocess made; the result as one JSON object
+  # 64 batches of 8 sequences from a corpus made by preprocess; the result as one JSON object
   megatron-mtp evaluate --load runs/mine/checkpoint --data-path data/corpus --micro-batch-size 8 --eval-iters 64 --json
 
-  # how acceptance changes as texts grow
+  # acceptance by context length
   megatron-mtp evaluate --load runs/mine/checkpoint --text held_out --context-lengths 64 128 256
 
   # a model on two GPUs with tensor parallelism
   torchrun --nproc-per-node 2 -m megatron_mtp evaluate --load runs/mine/checkpoint --data-path data/corpus \\
       --tensor-model-parallel-size 2
 
-Every flag of `megatron-mtp train` may follow. Unless overridden, these are set:
+All flags of `megatron-mtp train` are accepted as well. Defaults:
   {DEFAULTS.replace(" --train", chr(10) + "  --train")}
 """
 
@@ -106,28 +106,27 @@ def parser(program: str) -> Parser:
     """The parser of the flags that `train` does not have."""
     made = Parser(
         program,
-        description="Compute the losses, the acceptance by depth and the expected accepted length of a checkpoint on "
-        "a text.",
+        description="Report losses, acceptance by depth and expected accepted length of a checkpoint on text.",
         epilog=EXAMPLES,
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--load", required=True, metavar="CKPT", help="folder of a trained or converted checkpoint")
+    add("--load", required=True, metavar="CKPT", help="Megatron checkpoint, trained or converted")
     data = made.add_mutually_exclusive_group()
-    data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders; all of their text is used")
-    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a corpus that preprocess made, as for train")
+    data.add_argument("--text", nargs="+", metavar="PATH", help="files or folders of text; all of it is used")
+    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="corpus made by preprocess, as in train")
     add("--eval-iters", type=int, metavar="N", help="number of batches; default: 16, or all of --text")
-    add("--seq-length", type=int, metavar="S", help="tokens of a sequence; default: the training's")
-    add("--micro-batch-size", type=int, metavar="B", help="sequences at once on a rank; default: 1")
-    blocks = f"blocks of a sequence that a block drafter is measured on; default: {BLOCKS}"
+    add("--seq-length", type=int, metavar="S", help="tokens per sequence; default: the training's")
+    add("--micro-batch-size", type=int, metavar="B", help="sequences per batch and rank; default: 1")
+    blocks = f"blocks per sequence on which a block drafter is evaluated; default: {BLOCKS}"
     add("--drafter-blocks", type=int, metavar="A", help=blocks)
-    add("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer; default: the training's")
-    sources = "acceptance of every source of the corpus, too: category or source of a line, else folder (preprocess)"
+    add("--tokenizer-model", metavar="FOLDER", help="Hugging Face tokenizer; default: the training's")
+    sources = "also report acceptance by source: the category or source of a line, else its folder"
     add("--by-source", action="store_true", help=sources)
     contexts = (
-        "acceptance by context, too: of up to so many tokens of a sequence, as 2k 4k 8k (k is 1024), each from the "
+        "also report acceptance by context length, in buckets with these upper bounds, such as 2k 4k 8k (k = 1024); "
     )
-    contexts += "length before on; --seq-length is then the last one"
+    contexts += "sets --seq-length to the last"
     add("--context-lengths", type=_tokens, nargs="+", metavar="N", help=contexts)
     add("--json", action="store_true", help="print one JSON object with the names of metrics.jsonl")
     return made

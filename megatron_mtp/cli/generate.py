@@ -43,16 +43,16 @@ DRAFTS = "drafts.json"
 [{"prompt": [5, 12], "steps": [as `Update.as_json`, ...]}, ...]}"""
 
 EXAMPLES = """examples:
-  # two drafts per step with the MTP layers that the checkpoint was trained with, and how much faster that is
+  # draft with the checkpoint's MTP layers, and compare with plain decoding
   megatron-mtp generate --load runs/quickstart/checkpoint --prompt 'def forward(self' \\
       --speculative-config '{"method": "mtp"}' --compare
 
-  # one module reused for five drafts, sampled; everything as JSON
+  # one MTP layer reused for five draft tokens, with sampling and JSON output
   megatron-mtp generate --load runs/mine/checkpoint --prompt-file prompts.jsonl --batch-size 8 \\
       --temperature 0.8 --top-p 0.95 --json \\
       --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 5, "verifier": "block"}'
 
-  # as many drafts as pay off, 0 included
+  # as many draft tokens as pay off, possibly none
   megatron-mtp generate --load runs/mine/checkpoint --prompt-ids 1,2,3 \\
       --speculative-config '{"method": "mtp", "num_speculative_tokens": "auto"}'
 """
@@ -73,27 +73,29 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Generate text with a trained checkpoint, plainly or drafting several tokens per forward.",
+        description="Generate text with a checkpoint, by plain or speculative decoding.",
         epilog=f"{EXAMPLES}\nmethods: {', '.join(PROPOSERS.names())}\nverifiers: {', '.join(VERIFIERS.names())}\n"
-        "--list-methods says what each does, its keys, and which verifiers change the distribution.\n"
-        "Where a hybrid has recurrent layers, chains are drafted: mtp, mtp_eagle, parallel_heads, ngram, draft_model.",
+        "--list-methods explains each with its keys, and which verifiers change the distribution.\n"
+        "Hybrids with recurrent layers draft chains only: mtp, mtp_eagle, parallel_heads, ngram, draft_model.",
     )
     add_foreign_flags(made, OF_OTHER_GENERATORS)
     add_checkpoint_flags(made)
     add_ranks_flags(made)
     add = made.add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompt-file", metavar="F", help='one prompt; of a .jsonl every line, as {"prompt": ...}')
-    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids; may be given several times")
-    add("--speculative-config", metavar="JSON", help="how to draft, see below; default: plain decoding")
-    add("--list-methods", action=_ListMethods, nargs=0, default=SUPPRESS, help="say what can be chosen there, and end")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="prompt; may be repeated")
+    add("--prompt-file", metavar="F", help='file with one prompt, or .jsonl with {"prompt": ...} lines')
+    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="prompt as token ids; may be repeated")
+    add("--speculative-config", metavar="JSON", help="how to draft (see below); default: plain decoding")
+    add(
+        "--list-methods", action=_ListMethods, nargs=0, default=SUPPRESS, help="explain methods and verifiers, and exit"
+    )
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate per prompt; default: 128")
     add_sampling_flags(made, temperature=0.0)
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; the others count on; default: 0")
-    add("--batch-size", type=int, default=1, metavar="N", help="prompts that run together; default: 1")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a text after this; may be given several times")
-    add("--compare", action="store_true", help="decode plainly as well, and say how much faster drafting is")
-    add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json, for the page of megatron-mtp report")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the first prompt; later ones count up; default: 0")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts per batch; default: 1")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop after this string; may be repeated")
+    add("--compare", action="store_true", help="also decode without drafts, and report the speed-up")
+    add("--record", type=Path, metavar="DIR", help="write DIR/drafts.json for megatron-mtp report")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return made
 

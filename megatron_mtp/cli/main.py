@@ -9,7 +9,7 @@ from megatron_mtp.errors import REFUSED, Parser, open_streams, sentences
 EXAMPLES = """examples:
   megatron-mtp doctor
   megatron-mtp preprocess --input my_texts --output-prefix data/corpus
-  megatron-mtp train $FLAGS --mtp-num-layers 2 --mtp-metrics-dir runs/mine    # $FLAGS: those of a line of Megatron-LM
+  megatron-mtp train $FLAGS --mtp-num-layers 2 --mtp-metrics-dir runs/mine    # $FLAGS: your Megatron-LM flags
   torchrun --nproc-per-node 8 -m megatron_mtp train $FLAGS --mtp-num-layers 2
   megatron-mtp evaluate --load runs/mine/checkpoint --text my_texts
   megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}'
@@ -71,7 +71,7 @@ def parser() -> Parser:
     made = Parser(
         PROGRAM,
         usage=f"{PROGRAM} VERB ...",
-        description=f"Multi-Token Prediction for GPT models trained with Megatron-Core.\n\nverbs:\n{verbs}",
+        description=f"Train MTP layers and drafters with Megatron-Core, and draft with them.\n\nverbs:\n{verbs}",
         epilog=EXAMPLES,
     )
     made.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")

@@ -28,7 +28,7 @@ from megatron_mtp.files import one_writer
 from megatron_mtp.training.flags import CHAT_FLAGS, add_counting_arguments
 
 EXAMPLES = """examples:
-  # every .txt, .md, .py and .jsonl file of a folder; trains a tokenizer of 8192 entries (data/corpus-tokenizer)
+  # every .txt, .md, .py and .jsonl file of a folder, with a new tokenizer of 8192 entries (data/corpus-tokenizer)
   megatron-mtp preprocess --input my_texts --output-prefix data/corpus
 
   # 40 MB of the Python sources of installed packages, with a small vocabulary
@@ -39,7 +39,7 @@ EXAMPLES = """examples:
   megatron-mtp preprocess --input 'shards/*.jsonl' --json-key content --tokenizer models/Qwen3-0.6B \\
       --output-prefix data/web
 
-  # chats by the tokenizer's chat template, of which the assistant's tokens count
+  # chats, rendered with the tokenizer's chat template; training uses the assistant's tokens
   megatron-mtp preprocess --chat chats.jsonl --tokenizer models/Qwen3-0.6B --output-prefix data/chats
 
 Then train with: --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER_FOLDER
@@ -110,27 +110,27 @@ def parser(program: str) -> Parser:
     """The parser of all flags."""
     made = Parser(program, description=(__doc__ or "").split("\n")[0], epilog=EXAMPLES)
     add = made.add_argument
-    files = "files, folders or quoted globs; a .jsonl file has one document per line"
+    files = "files, folders or quoted globs; .jsonl files have one document per line"
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", nargs="+", metavar="PATH", help=files)
-    chats = "JSON lines with 'messages' or 'conversations', for the chat template of --tokenizer"
+    chats = "JSON lines with 'messages' or 'conversations', rendered with the tokenizer's chat template"
     source.add_argument("--chat", nargs="+", metavar="FILE", help=chats)
     add_counting_arguments(made)
-    inside = f"names of the files to read inside folders (default: {' '.join(TEXT_FILES)})"
+    inside = f"files to read in folders (default: {' '.join(TEXT_FILES)})"
     add("--include", nargs="+", default=TEXT_FILES, metavar="GLOB", help=inside)
-    add("--json-key", default="text", metavar="KEY", help="key of the text in lines of .jsonl files (default: text)")
+    add("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: text)")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--tokenizer", metavar="FOLDER", help="folder of an existing Hugging Face tokenizer")
-    size = "without --tokenizer: train a byte-level BPE of N entries (default: 8192)"
+    which.add_argument("--tokenizer", metavar="FOLDER", help="existing Hugging Face tokenizer")
+    size = "without --tokenizer: train a byte-level BPE tokenizer with N entries (default: 8192)"
     which.add_argument("--vocab-size", type=int, default=8192, metavar="N", help=size)
     add("--tokenizer-output", metavar="FOLDER", help="folder for the trained tokenizer (default: PREFIX-tokenizer)")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's eos_token)")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
     add("--max-mb", type=float, metavar="MB", help="use a random sample of about this many megabytes of text")
-    add("--seed", type=int, default=1234, help="seed of the shuffle and of the sample (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed for shuffling and --max-mb (default: 1234)")
     add("--no-shuffle", dest="shuffle", action="store_false", help="keep the documents in the order of file names")
-    processes = "processes; any number gives the same output (default: one per core)"
+    processes = "worker processes; the output does not depend on the number (default: one per core)"
     add("--workers", type=int, default=os.cpu_count(), help=processes)
     add("--overwrite", action="store_true", help="replace existing output")
     return made

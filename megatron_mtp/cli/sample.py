@@ -38,15 +38,15 @@ EXAMPLES = """examples:
   # 2,000 continuations of a corpus' documents: data/own.bin and .idx, for train --data-path data/own
   megatron-mtp sample --load checkpoints/trunk --data-path data/corpus --texts 2000 --output-prefix data/own
 
-  # answers to the user's turns of conversations, at the temperature at which the model will be served
+  # answers to the user turns of chats, at the temperature used for serving
   megatron-mtp sample --load checkpoints/trunk --chat chats.jsonl --texts 5000 --temperature 0.6 \\
       --max-new-tokens 512 --output-prefix data/answers
 
-  # the same by a server of vLLM, SGLang or megatron-mtp serve, 64 texts at a time; its key is in OPENAI_API_KEY
+  # the same with a server (vLLM, SGLang, megatron-mtp serve), 64 requests at a time; its key is in OPENAI_API_KEY
   megatron-mtp sample --server http://localhost:8000 --tokenizer models/my-model --chat chats.jsonl --texts 5000 \\
       --temperature 0.6 --max-new-tokens 512 --concurrency 64 --output-prefix data/answers
 
-The same command continues after an interruption, with the same texts. More --texts keep those that are there.
+The same command continues after an interruption, with the same samples. A larger --texts keeps existing samples.
 """
 
 
@@ -61,36 +61,36 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Let a model continue the prompts of a corpus, and write prompts with continuations as data for "
-        "train: MTP layers that learn from it see the sequences that they will draft for.",
+        description="Continue prompts of a corpus with a model, and write prompts and continuations as training data: "
+        "MTP layers then train on the sequences that they will draft.",
         epilog=EXAMPLES,
     )
     source = made.add_mutually_exclusive_group(required=True)
     add_checkpoint_flags(made, source)
-    server = "an OpenAI-compatible server that runs the model, in the place of --load; needs --tokenizer"
+    server = "OpenAI-compatible server that runs the model, instead of --load; needs --tokenizer"
     source.add_argument("--server", metavar="URL", help=server)
     add = made.add_argument
-    add("--model", metavar="NAME", help="of the model of --server; default: the first that it lists")
+    add("--model", metavar="NAME", help="model name on --server; default: the first one listed")
     written = "writes PREFIX.bin, .idx, .json, .answers.npy and .texts.jsonl"
     add("--output-prefix", required=True, metavar="PREFIX", help=written)
-    add("--texts", type=int, required=True, metavar="N", help="number of texts")
+    add("--texts", type=int, required=True, metavar="N", help="number of samples to generate")
     prompts = made.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--data-path", metavar="PREFIX", help="a corpus of preprocess, whose documents are continued")
-    prompts.add_argument("--chat", nargs="+", metavar="FILE", help="JSON lines with 'messages', for the chat template")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of a document to continue; default: 32")
-    add("--anywhere", action="store_true", help="take them from anywhere in a document; default: its beginning")
-    add("--split", default="98,2,0", metavar="W,W,W", help="parts of the corpus, as in train; default: 98,2,0")
-    add("--part", choices=PARTS, default=PARTS[0], help="the part that prompts come from; default: training")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="of each text; default: 256")
+    prompts.add_argument("--data-path", metavar="PREFIX", help="corpus made by preprocess to take prompts from")
+    prompts.add_argument("--chat", nargs="+", metavar="FILE", help="JSON lines with 'messages' to take prompts from")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens per prompt from a document; default: 32")
+    add("--anywhere", action="store_true", help="take prompts from anywhere in a document; default: its beginning")
+    add("--split", default="98,2,0", metavar="W,W,W", help="split of the corpus, as in train; default: 98,2,0")
+    add("--part", choices=PARTS, default=PARTS[0], help="part of the split to take prompts from; default: training")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate per prompt; default: 256")
     add_sampling_flags(made, temperature=0.7)
-    add("--seed", type=int, default=1234, metavar="N", help="of prompts and texts; default: 1234")
-    drafts = "how to draft, as in generate; default: mtp if there are MTP layers"
+    add("--seed", type=int, default=1234, metavar="N", help="seed for prompts and sampling; default: 1234")
+    drafts = "how to draft, as in generate; default: mtp if the model has MTP layers"
     add("--speculative-config", metavar="JSON", help=drafts)
-    logprobs = "keep the model's log-probabilities of the new tokens in PREFIX.texts.jsonl, before the temperature"
+    logprobs = "save log-probabilities of the generated tokens, before temperature, in PREFIX.texts.jsonl"
     add("--logprobs", action="store_true", help=logprobs)
-    add("--batch-size", "--concurrency", type=int, default=16, metavar="N", help="texts that run together; default: 16")
-    add("--overwrite", action="store_true", help="make everything anew")
-    add("--dry-run", action="store_true", help="print what would be done and what is there, and write nothing")
+    add("--batch-size", "--concurrency", type=int, default=16, metavar="N", help="prompts per batch; default: 16")
+    add("--overwrite", action="store_true", help="delete existing output and start over")
+    add("--dry-run", action="store_true", help="print what exists and what would be done, and write nothing")
     return made
 
 

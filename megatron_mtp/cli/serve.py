@@ -36,15 +36,15 @@ LARGEST_GIB = 2**20
 """No machine has more; a larger number is a mistake."""
 
 EXAMPLES = """examples:
-  # OpenAI's API at http://127.0.0.1:8000/v1, drafting two tokens a step
+  # OpenAI-compatible API at http://127.0.0.1:8000/v1, two draft tokens per step
   megatron-mtp serve --load runs/quickstart/checkpoint \\
       --speculative-config '{"method": "mtp_eagle", "num_speculative_tokens": 2}'
 
-  # for other machines, with a key, up to 64 texts at once in 8 GiB of cache
+  # for other machines, with an API key, up to 64 concurrent requests and 8 GiB of KV cache
   MEGATRON_MTP_API_KEY=$KEY megatron-mtp serve --load runs/mine/checkpoint --host 0.0.0.0 --port 8080 \\
       --max-running 64 --cache-gib 8
 
-  # ask it
+  # a request
   curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def ", "max_tokens": 32, "stream": true}'
 """
@@ -62,37 +62,41 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Serve a trained checkpoint by OpenAI's HTTP API: many texts at once, each drafting. Beginnings "
-        "that texts share run once, except on a hybrid with recurrent layers.",
-        epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C ends the server when its texts have ended; a second one at once.\n",
+        description="Serve a checkpoint over an OpenAI-compatible API, with continuous batching, per-request "
+        "speculative decoding and prefix caching (not on hybrids with recurrent layers).",
+        epilog=f"{EXAMPLES}\nSIGTERM or Ctrl-C stops the server after its requests finish; a second one, at once.\n",
     )
     add_foreign_flags(made, OF_OTHER_SERVERS)
     add_checkpoint_flags(made)
     add_ranks_flags(made)
     add = made.add_argument
-    add("--host", default="127.0.0.1", metavar="H", help="address to listen at; default: 127.0.0.1, this machine alone")
-    add("--port", type=int, default=8000, metavar="N", help="0 for any that is free; default: 8000")
-    add("--api-key", metavar="KEY", default=os.environ.get(API_KEY), help="that clients must send. Other users of the "
-        f"machine see it in the list of processes, but not in the variable {API_KEY}; default: that one's value, or "
-        "none is asked for")  # fmt: skip
-    add("--allowed-origins", nargs="+", default=[], metavar="URL", help="origins of pages whose scripts may call the "
-        "server (CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
-    add("--keep-alive", type=int, default=120, metavar="S", help="seconds that a connection without a request stays "
-        "open; default: 120")  # fmt: skip
-    add("--shutdown-timeout", type=float, metavar="S", help="seconds that requests have to end after a signal; the "
-        "others then get status 503; default: no limit")  # fmt: skip
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on; default: 127.0.0.1, this machine only")
+    add("--port", type=int, default=8000, metavar="N", help="port; 0: any free one; default: 8000")
+    add("--api-key", metavar="KEY", default=os.environ.get(API_KEY), help="key that clients must send; visible in "
+        f"the process list, unlike the variable {API_KEY}; default: that variable, or no key")  # fmt: skip
+    add("--allowed-origins", nargs="+", default=[], metavar="URL", help="web origins that may call the server "
+        "(CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
+    add("--keep-alive", type=int, default=120, metavar="S", help="seconds before idle connections are closed; "
+        "default: 120")  # fmt: skip
+    add("--shutdown-timeout", type=float, metavar="S", help="seconds that requests may still run after a stop "
+        "signal, before they get status 503; default: no limit")  # fmt: skip
     add("--access-log", action="store_true", help="print a line for each request")
-    add("--served-model-name", metavar="NAME", help="by which clients call the model; default: the name of its folder")
-    add("--speculative-config", metavar="JSON", help="how texts draft, as of generate; default: plain decoding")
-    add("--warm-up", action=BooleanOptionalAction, help="take steps of every number of texts before the first request, "
-        "so that none waits for a compiler or a CUDA graph; default: on a GPU")  # fmt: skip
-    add("--max-running", type=int, default=16, metavar="N", help="texts in a step; default: 16")
-    add("--max-waiting", type=int, default=256, metavar="N", help="texts that wait; more are refused; default: 256")
-    add("--max-model-len", type=int, metavar="N", help="tokens of a prompt with its answer, at most; default: the "
-        "model's positions, or fewer where the cache holds fewer")  # fmt: skip
-    add("--cache-gib", type=float, metavar="G", help="memory for keys and values, and for the states of recurrent "
-        "layers of --max-running texts; default: what texts of full length need, at most 4, and on a GPU 80 %% of what "
-        "is free")  # fmt: skip
+    add("--served-model-name", metavar="NAME", help="model name for clients; default: the name of its folder")
+    add("--speculative-config", metavar="JSON", help="how to draft, as in generate; default: plain decoding")
+    add("--warm-up", action=BooleanOptionalAction, help="run every batch size before the first request, so that no "
+        "request waits for compilation or CUDA graphs; default: on a GPU")  # fmt: skip
+    add("--max-running", type=int, default=16, metavar="N", help="requests per step; default: 16")
+    add(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests that may wait; more are rejected; default: 256",
+    )
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a prompt and its output; default: the "
+        "model's positions, or fewer if the cache is smaller")  # fmt: skip
+    add("--cache-gib", type=float, metavar="G", help="GiB for the KV cache and recurrent states; default: what "
+        "--max-running full requests need, at most 4, or 80 %% of free GPU memory")  # fmt: skip
     return made
 
 

@@ -151,13 +151,13 @@ def say_if_lossy(config: "SpeculativeConfig | None") -> None:
 
 def add_checkpoint_flags(parser: Parser, sources: "_MutuallyExclusiveGroup | None" = None) -> None:
     """The flags that say what is loaded, of every verb that runs a trained model; `--load` as one of some sources."""
-    add, load = parser.add_argument, "folder that Megatron saved to; the newest iteration is taken"
+    add, load = parser.add_argument, "Megatron checkpoint; its newest iteration is loaded"
     (sources or parser).add_argument(
         "--load", type=megatron_folder, required=sources is None, metavar="CKPT", help=load
     )
-    add("--dtype", choices=DTYPES, help="of the weights; default: that of the training")
-    add("--tokenizer", type=named, metavar="FOLDER", help="a Hugging Face tokenizer; default: the training's")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that has some")
+    add("--dtype", choices=DTYPES, help="data type of the weights; default: the training's")
+    add("--tokenizer", type=named, metavar="FOLDER", help="Hugging Face tokenizer; default: the training's")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
 
 
 def megatron_folder(text: str) -> str:
@@ -176,15 +176,27 @@ def megatron_folder(text: str) -> str:
 
 def add_ranks_flags(parser: Parser) -> None:
     """The flags that say how a model is spread over the ranks of torchrun."""
-    spread = "under torchrun: ranks that experts are spread over, each whole; default: 1, every rank has a part of each"
+    spread = "under torchrun: ranks to divide whole experts among; default: 1, each rank has a slice of every expert"
     parser.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="E", help=spread)
 
 
 def add_sampling_flags(parser: Parser, temperature: float) -> None:
     """The flags that say which distribution tokens are drawn from; `temperature` is the default of its flag."""
     add = parser.add_argument
-    said = f"0 is greedy; default: {temperature:g}"
+    said = f"sampling temperature; 0: greedy; default: {temperature:g}"
     add("--temperature", type=float, default=temperature, metavar="T", help=said)
-    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="and among those holding this probability; default: 1")
-    add("--min-p", type=float, default=0.0, metavar="P", help="and with this share of the likeliest's; default: 0, all")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; default: 0, all")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens up to this total; default: 1",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="least probability relative to the most likely token; default: 0",
+    )

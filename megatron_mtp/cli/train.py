@@ -12,9 +12,9 @@ from megatron_mtp.runtime import prepare
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, without_unset
 from megatron_mtp.training.short_log import quiet, say
 
-DESCRIPTION = """Pretrain a GPT with MTP layers on Megatron's training loop.
+DESCRIPTION = """Train a model with MTP layers or a drafter on Megatron's training loop.
 
-These are the flags of this project. All of Megatron-LM's pretrain_gpt.py are taken as well; --help-megatron lists them.
+These are the flags of this project. All flags of Megatron-LM's pretrain_gpt.py work too; --help-megatron lists them.
 Those that most runs need:
 
   model      --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --seq-length --max-position-embeddings
@@ -33,14 +33,14 @@ EXAMPLES = """examples:
       --eval-interval 100 --data-path data/corpus --tokenizer-type HuggingFaceTokenizer \\
       --tokenizer-model data/corpus-tokenizer --mtp-num-layers 2
 
-  # over two pipeline stages; $FLAGS are those of a launch line of Megatron-LM
+  # two pipeline stages; $FLAGS are your Megatron-LM flags
   torchrun --nproc-per-node 2 -m megatron_mtp train $FLAGS --pipeline-model-parallel-size 2 --mtp-num-layers 2
 
-  # flags from a file, one of them overridden; what a job of 64 ranks would hold, without starting it
+  # flags from a file, one of them overridden; then a plan of the job on 64 ranks, without starting it
   megatron-mtp train --config run.yaml --lr 2e-3
   megatron-mtp train --config run.yaml --dry-run 64
 
-  # MTP layers for a model that has none; $TRAINING are flags of batches, schedule and data
+  # MTP layers for a model without any; $TRAINING are your batch, schedule and data flags
   megatron-mtp train $TRAINING --use-checkpoint-args --load checkpoints/trunk --finetune --save runs/mine/checkpoint \\
       --mtp-num-layers 2 --mtp-init last-layer
 """
@@ -49,15 +49,17 @@ EXAMPLES = """examples:
 MEGATRONS: dict[str, tuple[str | None, str]] = {
     "--mtp-num-layers": (
         "N",
-        "MTP layers, each of which predicts a token further ahead; 0 trains without those of a launch line. Default: "
-        "none.",
+        "Number of MTP layers, each of which predicts one token further ahead; 0 turns them off. Default: none.",
     ),
     "--mtp-loss-scaling-factor": (
         "X",
-        "Lambda, the weight of the MTP loss, which is the mean over all depths. Default: 0.1.",
+        "Lambda, the weight of the MTP loss, which is the mean over all MTP layers. Default: 0.1.",
     ),
-    "--mtp-use-repeated-layer": (None, "One MTP layer, which all depths run. Default: a layer for every depth."),
-    "--mtp-detach-heads": (None, "Let the MTP loss train the MTP layers alone. Default: the trunk too."),
+    "--mtp-use-repeated-layer": (
+        None,
+        "Use the same MTP layer for every draft token. Default: one layer per draft token.",
+    ),
+    "--mtp-detach-heads": (None, "Let the MTP loss train only the MTP layers. Default: the trunk as well."),
 }
 """Megatron's own flags of MTP layers, which its parser has: metavar (None for a switch) and help."""
 
@@ -110,15 +112,15 @@ def full_parser(program: str) -> ArgumentParser:
 def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags that act before Megatron's parser, and are not passed on to it."""
     add = parser.add_argument_group("the run (megatron-mtp)").add_argument
-    verbose = "Show all that Megatron prints. Default: a short log, and the rest in megatron.log in --mtp-metrics-dir "
-    add("--verbose", action="store_true", help=f"{verbose}or --save.")
-    file = "YAML file of flags, such as 'num-layers: 4'; sections may group them. The command line's flags win."
+    verbose = "Print all of Megatron's output. Default: a short log, and megatron.log in --mtp-metrics-dir or --save."
+    add("--verbose", action="store_true", help=verbose)
+    file = "YAML file of flags, such as 'num-layers: 4', optionally in sections. Flags on the command line win."
     add("--config", metavar="FILE", help=file)
-    plan = "Print the plan of a job of so many ranks and end: flags, layout, parameters, memory, tokens of a step. "
-    plan += "Needs no GPU. Default: the fewest ranks that the layout takes."
+    plan = "Print flags, layout, parameters, memory and tokens per step for RANKS ranks, and exit; needs no GPU. "
+    plan += "Default: the fewest ranks for the layout."
     add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS", help=plan)
-    add("--list-losses", action="store_true", help="Say what each --mtp-loss is, and end.")
-    add("--help-megatron", action="store_true", help="List Megatron's flags as well, and end.")
+    add("--list-losses", action="store_true", help="Explain each --mtp-loss and exit.")
+    add("--help-megatron", action="store_true", help="List Megatron's flags as well and exit.")
     return parser
 
 

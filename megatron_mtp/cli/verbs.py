@@ -32,32 +32,28 @@ class Verb:
 VERBS: Registry[Verb] = Registry(
     "megatron_mtp.verbs",
     {
-        "train": Verb("pretrain a GPT, with Megatron's flags and --mtp-*", "megatron_mtp.cli.train"),
-        "convert": Verb(
-            "convert between Hugging Face folders and Megatron checkpoints; inspect and verify them",
-            "megatron_mtp.cli.convert",
-        ),
-        "audit": Verb(
-            "show what anyone's checkpoint holds, or what differs between two, and why", "megatron_mtp.cli.audit"
-        ),
+        "train": Verb("train a model with MTP layers or a drafter", "megatron_mtp.cli.train"),
         "attach": Verb(
-            "add MTP layers to a Hugging Face model: train on its frozen trunk, measure, export",
+            "add MTP layers or a drafter to a Hugging Face model: train, measure, export",
             "megatron_mtp.cli.attach",
         ),
-        "generate": Verb("generate text from a checkpoint, several tokens per forward", "megatron_mtp.cli.generate"),
-        "sample": Verb(
-            "continue a corpus' prompts by a checkpoint: data to train its MTP layers on", "megatron_mtp.cli.sample"
+        "evaluate": Verb("report loss and acceptance by depth of a checkpoint", "megatron_mtp.cli.evaluate"),
+        "convert": Verb(
+            "convert, inspect, edit and verify checkpoints",
+            "megatron_mtp.cli.convert",
         ),
+        "audit": Verb("describe a checkpoint, or explain how two differ", "megatron_mtp.cli.audit"),
+        "generate": Verb("generate text with speculative decoding", "megatron_mtp.cli.generate"),
         "serve": Verb(
-            "answer OpenAI's HTTP API with a checkpoint, many texts at once, each drafting", "megatron_mtp.cli.serve"
+            "serve a checkpoint over an OpenAI-compatible API with speculative decoding", "megatron_mtp.cli.serve"
         ),
-        "evaluate": Verb("compute loss and acceptance by depth of a checkpoint on a text", "megatron_mtp.cli.evaluate"),
+        "sample": Verb("generate training data for MTP layers from prompts of a corpus", "megatron_mtp.cli.sample"),
         "check": Verb(
-            "compare what a model's drafts reach, here or behind a server, with what was recorded",
+            "compare measured acceptance, local or from a server, with the recorded values",
             "megatron_mtp.cli.check",
         ),
-        "doctor": Verb("show what this machine has, and what missing parts cost", "megatron_mtp.cli.doctor"),
-        "preprocess": Verb("turn text into the .bin and .idx that train reads", "megatron_mtp.cli.preprocess"),
+        "preprocess": Verb("tokenize text for training", "megatron_mtp.cli.preprocess"),
+        "doctor": Verb("check the environment for missing or slow components", "megatron_mtp.cli.doctor"),
     },
 )
 

@@ -232,31 +232,30 @@ class Foreign:
 
 
 _RULES: dict[str, str | None] = {"standard": None, "block": "block"}
-_NOT_READ = "not read: "
+_IGNORED = "ignored: "
 FOREIGN_KEYS = {
     "rejection_sample_method": Foreign(
-        "`verifier`: `standard` leaves it out, `block` is `block`", (*_RULES,), "verifier", _RULES
+        "sets `verifier`: `standard` to the default, `block` to `block`", (*_RULES,), "verifier", _RULES
     ),
-    "prompt_lookup_min": Foreign("`ngram_min`", None, "ngram_min"),
-    "prompt_lookup_max": Foreign("`ngram_max`", None, "ngram_max"),
+    "prompt_lookup_min": Foreign("sets `ngram_min`", None, "ngram_min"),
+    "prompt_lookup_max": Foreign("sets `ngram_max`", None, "ngram_max"),
     "draft_sample_method": Foreign(
-        _NOT_READ + "drafts are the likeliest tokens at temperature 0, and samples that are judged with their "
-        "probabilities above",
+        _IGNORED + "drafts are greedy at temperature 0, and sampled and verified with their probabilities above",
         ("greedy", "probabilistic"),
     ),
-    "disable_padded_drafter_batch": Foreign(_NOT_READ + "no row of a draft is padding", _ANY),
-    "disable_eagle_block_drop": Foreign(_NOT_READ + "a block is found again with its drafts' states", _ANY),
-    "use_local_argmax_reduction": Foreign(_NOT_READ + "tokens are the same", _ANY),
-    "draft_tensor_parallel_size": Foreign(_NOT_READ + "MTP layers are cut as the trunk is", (1,)),
-    "enforce_eager": Foreign(_NOT_READ + "steps are recorded where they can be", (False,)),
-    "parallel_drafting": Foreign(_NOT_READ + "`dflash`, `dspark` and `dflash2` draft in parallel", (False,)),
-    "use_heterogeneous_vocab": Foreign(_NOT_READ + "draft models have the trunk's tokens", (False,)),
-    "enable_adaptive_verification": Foreign(_NOT_READ + "`min_confidence` of `dspark` ends drafts", (False,)),
-    "index_share_for_mtp_iteration": Foreign(_NOT_READ + "no layer chooses keys by an index", (False,)),
-    "moe_backend": Foreign(_NOT_READ + "modules are those of training", ("auto",)),
-    "kv_cache_dtype": Foreign(_NOT_READ + "caches have the type of the weights", ("auto",)),
+    "disable_padded_drafter_batch": Foreign(_IGNORED + "drafts have no padding", _ANY),
+    "disable_eagle_block_drop": Foreign(_IGNORED + "cached blocks keep the states of drafts", _ANY),
+    "use_local_argmax_reduction": Foreign(_IGNORED + "it does not change tokens", _ANY),
+    "draft_tensor_parallel_size": Foreign(_IGNORED + "MTP layers are split like the trunk", (1,)),
+    "enforce_eager": Foreign(_IGNORED + "CUDA graphs are used where possible", (False,)),
+    "parallel_drafting": Foreign(_IGNORED + "`dflash`, `dspark` and `dflash2` draft in parallel", (False,)),
+    "use_heterogeneous_vocab": Foreign(_IGNORED + "draft models must have the trunk's vocabulary", (False,)),
+    "enable_adaptive_verification": Foreign(_IGNORED + "use `min_confidence` of `dspark`", (False,)),
+    "index_share_for_mtp_iteration": Foreign(_IGNORED + "there are no index layers", (False,)),
+    "moe_backend": Foreign(_IGNORED + "the modules are those of training", ("auto",)),
+    "kv_cache_dtype": Foreign(_IGNORED + "the cache has the data type of the weights", ("auto",)),
     **{
-        name: Foreign(_NOT_READ + "there is none", ())
+        name: Foreign(_IGNORED + "not applicable", ())
         for name in (
             *("attention_backend", "quantization", "max_model_len", "revision", "code_revision", "draft_load_config"),
             *("num_speculative_tokens_per_batch_size", "synthetic_acceptance_rates", "synthetic_acceptance_length"),

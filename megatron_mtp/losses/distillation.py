@@ -62,7 +62,7 @@ class TaughtLoss(TokenLoss):
 class Divergence(TaughtLoss):
     """KL(p || q) of distributions at a temperature."""
 
-    line = "the trunk's own distribution of the same token, by its KL divergence from the depth's"
+    line = "distillation: KL divergence to the trunk's distribution"
 
     @override
     def __call__(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class OverlapLoss(TaughtLoss):
 class TotalVariation(OverlapLoss):
     """The probability that a draft from q is rejected."""
 
-    line = "the trunk's own distribution by total variation, the rate at which sampled drafts are rejected"
+    line = "distillation by total variation, the rejection rate of sampled drafts"
 
     @override
     def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
@@ -144,7 +144,7 @@ class TotalVariation(OverlapLoss):
 class NegativeLogOverlap(OverlapLoss):
     """Minus the logarithm of the probability that a draft from q is accepted."""
 
-    line = "minus the logarithm of the rate at which sampled drafts are accepted"
+    line = "negative log acceptance rate of sampled drafts"
 
     @override
     def of_overlap(self, log_overlap_N: Tensor, divergence_N: Tensor | None) -> OfOverlap:
@@ -177,7 +177,7 @@ class AdaptiveDivergence(OverlapLoss):
 class AcceptedLength(NegativeLogOverlap):
     """Sampled drafts up to every depth that are not all accepted; a depth's own number in logs is that of tv."""
 
-    line = "the expected accepted length of all depths together, where drafts are sampled"
+    line = "expected accepted length of all MTP layers together, for sampled drafts"
     couples_depths = True
 
     @override

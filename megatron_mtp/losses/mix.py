@@ -21,7 +21,7 @@ UNNAMED = ("ce", "kd", "tv")
 class Mix(TokenLoss):
     """The weighted sum of `parts`; it needs a teacher where one of them does."""
 
-    line = "a weighted sum of the others, by --mtp-loss-mix"
+    line = "weighted sum of other losses (--mtp-loss-mix)"
     parts: tuple[tuple[float, TokenLoss], ...]
 
     @property

@@ -123,7 +123,7 @@ class TokenLoss(ABC):
 class CrossEntropy(TokenLoss):
     """Cross-entropy of the labels; the gradient is made in the logits' memory."""
 
-    line = "the labels, by cross-entropy"
+    line = "cross-entropy on the labels"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
@@ -175,7 +175,7 @@ class CrossEntropy(TokenLoss):
 class PacedCrossEntropy(CrossEntropy):
     """Cross-entropy of the labels, weighted by the expected number of accepted drafts from a depth on."""
 
-    line = "the labels, by cross-entropy times the expected number of accepted drafts from this one on"
+    line = "cross-entropy on the labels, weighted by the expected number of accepted drafts from here on"
     weighs_depths = True
 
     @classmethod

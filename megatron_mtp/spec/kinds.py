@@ -56,7 +56,6 @@ class DrafterKind:
     Attributes:
         name: of --drafter, and of the method that drafts with it.
         called: what a sentence calls it.
-        line: what it does, for --help.
         architecture, model_type: of its folder's config.
         also_called: other architectures of folders with the same computation.
         published_as: the architecture in other published folders, which is that of whole models too: there `fc.weight`
@@ -77,7 +76,6 @@ class DrafterKind:
 
     name: str
     called: str
-    line: str
     architecture: str
     model_type: str
     block: str
@@ -150,7 +148,6 @@ _ROWS = (
     DrafterKind(
         name="eagle3",
         called="an EAGLE-3 drafter",
-        line="is one layer that reads the trunk's states after three layers (arXiv:2503.01840)",
         architecture="LlamaForCausalLMEagle3",
         model_type="llama",
         block="megatron_mtp.model.eagle3:Eagle3Block",
@@ -166,7 +163,6 @@ _ROWS = (
     DrafterKind(
         name="eagle",
         called="an EAGLE drafter",
-        line="is one layer that reads the trunk's last state (arXiv:2401.15077)",
         architecture="LlamaForCausalLMEagle",
         model_type="llama",
         block="megatron_mtp.model.eagle:EagleBlock",
@@ -179,7 +175,6 @@ _ROWS = (
     DrafterKind(
         name="dflash",
         called="a DFlash drafter",
-        line="fills a block of tokens in one pass (arXiv:2602.06036)",
         architecture="DFlashDraftModel",
         model_type="qwen3",
         block="megatron_mtp.model.block_drafter:BlockDrafter",
@@ -193,7 +188,6 @@ _ROWS = (
     DrafterKind(
         name="dspark",
         called="a DSpark drafter",
-        line="does so with a bias by the token before and a confidence (arXiv:2607.05147)",
         architecture="Qwen3DSparkModel",
         model_type="qwen3",
         block="megatron_mtp.model.block_drafter:BlockDrafter",
@@ -207,7 +201,6 @@ _ROWS = (
     DrafterKind(
         name="dflash2",
         called="a DFlash2 drafter",
-        line="is DFlash with a convolution along the block, and chooses among likely tokens by the token before",
         architecture="DFlash2DraftModel",
         model_type="qwen3",
         block="megatron_mtp.model.dflash2:DFlash2Block",

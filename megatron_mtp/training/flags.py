@@ -97,15 +97,14 @@ def add_chat_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--chat",
         nargs="+",
         metavar="FILE",
-        help="Train on chats: JSON lines with 'messages' or 'conversations', by the chat template of "
-        "--tokenizer-model; what the assistant writes counts. They are tokenized once, into --data-cache-path or the "
-        "folder cache beside the first file.",
+        help="Train on the assistant's tokens of chats: JSON lines with 'messages' or 'conversations', rendered with "
+        "the chat template of --tokenizer-model and cached in --data-cache-path.",
     )
     add_counting_arguments(group)
     group.add_argument(
         "--show-example",
         action="store_true",
-        help="Before the first step, print the first chat as it is trained on, with what counts in \u27e6 \u27e7.",
+        help="Before the first step, print the first chat as it is trained on, trained tokens in \u27e6 \u27e7.",
     )
     return parser
 
@@ -120,21 +119,21 @@ def add_counting_arguments(group: _ActionsContainer) -> None:
         "--chat-count-empty-thinking",
         action="store_true",
         default=None,
-        help="Count an empty thinking block that the chat template can supply by its generation prompt. Default: not, "
-        "since the model does not write it.",
+        help="Also train on empty thinking blocks that the chat template can add to the generation prompt. Default: "
+        "masked, since the model does not write them.",
     )
     group.add_argument(
         "--chat-mask-history",
         action="store_true",
         default=None,
-        help="Train on the assistant's last message of every chat alone (mask_history, last_round or train_on_last of "
-        "other trainers). Default: on all that no field of theirs leaves out, such as 'weight': 0.",
+        help="Train only on the last assistant message of each chat (mask_history, last_round, train_on_last). "
+        "Default: on all, except those that fields such as 'weight': 0 exclude.",
     )
     group.add_argument(
         "--chat-skip-bad-lines",
         action="store_true",
         default=None,
-        help="Leave out lines that cannot be trained on, and say how many. Default: refuse them, all at once.",
+        help="Skip lines that cannot be trained on and report how many. Default: stop with a list of them.",
     )
 
 

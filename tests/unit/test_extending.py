@@ -243,7 +243,6 @@ def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 TWIN_ROW = """    DrafterKind(
         name="twin",
         called="a twin",
-        line="is EAGLE-3 by another name",
         architecture="TwinDraftModel",
         model_type="llama",
         block="megatron_mtp.model.twin:TwinBlock",

@@ -93,7 +93,7 @@ def help_of_losses() -> str:
 
 
 def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,dpace,mix} What the MTP layers learn")
+    assert help_of_losses().startswith("ce,kd,tv,nla,lk,e2e_tv,dpace,mix} Loss of the MTP layers")
     with pytest.raises(SystemExit) as end:
         parse_run("train", ["--list-losses"])
     assert end.value.code == 0

@@ -40,8 +40,8 @@ def tables() -> str:
     heads = (
         "| method | drafts from | needs MTP layers | recurrent layers | keys (default; range) |\n|---|---|---|---|---|",
         "| verifier | rule | distribution | keys (default; range) |\n|---|---|---|---|",
-        f"vLLM's names of methods are taken: {names} are `mtp`; {others}. So are its keys:\n\n"
-        "| key of vLLM | values, and `null` | here |\n|---|---|---|",
+        f"vLLM's method names are accepted: {names} mean `mtp`; {others}. So are its keys:\n\n"
+        "| vLLM key | values, and `null` | effect |\n|---|---|---|",
     )
     return "\n".join([heads[0], *methods, "", heads[1], *verifiers, "", heads[2], *renamed])
 

@@ -17,6 +17,4 @@ command.py     megatron-mtp plan
 
 from megatron_mtp.cli.verbs import Verb
 
-VERB = Verb(
-    "plan a run with MTP layers: memory, step time and placement on N GPUs", "megatron_mtp.extensions.plan.command"
-)
+VERB = Verb("plan memory, step time and placement of MTP layers on N GPUs", "megatron_mtp.extensions.plan.command")

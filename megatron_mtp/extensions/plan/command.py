@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from megatron_mtp.extensions.plan.report import Drafting
 
 EXAMPLES = """examples:
-  # the launch line of a job, $FLAGS, behind --; what is recommended is printed as one
+  # $FLAGS are the flags of your launch line; the recommended ones are printed
   megatron-mtp plan --gpu H100 --gpus 1024 -- $FLAGS
 
-  # sizes of a Hugging Face folder, layout and batch from the line
+  # model sizes from a Hugging Face folder, layout and batch from the launch line
   megatron-mtp plan --gpu H200 --gpus 64 --model models/GLM-4.5-Air -- --bf16 --pipeline-model-parallel-size 4 \\
       --expert-model-parallel-size 8 --seq-length 8192 --global-batch-size 256 --use-distributed-optimizer
 
-  # a cluster with a slower network, and a card of one's own
+  # a cluster with a slower network, and a custom GPU
   megatron-mtp plan --gpu H100,network=25 --gpus 256 -- $FLAGS
   megatron-mtp plan --gpu bf16=300,memory=64,bandwidth=1600,link=200,network=25 --gpus 16 -- $FLAGS
 
-  # what MTP layers will add to a step that takes 2.09 s without
+  # what MTP layers add to a step that takes 2.09 s without them
   megatron-mtp plan --gpu H100 --gpus 8 --step-seconds 2.09 -- $FLAGS
 
-  # with what drafting will bring, and a page of both
+  # with the predicted drafting speed, and an HTML page
   megatron-mtp plan --gpu H200 --gpus 64 --accepted runs/mine/checkpoint --output plan.html -- $FLAGS
 """
 
@@ -37,24 +37,24 @@ def parser(program: str) -> Parser:
     made = Parser(
         program,
         usage=f"{program} --gpu NAME --gpus N [--model FOLDER] [...] -- LAUNCH LINE",
-        description="Plan a run with MTP layers before it is paid for: memory of every pipeline stage, seconds of a "
-        "step by part, D = 0..4 and their placements, and launch flags of the fastest that fits. Figures are "
-        "arithmetic; docs/extensions/plan.md says what they were compared with.",
+        description="Plan a run with MTP layers before you pay for it: memory per pipeline stage, step time by part, "
+        "placements of 0 to 4 MTP layers, and launch flags for the fastest that fits. Figures are computed, not "
+        "measured; docs/extensions/plan.md compares them with measurements.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
-    add("--gpu", required=True, metavar="NAME", help="H100, H200, B200, MI300X, with changes such as H100,network=25, "
-        "figures of your own (TFLOP/s, GB, GB/s), or 'here', which measures a CPU")  # fmt: skip
-    add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
-    add("--model", type=named, metavar="FOLDER", help="Hugging Face folder whose config.json gives the model's sizes")
-    add("--depths", type=int, metavar="D", help="MTP layers to plan for; default: those of the line, or 1")
-    seconds = "a measured step of the line without MTP layers; all but head and losses is scaled to it"
+    add("--gpu", required=True, metavar="NAME", help="H100, H200, B200, MI300X, one with changes "
+        "(H100,network=25), your own figures (TFLOP/s, GB, GB/s), or 'here' to measure this CPU")  # fmt: skip
+    add("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    add("--model", type=named, metavar="FOLDER", help="Hugging Face folder to read the model's sizes from")
+    add("--depths", type=int, metavar="D", help="number of MTP layers; default: that of the launch line, or 1")
+    seconds = "measured step time without MTP layers; scales everything but output layer and losses"
     add("--step-seconds", type=float, metavar="S", help=seconds)
     add(
         "--accepted",
         metavar="RATES",
-        help="show what drafting brings: a folder or file with mtp_acceptance.json, "
-        "rates of K = 1, 2, ... such as 0.83,0.65, or a family that published some (deepseek, glm, glm4, qwen)",
+        help="also predict drafting speed: folder or file with mtp_acceptance.json, rates such as 0.83,0.65, "
+        "or published ones (deepseek, glm, glm4, qwen)",
     )
     add(
         "--batches",
@@ -62,15 +62,15 @@ def parser(program: str) -> Parser:
         nargs="+",
         default=[1, 8, 32, 128],
         metavar="B",
-        help="texts at once; default: 1 8 32 128",
+        help="batch sizes when decoding; default: 1 8 32 128",
     )
-    add("--serving-gpus", type=int, default=8, metavar="N", help="GPUs that share a model which decodes; default: 8")
-    add("--weight-bytes", type=float, default=2.0, metavar="B", help="of a weight when decoding; default: 2")
-    add("--context", type=int, default=1024, metavar="N", help="tokens of a text in the cache; default: 1024")
-    add("--forward-ms", type=float, metavar="MS", help="a measured forward of one text without drafts")
-    add("--output", type=named, metavar="FILE", help="write a page with pictures too (needs plotly)")
+    add("--serving-gpus", type=int, default=8, metavar="N", help="GPUs per model when decoding; default: 8")
+    add("--weight-bytes", type=float, default=2.0, metavar="B", help="bytes per weight when decoding; default: 2")
+    add("--context", type=int, default=1024, metavar="N", help="tokens per request in the KV cache; default: 1024")
+    add("--forward-ms", type=float, metavar="MS", help="measured forward pass for one request without drafts")
+    add("--output", type=named, metavar="FILE", help="also write an HTML page with charts (needs plotly)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("line", nargs="*", metavar="FLAG", help="the launch line, behind --")
+    add("line", nargs="*", metavar="FLAG", help="the launch line, after --")
     return made
 
 

@@ -12,6 +12,6 @@ command.py     megatron-mtp foretell
 from megatron_mtp.cli.verbs import Verb
 
 VERB = Verb(
-    "compute what another engine will accept of a checkpoint's drafts, and why",
+    "predict acceptance in other engines, and explain differences",
     "megatron_mtp.extensions.predict.command",
 )

@@ -15,16 +15,16 @@ INCOMPLETE = 1
 """Exit status where a row of the table is missing."""
 
 EXAMPLES = """examples:
-  # what vLLM will accept of a trained checkpoint's drafts, once it is exported
+  # acceptance of a trained checkpoint in vLLM once it is exported
   megatron-mtp foretell runs/quickstart/checkpoint --engine vllm --text docs
 
-  # three drafts a round, of a Hugging Face folder, as JSON with vLLM's synthetic acceptance rates
+  # three draft tokens per step, from a Hugging Face folder, as JSON with vLLM's synthetic acceptance rates
   megatron-mtp foretell exported --engine sglang --text prompts.txt --num-speculative-tokens 3 --json
 
   # the same checkpoint exported as another family
   megatron-mtp foretell runs/mine/checkpoint --engine vllm --family mimo --text docs
 
-  # a line for every checkpoint and engine
+  # one line per checkpoint and engine
   megatron-mtp foretell runs/one/checkpoint runs/two/checkpoint --engine vllm --engine sglang --text docs --table
 """
 
@@ -33,24 +33,29 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="Compute what an engine will accept, by position, of the drafts of a checkpoint's export, beside "
-        "what the MTP layers reach when they are run as they were trained, and name the rules of the engine that cost "
-        "the difference. Pieces of the text are prompts; the model continues them greedily.",
+        description="Predict the acceptance of an exported checkpoint's drafts in another engine, by position, compare "
+        "it with that of the MTP layers run as trained, and name the engine's rules that cost the difference. "
+        "Prompts are cut from the text and continued greedily.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
     add("checkpoints", nargs="+", type=named, metavar="CKPT", help="Megatron checkpoint, or Hugging Face folder")
-    engine = "the engine that is to serve it; with --table it may be given several times"
+    engine = "engine to predict for; may be repeated with --table"
     add("--engine", required=True, action="append", choices=ENGINES, help=engine)
-    add("--text", nargs="+", required=True, metavar="FILE", help="files or folders whose text gives the prompts")
-    add("--num-speculative-tokens", type=int, metavar="K", help="drafts a round; default: the number of MTP layers")
-    add("--family", metavar="NAME", help="model_type of the export (default: the one that mcore-to-hf chooses)")
-    add("--prompts", type=int, default=16, metavar="N", help="prompts, evenly spread over the text; default: 16")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens of each prompt; default: 32")
-    add("--new-tokens", type=int, default=64, metavar="N", help="tokens that continue each prompt; default: 64")
-    add("--tokenizer", type=named, metavar="FOLDER", help="Hugging Face tokenizer (default: the checkpoint's own)")
+    add("--text", nargs="+", required=True, metavar="FILE", help="files or folders of text to take prompts from")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="draft tokens per step; default: the number of MTP layers",
+    )
+    add("--family", metavar="NAME", help="model_type of the export; default: the choice of mcore-to-hf")
+    add("--prompts", type=int, default=16, metavar="N", help="number of prompts; default: 16")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="tokens per prompt; default: 32")
+    add("--new-tokens", type=int, default=64, metavar="N", help="tokens to generate per prompt; default: 64")
+    add("--tokenizer", type=named, metavar="FOLDER", help="Hugging Face tokenizer; default: the checkpoint's")
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer folder")
-    table = "print a line for every checkpoint and engine; exit status 1 where one cannot be computed, with the reason"
+    table = "print a line per checkpoint and engine, with the reason where one fails (exit status 1)"
     add("--table", action="store_true", help=table)
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return made

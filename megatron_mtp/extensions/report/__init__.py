@@ -8,4 +8,4 @@ command.py   megatron-mtp report
 
 from megatron_mtp.cli.verbs import Verb
 
-VERB = Verb("make one HTML page from one or several runs", "megatron_mtp.extensions.report.command")
+VERB = Verb("render one or more runs as an HTML page", "megatron_mtp.extensions.report.command")

@@ -8,15 +8,15 @@ from megatron_mtp.files import written_beside
 PAGE = "report.html"
 
 EXAMPLES = """examples:
-  # runs/mine/report.html, of the run that --mtp-metrics-dir runs/mine has recorded
+  # write runs/mine/report.html for a run with --mtp-metrics-dir runs/mine
   megatron-mtp report runs/mine
 
-  # with the drafts of a generation, token by token
+  # with the drafts of one generation, token by token
   megatron-mtp generate --load runs/mine/checkpoint --prompt 'def ' --speculative-config '{"method": "mtp"}' \\
       --record runs/mine
   megatron-mtp report runs/mine
 
-  # three runs, one over the other
+  # three runs in the same charts
   megatron-mtp report runs/one runs/two runs/three --output comparison.html
 """
 
@@ -25,12 +25,12 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        description="One self-contained HTML page of runs: losses, acceptance, costs, settings, drafts.",
+        description="Render losses, acceptance, costs, settings and drafts of runs as one self-contained HTML page.",
         epilog=EXAMPLES,
     )
     add = made.add_argument
-    add("runs", nargs="+", type=named, metavar="RUN_DIR", help="folders that --mtp-metrics-dir has named")
-    add("--output", type=named, metavar="FILE", help=f"default: {PAGE} in the first folder")
+    add("runs", nargs="+", type=named, metavar="RUN_DIR", help="folders given to --mtp-metrics-dir")
+    add("--output", type=named, metavar="FILE", help=f"output file; default: {PAGE} in the first folder")
     return made
 
 

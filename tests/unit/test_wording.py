@@ -1,0 +1,91 @@
+"""Help texts and pages use the words of the field: `BETTER` has the private words, each with what to write instead.
+
+Help texts and README have none of them. A page keeps those of `LEFT`, a number that may only shrink: lower it with the
+page.
+"""
+
+import re
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Iterator
+
+import pytest
+from documents import DOCUMENTS, _subparsers
+
+from megatron_mtp.cli.verbs import VERBS, module_of
+
+BETTER = {
+    r"beside": "alongside, next to, in addition to",
+    r"(?<!--)depths(?! [1d] )": "MTP layers, or: depth d",
+    r"(?:is|are) none|none for none": "has no ..., is not a ...",
+    r"letter": "character",
+    r"own texts": "self-generated data",
+    r"(?<!own )(?<!--)(?<!\.)texts": "outputs, generations, requests, documents",
+    r"says?|said": "prints, reports, specifies, sets",
+    r"witness(?:es)?": "reference, prompt sample",
+    r"nobody": "not tested, not run",
+    r"for want of": "missing",
+    r"which head|draft heads?": "drafter",
+}
+"""Pattern of a private word to what is better."""
+
+MOST_WORDS = 25
+"""Of the help of a flag."""
+
+LEFT = {"docs/attaching.md": 3, "docs/cluster.md": 2, "docs/numbers.md": 5}
+"""Page to the number of private words that it still has."""
+
+
+def found_in(text: str) -> Iterator[str]:
+    """What is to be written in the place of every private word; code in the text is skipped."""
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    for pattern, better in BETTER.items():
+        for word in re.findall(rf"\b(?:{pattern})\b", prose, flags=re.IGNORECASE):
+            yield f"'{word}': write {better}"
+
+
+def found_in_page(page: str) -> list[str]:
+    """Place and advice for every private word of a page outside of its blocks."""
+    text = re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
+    return [f"line {number}: {one}" for number, line in enumerate(text.splitlines(), 1) for one in found_in(line)]
+
+
+def help_texts() -> Iterator[tuple[str, str, bool]]:
+    """Place and text of everything that `--help` of every verb shows, and whether it is the help of a flag."""
+    for verb, row in VERBS.items():
+        yield verb, row.line, True
+        yield from _texts_of(module_of(verb).parser(f"megatron-mtp {verb}"))
+
+
+def _texts_of(parser: ArgumentParser) -> Iterator[tuple[str, str, bool]]:
+    yield parser.prog, f"{parser.description}", False
+    yield parser.prog, f"{parser.epilog}", False
+    for action in parser._actions:
+        if action.help and action.help != SUPPRESS:
+            yield f"{parser.prog} {'/'.join(action.option_strings) or action.dest}", action.help, True
+    for children in _subparsers(parser):
+        for child in children.values():
+            yield from _texts_of(child)
+
+
+def test_help_texts_use_the_words_of_the_field() -> None:
+    assert [f"{place}: {one}" for place, text, _ in help_texts() for one in found_in(text)] == []
+
+
+def test_the_help_of_a_flag_is_short() -> None:
+    lengths = {place: len(text.split()) for place, text, is_flag in help_texts() if is_flag}
+    assert {place: words for place, words in lengths.items() if words > MOST_WORDS} == {}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_pages_use_the_words_of_the_field(name: str) -> None:
+    found = found_in_page(DOCUMENTS[name].read_text(encoding="utf-8"))
+    assert len(found) <= LEFT.get(name, 0), "\n".join([f"{name} may have {LEFT.get(name, 0)} of these:", *found])
+
+
+def test_private_words_are_seen() -> None:
+    page = "# Texts\n`beside` it\n```\nsaid\n```\nA letter [of](beside.md) --texts, which is none.\n"
+    assert found_in_page(page) == [
+        "line 1: 'Texts': write outputs, generations, requests, documents",
+        "line 6: 'is none': write has no ..., is not a ...",
+        "line 6: 'letter': write character",
+    ]

@@ -198,7 +198,7 @@ def _megatron_rows() -> list[Substitution]:
     return [
         *_rows(
             multi_token_prediction,
-            "Megatron 0.20 compares its projection with classes of Transformer Engine, which are none without it",
+            "Megatron 0.20 compares its projection with classes of Transformer Engine, which are missing without it",
             is_inference_column_parallel_linear=no,
         ),
         *_rows(

@@ -251,7 +251,7 @@ def _check_flags_of_train(args: Namespace, program: str) -> None:
 def _set_donor(args: Namespace) -> None:
     """Find the donor, and take as many layers as it has. Raises ValueError where flags contradict each other."""
     if args.donor is None and args.mtp_init == "donor":
-        raise ValueError("--mtp-init is donor, and there is none; give --donor, a model that has MTP layers.")
+        raise ValueError("--mtp-init donor needs --donor MODEL, a model with MTP layers.")
     if args.donor is None:
         return
     if args.mtp_init not in (None, "donor"):
@@ -339,9 +339,9 @@ def _check_texts(args: Namespace) -> None:
     """Raises ValueError where flags of own texts do not fit."""
     count = args.self_generated
     if count is not None and count < LEAST_TEXTS:
-        raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the texts are held out.")
+        raise ValueError(f"--self-generated is {count}; give {LEAST_TEXTS} or more: 2 % of the samples are held out.")
     if args.texts_by is not None and count is None:
-        raise ValueError("--texts-by was given without --self-generated; give the number of texts with it.")
+        raise ValueError("--texts-by was given without --self-generated; give the number of samples with it.")
     if args.mtp_init == "fitted" and is_chat_file(args.corpus):
         raise ValueError("--mtp-init is fitted, and there is no text but conversations; give last-layer or random.")
 

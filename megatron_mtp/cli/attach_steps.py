@@ -26,7 +26,7 @@ STEPS = {
     "corpus": "the corpus",
     "trunk": "the trunk in Megatron's form",
     "start": "the MTP layers",
-    "sample": "the model's own texts",
+    "sample": "self-generated data",
     "before": "loss and acceptance before the training",
     "probe": "the probe of learning rates and losses",
     "train": "the training",

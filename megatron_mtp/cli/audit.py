@@ -125,7 +125,7 @@ def _drafts(found: dict[str, Any]) -> str:
     if "halves" not in found:
         return f"{found['kind']}{key}"
     first, later = found["fed"]
-    fed = f"fed {first} the final norm" + ("" if first == later else f", later depths {later} their norm")
+    fed = f"fed {first} the final norm" + ("" if first == later else f", later MTP layers {later} their norm")
     return f"{found['kind']}{key}; {found['halves']}; {fed}"
 
 

@@ -43,7 +43,7 @@ class Checkpoint:
         by_the_clock = self._speculative is not None and self._speculative.num_speculative_tokens == "auto"
         if by_the_clock and not Sampling.of(args).greedy:
             raise ValueError(
-                "--speculative-config has num_speculative_tokens 'auto', with which sampled texts depend on the clock; "
+                "--speculative-config has num_speculative_tokens 'auto', with which samples depend on measured time; "
                 "give a number."
             )
         check_outside(Path(f"{args.output_prefix}.texts.jsonl"), Path(args.load))

@@ -321,7 +321,7 @@ def options(args: Namespace) -> "Options":
     from megatron_mtp.checkpoint.convert.stream import Options
 
     if args.workers < 1:
-        raise ValueError(f"--workers: {args.workers} layers at a time are none; give 1 or more.")
+        raise ValueError(f"--workers is {args.workers}; give 1 or more.")
     dtype = getattr(args, "dtype", None)
     return Options(
         dtype=None if dtype is None else getattr(torch, dtype),

@@ -110,7 +110,7 @@ def text_of(checks: list[Component], patches: list[dict[str, str]], can_train: b
     for row in patches:
         lines += ["", "{target}: {state}\n  {reason} Versions: {versions}; upstream: {upstream}.".format_map(row)]
     missing = ", ".join(check.name for check in checks if check.needed and not check.ok)
-    verdict = "training can run here" if can_train else f"training cannot run here, for want of: {missing}"
+    verdict = "training can run here" if can_train else f"training cannot run here; missing: {missing}"
     return "\n".join([*lines, "", verdict])
 
 

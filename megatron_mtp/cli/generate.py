@@ -115,7 +115,7 @@ class _ListMethods(Action):
             print("methods, which draft from")
             for name, method in PROPOSERS.items():
                 states = method.recurrent_layers()
-                notes = [f"{method.depths} depths"] if method.depths else []
+                notes = [f"needs: {method.depths}"] if method.depths else []
                 notes += [] if states == "yes" else [f"recurrent layers: {states}"]
                 row(name, method.line + (f" ({'; '.join(notes)})" if notes else ""), method.settings_kind)
             print("\nverifiers")

@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         prompts = _prompts(args, folder)
         there = sum(number < args.texts for number in read_samples(file, settings))
-        print(f"{args.texts} texts of {prompts.documents} documents, {there} of them finished")
+        print(f"{args.texts} samples of {prompts.documents} documents, {there} of them finished")
         print(f"at most {(args.texts - there) * args.max_new_tokens} new tokens")
         print(f"would write {args.output_prefix}.bin, .idx, .json, .answers.npy and .texts.jsonl")
         return 0
@@ -122,7 +122,7 @@ def run(args: Namespace) -> int:
         files = [Path(f"{args.output_prefix}.{ending}") for ending in ("bin", "idx", "answers.npy")]
         whole = all(file.is_file() for file in files) and files[0].stat().st_size == made.get("bin_bytes")
         if whole and made.get("settings") == corpus:
-            print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} texts with these settings")
+            print(f"{args.output_prefix}.bin and .idx are already there: {args.texts} samples with these settings")
             return 0
         prompts = _prompts(args, folder)
         if any(number not in texts for number in range(args.texts)):
@@ -182,8 +182,8 @@ def _prompts(args: Namespace, tokenizer: Path) -> "Prompts":
     found = Beginnings(args.data_path, args.prompt_tokens, args.seed, args.split, args.part, args.anywhere)
     if Sampling.of(args).greedy and not args.anywhere and args.texts > found.documents:
         raise ValueError(
-            f"--texts is {args.texts}, but greedy texts of {found.documents} documents repeat after these; give "
-            "--anywhere, a --temperature or fewer texts."
+            f"--texts is {args.texts}, but greedy samples of {found.documents} documents repeat after these; give "
+            "--anywhere, a --temperature or a smaller number."
         )
     return found
 
@@ -239,6 +239,6 @@ def _publish(
     less = args.texts - len(texts)
     left_out = f", {less} left out since their prompts are too long" if less else ""
     print(
-        f"{args.output_prefix}.bin and .idx: {len(texts)} texts{left_out}, {record['tokens']} tokens, {new} of them "
-        f"new ({new / len(texts):.0f} a text; {ended} texts ended by themselves)"
+        f"{args.output_prefix}.bin and .idx: {len(texts)} samples{left_out}, {record['tokens']} tokens, {new} of them "
+        f"new ({new / len(texts):.0f} per sample; {ended} ended with an end token)"
     )

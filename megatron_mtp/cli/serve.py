@@ -163,7 +163,7 @@ def run(args: Namespace) -> int:
     if engine.max_length < engine.scheduler.positions:
         print(f"> {length_line(engine)}", flush=True)
     if tokenizer is not None and (unused := sampling_defaults(tokenizer)):
-        print(f"> requests sample by their own fields, not as generation_config.json says: {unused}", flush=True)
+        print(f"> sampling defaults of generation_config.json are ignored: {unused}", flush=True)
     settings = ServerSettings(args.keep_alive, args.shutdown_timeout, args.access_log)
     return serve(AsyncEngine(engine, group), served, listening, args.api_key, args.allowed_origins, settings)
 

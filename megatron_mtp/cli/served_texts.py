@@ -175,7 +175,7 @@ class TextServer:
         """The error as a sentence, if it is of the server and not a bug."""
         from openai import APIConnectionError, APIStatusError
 
-        url, go_on = self._args.server, "finished texts are kept, and the same command continues."
+        url, go_on = self._args.server, "finished samples are kept, and the same command continues."
         if isinstance(error, APIStatusError):
             status, message = error.status_code, " ".join(error.message.split())[:MAX_MESSAGE_CHARS]
             is_tried = status in (408, 409, 429) or status >= 500

@@ -65,7 +65,7 @@ LEFT_OUT = {
     "bad_lines": "{} of {chats} lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
     "chats_without_answer": "{} of {chats} chats are left out, since they hold no answer of the assistant",
     "chats_without_trained_answer": "{} of {chats} chats are left out, since none of their answers shall count",
-    "masked_turns": "{} turns of the assistant do not count, as fields of theirs say (weight, loss, train or the like)",
+    "masked_turns": "{} turns of the assistant do not count, as their fields request (weight, loss, train or the like)",
     "history_turns": "{} turns of the assistant do not count, since others follow (--chat-mask-history)",
     "opening_turns": "{} turns of the assistant do not count, since they begin a chat",
     "unthought_turns": "{} turns of the assistant count without their reasoning, which the chat template leaves out",

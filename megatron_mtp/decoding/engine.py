@@ -231,7 +231,7 @@ def blocks_in(gib: float, running: int, runner: Runner, drafter: Runner | None =
     blocks = int((gib * 2**30 - states) / each) - 1  # one belongs to no sequence
     if blocks < 1:
         least = (2 * each + states) / 2**30
-        beside, fewer = (f" beside the states of {running} sequences", ", or run fewer") if states else ("", "")
+        beside, fewer = (f" in addition to the states of {running} sequences", ", or run fewer") if states else ("", "")
         raise ValueError(
             f"a cache of {gib} GiB holds no block of {BLOCK} tokens{beside}; give at least {least:.6f}{fewer}."
         )

@@ -209,7 +209,7 @@ class Attachment:
             return None
         if not isinstance(hidden_SBH, Tensor):
             raise ValueError(
-                f"the model's decoder returns a {type(hidden_SBH).__name__}, and draft heads read a tensor of hidden "
+                f"the model's decoder returns a {type(hidden_SBH).__name__}, and MTP layers read a tensor of hidden "
                 "states; turn off what adds streams or outputs to it."
             )
         self._attention = AttentionInputs(**{name: named.get(name) for name in AttentionInputs.__annotations__})

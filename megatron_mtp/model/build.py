@@ -230,8 +230,8 @@ def _drafter(config: MTPModelConfig, head: HeadSettings) -> HeadSpec | None:
         return None
     if config.transformer.mtp_standalone:
         raise ValueError(
-            f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it stands "
-            "beside the head; put m before L in the last stage."
+            f"--pipeline-model-parallel-layout gives --drafter {kind} a stage of its own, but it belongs "
+            "to the stage of the output layer; put m before L in the last stage."
         )
     given = {**vars(head.settings), "drafter_steps": head.depths}
     made = HeadSpec.resolve(kind, given, trunk_spec_of(config))

@@ -81,7 +81,7 @@ def read_catalogue(folder: Path) -> "Metadata":
     except (OSError, ValueError, TypeError, KeyError):  # it is not there, or a kill or a full disk has cut it short
         differs = False
     if differs:
-        raise ValueError(f"{folder / CATALOGUE} is damaged: it does not have the checksum that {CHECKSUMS} says.")
+        raise ValueError(f"{folder / CATALOGUE} is damaged: it does not have the checksum in {CHECKSUMS}.")
     return metadata
 
 

@@ -149,7 +149,7 @@ PATCHES = (
     ),
     Patch(
         "megatron.core.dist_checkpointing:save",
-        "The tokenizer belongs beside a checkpoint, and Megatron calls nothing before a save.",
+        "The tokenizer belongs in a checkpoint, and Megatron calls nothing before a save.",
         f"callbacks: {PULLS}/5610",
         CORE,
         has_no_callbacks,
@@ -259,7 +259,7 @@ LOOP = (
     ),
     Patch(
         "megatron.training.training:num_floating_point_operations",
-        "The log counts the depths of a repeated layer, and not the passes that --mtp-unroll makes of it.",
+        "The log counts --mtp-num-layers of a repeated layer, and not its passes of --mtp-unroll.",
         NONE,
         CORE,
         called_by_name(),

@@ -190,7 +190,7 @@ class Unsupported(NamedTuple):
 
 _SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
 _SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
-_NO_DEPTHS = "Megatron's GPT has no MTP layers beside such layers, and its hybrid model has"
+_NO_DEPTHS = "Megatron's GPT has no MTP layers together with such layers, and its hybrid model has"
 _UNPREPARED = "this model's plan for that schedule does not prepare what takes activations out of memory"
 _GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
 UNSUPPORTED = (
@@ -317,7 +317,7 @@ def _of_the_run(args: Namespace) -> Sentences:
         if args.async_save or args.multiple_validation_sets:
             yield (
                 "--mtp-patience was given with --async-save or --multiple-validation-sets; one set of validation data "
-                "says what is best, and it is saved at once: drop one of the two."
+                "decides what is best, and it is saved at once: drop one of the two."
             )
         if args.save_retain_interval is not None:  # silent: the best state is removed
             yield (
@@ -358,7 +358,7 @@ def _of_data(args: Namespace) -> Sentences:
                 "give --chat, or give the flag to preprocess --chat."
             )
     if args.show_example and not args.reads_chats:
-        yield "--show-example shows a chat, and the data is none; give --chat, or drop the flag."
+        yield "--show-example needs --chat; give it, or drop the flag."
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
         yield (
             f"--dataloader-inter-document-masking was given with --context-parallel-size {args.context_parallel_size}, "
@@ -396,7 +396,7 @@ def _without_depths(args: Namespace, settings: MTPConfig) -> Sentences:
     given += [name for name in ("mtp_use_repeated_layer", "mtp_detach_heads") if getattr(args, name)]
     for name in given:
         if name not in (*WITHOUT_DEPTHS, *stored):
-            yield f"{flag_of(name)} was given without --mtp-num-layers; say how many MTP layers to train, or drop it."
+            yield f"{flag_of(name)} was given without --mtp-num-layers; give that flag too, or drop this one."
 
 
 def _with_depths(args: Namespace) -> Sentences:
@@ -416,7 +416,7 @@ def _with_depths(args: Namespace) -> Sentences:
     if passes is not None and passes < depths:
         yield (
             f"--mtp-unroll is {passes}, which is less than --mtp-num-layers {depths}; give at least as many passes as "
-            "depths."
+            "MTP layers."
         )
     if args.seq_length is not None and trained_depths(args) >= args.seq_length:
         said = f"--mtp-num-layers is {depths} (--mtp-unroll {passes})"
@@ -637,8 +637,8 @@ def counted_depths(args: Namespace) -> int | None:
         )
     if args.mtp_num_layers not in (None, depths):
         raise ValueError(
-            f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} depths "
-            "behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
+            f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} MTP "
+            "layers behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
         )
     return depths or None
 

@@ -214,8 +214,8 @@ def read_answers(prefix: str) -> np.ndarray:
     file = Path(f"{prefix}.answers.npy")
     if not file.is_file():
         raise ValueError(
-            f"--mtp-mask-prompts: '{file}' is not there, which says where answers are; give data of megatron-mtp "
-            "sample (the same command writes it for texts that are there), or drop the flag."
+            f"--mtp-mask-prompts: '{file}' is missing, which has the positions of answers; give data of megatron-mtp "
+            "sample (the same command writes it for existing samples), or drop the flag."
         )
     try:
         found: np.ndarray = np.load(file, mmap_mode="r")
@@ -224,7 +224,7 @@ def read_answers(prefix: str) -> np.ndarray:
     sequences = read_index(prefix).sequences
     if found.shape != (sequences, 2) or found.dtype != np.int32:
         raise ValueError(
-            f"--mtp-mask-prompts: '{file}' is damaged or of other texts than the {sequences} of '{prefix}.idx'; run "
+            f"--mtp-mask-prompts: '{file}' is damaged or of other samples than the {sequences} of '{prefix}.idx'; run "
             "megatron-mtp sample again with --overwrite."
         )
     return found

@@ -266,7 +266,7 @@ def get_batch(
             raise ValueError(
                 "this pipeline stage reads batches, but the data sets provider built none for it; give pretrain() the "
                 "datasets_provider of megatron_mtp.training.datasets, or build them wherever reads_data of "
-                "megatron_mtp.training.forward_step says."
+                "megatron_mtp.training.forward_step is true."
             )
         loaded = next(data_iterator)
         for key in BATCH_KEYS:

@@ -366,7 +366,7 @@ def _stored_draft_vocabulary(folder: Path, args: Namespace) -> Tensor | None:
             return lists[1]
         if len({None if one is None else tuple(one.tolist()) for one in lists}) > 1:
             raise ValueError(
-                f"the drafter of {folder} and its MTP layers draft other tokens, and beside each other they have one "
+                f"the drafter of {folder} and its MTP layers draft other tokens, but together they have one "
                 "list; go on with one of them."
             )
     return found

@@ -396,7 +396,7 @@ def table(losses: dict[str, float], rates: Rates) -> str:
     return "\n".join(
         line
         for what, stats in rates.items()
-        for line in (*(["the drafter beside them:"] if what == DRAFTER else []), *_lines(losses, stats, what))
+        for line in (*(["the drafter:"] if what == DRAFTER else []), *_lines(losses, stats, what))
     )
 
 

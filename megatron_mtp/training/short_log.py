@@ -116,7 +116,7 @@ def keep_traceback(error: BaseException) -> Path:
 
 def last_words() -> str:
     """The last line of the listing: Megatron prints why it ends the program without an exception."""
-    return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "its last line above says why"
+    return sys.stdout.last.strip() if isinstance(sys.stdout, Listing) else "see its last line above"
 
 
 @contextmanager

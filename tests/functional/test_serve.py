@@ -164,7 +164,7 @@ def test_samples_by_the_server_are_those_of_the_checkpoint_also_after_a_kill(
     killed.wait()
     lines = file.read_bytes().split(b"\n")[:-1]
     assert len(lines) < 17
-    assert "16 texts" in launch.output([*command, "--concurrency", "4"], tmp_path / "resumed")
+    assert "16 samples" in launch.output([*command, "--concurrency", "4"], tmp_path / "resumed")
     after = file.read_bytes().split(b"\n")[:-1]
     assert after[: len(lines)] == lines
     there, alone = ({one["number"]: one for one in map(json.loads, path.read_bytes().splitlines()[1:])}

@@ -1,5 +1,6 @@
 """The documents as tests read them: their fenced blocks, code in their sentences, and parsers for both."""
 
+import ast
 import re
 import sys
 from argparse import ArgumentParser, _SubParsersAction
@@ -53,6 +54,18 @@ def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
 def spans(text: str) -> list[str]:
     """Code in sentences and tables."""
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))]
+
+
+def strings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string; what an f-string fills in is X."""
+    nodes = [*ast.walk(ast.parse(source))]
+    beside = {id(one) for node in nodes if isinstance(node, ast.JoinedStr) for one in node.values}
+    beside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in beside:
+            yield node.lineno, node.value
 
 
 def flags_in(text: str) -> list[str]:

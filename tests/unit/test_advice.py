@@ -4,12 +4,12 @@ Read are all strings of the code, as one text where they stand side by side, and
 writes a copy, so a text may name it where it says so.
 """
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import strings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,7 +30,6 @@ COPIES = re.compile(r"\b(copy|copies|another checkpoint)\b", re.I)
 MEANT = {
     "remove the wrong one": "one of two scales of a weight, of which a loader takes either",
     "remove the scale if the weight was replaced": "of a whole weight, which some loaders would multiply",
-    "say how many MTP layers to train, or drop it": "a flag",
     "take them out of the call": "arguments of a function",
     "attach, drop | add MTP layers to a checkpoint; remove them": "the glossary's words for two verbs",
 }
@@ -44,18 +43,6 @@ def texts() -> Iterator[tuple[str, str]]:
     for path in PAGES:
         prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.S)
         yield from ((str(path.relative_to(ROOT)), text) for text in re.split(r"\n\s*\n|\n(?=[|-])", prose))
-
-
-def strings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every string; what an f-string fills in is X."""
-    nodes = [*ast.walk(ast.parse(source))]
-    beside = {id(one) for node in nodes if isinstance(node, ast.JoinedStr) for one in node.values}
-    beside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in beside:
-            yield node.lineno, node.value
 
 
 def harmful(text: str) -> list[str]:

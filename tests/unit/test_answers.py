@@ -91,13 +91,13 @@ def test_data_without_answers_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.answers.npy"
     for damaged in (file.read_bytes()[:-4], b"junk", b""):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
+        with pytest.raises(ValueError, match="damaged or of other samples than the 2 of"):
             read_answers(prefix)
     np.save(file, np.array([[1, 2]] * 3, dtype=np.int32))
-    with pytest.raises(ValueError, match="damaged or of other texts than the 2 of"):
+    with pytest.raises(ValueError, match="damaged or of other samples than the 2 of"):
         read_answers(prefix)
     file.unlink()
-    with pytest.raises(ValueError, match="is not there, which says where answers are; give data of megatron-mtp"):
+    with pytest.raises(ValueError, match="is missing, which has the positions of answers; give data of megatron-mtp"):
         read_answers(prefix)
 
 

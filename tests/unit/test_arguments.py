@@ -132,7 +132,7 @@ def test_a_run_that_could_not_save_does_not_begin(
             "--micro-batch-size is 4, but a pipeline takes one packed row at a time; give 1",
         ),
         *(
-            (f"{ROPE} {MOCK} {given}", f"{given.split()[0]} was given without --mtp-num-layers; say how many")
+            (f"{ROPE} {MOCK} {given}", f"{given.split()[0]} was given without --mtp-num-layers; give that")
             for given in (
                 "--mtp-loss kd",
                 "--mtp-loss-weights 1",
@@ -271,8 +271,8 @@ def checkpoint(megatron: None, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
-        (DEPTHS, "missing ones, or give --mtp-use-repeated-layer for one layer at all depths."),
+        (DEPTHS, "has 1 MTP layer(s); give --mtp-init random or --mtp-init last-layer"),
+        (DEPTHS, "missing ones, or give --mtp-use-repeated-layer for one layer that drafts every token."),
         (f"{DEPTHS} --mtp-init random --mtp-architecture parallel", "give --mtp-architecture sequential"),
     ],
 )
@@ -285,7 +285,7 @@ def test_other_depths_than_stored_need_a_word(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (DEPTHS, "has 1 MTP layer(s); say with --mtp-init random or --mtp-init last-layer"),
+        (DEPTHS, "has 1 MTP layer(s); give --mtp-init random or --mtp-init last-layer"),
         (f"{DEPTHS} --mtp-use-repeated-layer --mtp-architecture parallel", "drop one of the two"),
         ("--mtp-num-layers 1 --mtp-architecture parallel", "give --mtp-architecture sequential"),
     ],

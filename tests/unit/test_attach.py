@@ -458,7 +458,7 @@ def test_a_donor_decides_the_number_of_layers(
         assert training[training.index("--mtp-num-layers") + 1 :][:2] == [str(count), passes]
     capsys.readouterr()
     for flags, says in (
-        (["--mtp-init", "donor"], "--mtp-init is donor, and there is none; give --donor"),
+        (["--mtp-init", "donor"], "--mtp-init donor needs --donor MODEL"),
         (["--mtp-init", "random", "--donor", "donor"], "--donor was given with --mtp-init random; leave one of them"),
         (["--donor", str(folders[3]), "--mtp-layers", "2"], "--mtp-layers is 2, and"),
         (["--donor", str(folders[3]), "--unroll", "2"], "--mtp-layers is 3 with --unroll"),

@@ -927,7 +927,7 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
     model, batch = stock("dense"), make_batch(2)
     model.decoder.register_forward_hook(lambda _, __, made: (made, made))
     attach(model, 2)
-    with pytest.raises(ValueError, match="the model's decoder returns a tuple, and draft heads read a tensor"):
+    with pytest.raises(ValueError, match="the model's decoder returns a tuple, and MTP layers read a tensor"):
         model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
 
 

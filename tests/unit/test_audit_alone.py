@@ -303,7 +303,7 @@ def retyped(dtype: torch.dtype) -> Callable[[Tensors], None]:
 Q = "model.layers.1.self_attn.q_proj.weight"
 STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "FP8 without a scale": (bare_fp8, f"'{Q}' is FP8 without '{Q}_scale_inv'"),
-    "a scale beside a whole weight": (stray_scale, f"'{Q}' is float32, but '{Q}_scale_inv' beside it is the scale"),
+    "a scale beside a whole weight": (stray_scale, f"'{Q}' is float32, but '{Q}_scale_inv' with it is the scale"),
     "the type of scales": (retyped(torch.float8_e8m0fnu), "of type 'float8_e8m0fnu', which is the type of scales"),
     "a complex type": (retyped(torch.complex64), f"has '{Q}' of type 'C64', which is none of F64, F32"),
     "a type of other processors": (retyped(torch.float8_e4m3fnuz), f"has '{Q}' of type 'F8_E4M3FNUZ', which is none"),

@@ -124,7 +124,8 @@ ROWS: dict[str, tuple[Made, int, str]] = {
         ({"model_type": "minimax_m3_vl", "text_config": {"num_mtp_modules": 2, "num_hidden_layers": 2}},
          [name for k in (0, 1) for name in layer(f"language_model.mtp.layers.{k}.transformer_layer.")
           + [f"language_model.mtp.layers.{k}.{one}.weight" for one in OWN_NORM]]),
-        2, "MTP, by 'num_mtp_modules'; embedding half first; fed after the final norm, later depths before their norm",
+        2, "MTP, by 'num_mtp_modules'; embedding half first; fed after the final norm, "
+        "later MTP layers before their norm",
     ),
     "inkling_mm_model": (
         ({"model_type": "inkling_mm_model", "mtp_config": {"num_nextn_predict_layers": 2},
@@ -182,7 +183,7 @@ def test_a_lost_head_of_a_family_that_does_not_convert_is_found(
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "does not convert: " in said
-    assert "megatron-mtp audit says what the folder holds" in said
+    assert "megatron-mtp audit describes the folder" in said
     assert len(said.splitlines()) == 1
 
 
@@ -194,7 +195,7 @@ def test_an_unknown_type_is_refused_with_the_nearest_that_converts(
     said = capsys.readouterr().err
     assert said.endswith(
         "the model_type 'qwen3_6_moe' is unknown here; the nearest that converts is 'qwen3_5_moe'; megatron-mtp audit "
-        "says what the folder holds, and docs/extending.md how to add a family.\n"
+        "describes the folder, and docs/extending.md how to add a family.\n"
     )
 
 

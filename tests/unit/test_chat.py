@@ -365,7 +365,7 @@ def test_bad_lines_are_left_out_if_they_shall(made: Callable[..., str]) -> None:
     assert "in 1 documents" in first
     assert lines[:2] == [
         "6 of 7 lines are left out, since they cannot be trained on (--chat-skip-bad-lines)",
-        "1 turns of the assistant do not count, as fields of theirs say (weight, loss, train or the like)",
+        "1 turns of the assistant do not count, as their fields request (weight, loss, train or the like)",
     ]
     assert [line.split("chats.jsonl', ")[1][:6] for line in lines[2:]] == [f"line {place}" for place in range(2, 7)]
 

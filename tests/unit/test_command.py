@@ -186,7 +186,7 @@ def test_a_version_out_of_range_is_named_and_is_status_1(
     assert status == 1
     assert not found["megatron-core"]["ok"]
     assert cli.main(["doctor"]) == 1
-    assert "training cannot run here, for want of: megatron-core" in capsys.readouterr().out
+    assert "training cannot run here; missing: megatron-core" in capsys.readouterr().out
 
 
 def test_a_machine_without_gloo_or_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_promise_of_fp8_that_no_weight_keeps_is_named(tmp_path: Path, capsys: 
     keys = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (source / "config.json").write_text(json.dumps(keys))
     said = told(capsys, "hf-to-mcore", source, tmp_path / "mcore")["quantization"]
-    assert said.startswith("config.json says quant_method 'fp8', but no weight is quantized")
+    assert said.startswith("config.json has quant_method 'fp8', but no weight is quantized")
 
 
 def files(folder: Path) -> dict[str, int]:

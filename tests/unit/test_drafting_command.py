@@ -257,7 +257,7 @@ def test_the_list_says_what_each_method_is_and_which_keys_it_has(capsys: pytest.
     for words in (
         "ngram what followed the longest suffix when it was seen before ngram_min shortest suffix",
         "ngram_max longest suffix that is looked up (4; 1 to 64)",
-        "(sequential depths)",
+        "(needs: sequential)",
         "rollback the trunk rolls back where -log p exceeds this (3.0; 0.0 or more)",
         "relaxed, joint, mtjd and bild change the distribution",
     ):

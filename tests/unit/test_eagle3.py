@@ -281,7 +281,9 @@ def test_layers_that_do_not_exist_are_refused(chosen: tuple[int, ...], layers: i
 
 
 def test_a_pipeline_stage_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="gives --drafter eagle3 a stage of its own, but it stands beside the head"):
+    with pytest.raises(
+        ValueError, match="gives --drafter eagle3 a stage of its own, but it belongs to the stage of the output layer"
+    ):
         drafter_model(mtp_standalone=True)
 
 

@@ -118,7 +118,7 @@ def test_a_hybrid_without_depths_gets_them_by_mtp_init(
     assert cli.main(["convert", "drop-mtp", str(hybrid), str(tmp_path / "trunk")]) == 0
     flags = f"{ROPE} {MOCK} {MAMBA} {PATTERN} M-*-/*-/*- --load {tmp_path / 'trunk'}"
     if init is None:
-        assert "has no MTP weights; say with --mtp-init" in refusal(flags, monkeypatch, capsys)
+        assert "has no MTP weights; give --mtp-init" in refusal(flags, monkeypatch, capsys)
     else:
         words = f"{flags} --mtp-init {init} {RUN} {TINY.replace('--num-layers 2', '')}"
         _, config = parsed_run(words, monkeypatch)
@@ -128,7 +128,7 @@ def test_a_hybrid_without_depths_gets_them_by_mtp_init(
 @pytest.mark.parametrize(
     ("checkpoint", "depths", "says"),
     [
-        ("hybrid", 1, "--mtp-num-layers is 1, but --hybrid-layer-pattern M-*-/*-/*- has 2 depths"),
+        ("hybrid", 1, "--mtp-num-layers is 1, but --hybrid-layer-pattern M-*-/*-/*- has 2 MTP layers"),
         ("gpt", 2, "--mtp-num-layers asks for 2 MTP layer(s), but the checkpoint"),
         ("gpt", 1, None),
         ("hybrid", 2, None),

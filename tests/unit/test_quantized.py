@@ -88,15 +88,15 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
 @pytest.mark.parametrize(
     ("stored", "says"),
     [
-        ({"w": ((4, 6), BF16), "w_scale_inv": ((2, 2), BF16)}, "is bfloat16, but 'w_scale_inv' beside it is the scale"),
-        ({"w": ((4, 6), BF16), "w_scale": ((1,), BF16)}, "is bfloat16, but 'w_scale' beside it is the scale"),
+        ({"w": ((4, 6), BF16), "w_scale_inv": ((2, 2), BF16)}, "is bfloat16, but 'w_scale_inv' with it is the scale"),
+        ({"w": ((4, 6), BF16), "w_scale": ((1,), BF16)}, "is bfloat16, but 'w_scale' with it is the scale"),
         ({"w": ((4, 6), F8)}, "is FP8 without 'w_scale_inv' or 'w_scale'"),
         ({"w": ((4, 6), F8), "w_scale_inv": ((1, 1), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x1"),
         ({"w": ((4, 6), F8), "w_scale": ((1, 6), BF16)}, "is FP8 of shape 4x6 with scales of shape 1x6"),
         ({"w": ((4, 6), F8), "w_scale": ((1,), BF16), "w_scale_inv": ((2, 2), BF16)}, "has two scales"),
         (
             {"w": ((2, 32, 8), BF16), "w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8, 1), BYTE)},
-            "is stored beside a whole 'w' too",
+            "is stored next to a whole 'w' too",
         ),
         ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is no weight in MXFP4"),
     ],
@@ -219,6 +219,6 @@ def test_a_scale_that_was_left_over_is_refused_by_name(tmp_path: Path) -> None:
     folder = fp8_folder(tmp_path / "hf")
     name = "model.layers.0.mlp.down_proj.weight"
     write(folder, {**read(folder), name: torch.ones(48, 64).bfloat16()})
-    with pytest.raises(ValueError, match=f"'{name}' is bfloat16, but '{name}_scale' beside it is the scale"):
+    with pytest.raises(ValueError, match=f"'{name}' is bfloat16, but '{name}_scale' with it is the scale"):
         hf_to_mcore(folder, tmp_path / "mcore", QUIET)
     assert not (tmp_path / "mcore").exists()

@@ -128,7 +128,7 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
 ) -> None:
     status, shown, said = sample("--texts", 6, "--batch-size", 2, model=model)
     assert status == 0, said
-    assert "6 texts, " in shown
+    assert "6 samples, " in shown
     assert ("tokens per forward" in shown) == (model == "drafting")
     runner, sampling = load_runner(scene / model, 258), Sampling(0.7)
     prompts = Beginnings(str(scene / "corpus"), 8, 1234, "98,2,0", "training")
@@ -149,7 +149,7 @@ def test_texts_are_those_of_generate_by_number_and_become_documents(
     ends = {text["number"]: 8 + len(text["tokens"]) for text in kept}
     assert np.load(tmp_path / "own.answers.npy").tolist() == [[8, ends[number]] for number in range(6)]
     new = sum(len(ids) for ids in expected) - 6 * 8 - sum(len(ids) == 8 + 12 + 1 for ids in expected)
-    assert f"6 texts, {sum(map(len, expected))} tokens, {new} of them new" in shown
+    assert f"6 samples, {sum(map(len, expected))} tokens, {new} of them new" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*CORPUS, "own.texts.jsonl"])
 
 
@@ -228,7 +228,7 @@ def test_another_model_is_refused(sample: Callable[..., tuple[int, str, str]]) -
 def test_a_dry_run_writes_nothing(sample: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     status, shown, _ = sample("--texts", 5, "--dry-run")
     assert status == 0
-    assert shown.startswith("5 texts of 49 documents, 0 of them finished\nat most 60 new tokens\n")
+    assert shown.startswith("5 samples of 49 documents, 0 of them finished\nat most 60 new tokens\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,7 +243,7 @@ def test_a_dry_run_writes_nothing(sample: Callable[..., tuple[int, str, str]], t
         (["--texts", 2, "--part", "testing"], "leaves none for testing"),
         (["--texts", 2, "--load", "nowhere"], "nowhere does not exist"),
         (["--texts", 2, "--data-path", "nowhere"], "there is no dataset 'nowhere'"),
-        (["--texts", 2, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": "auto"}'], "the clock"),
+        (["--texts", 2, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": "auto"}'], "measured"),
         (["--texts", 2, "--speculative-config", '{"method": "mtp"}'], "has no MTP weights"),
     ],
 )

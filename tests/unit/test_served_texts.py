@@ -101,7 +101,7 @@ def test_a_text_without_ids_is_encoded_again_with_its_end(
     stub.choice = {"finish_reason": "stop"}
     status, shown, said = sample("--temperature", 0.6, "--top-k", 5, "--seed", 2)
     assert status == 0, said
-    assert "3 texts" in shown
+    assert "3 samples" in shown
     assert [text["tokens"] for text in texts(tmp_path)] == [[*BCD, EOD]] * 3
     body, text = stub.bodies[1], texts(tmp_path)[1]
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("tiny", 12, 0.6, 5)
@@ -142,7 +142,7 @@ def test_a_server_that_stays_broken_is_one_sentence_and_the_command_goes_on(
     status, _, said = sample()
     assert (status, "Traceback" in said) == (2, False)
     assert says in said.splitlines()[-1]
-    assert said.endswith("finished texts are kept, and the same command continues.\n")
+    assert said.endswith("finished samples are kept, and the same command continues.\n")
     stub.failing.clear()
     assert sample()[0] == 0
     assert [text["number"] for text in texts(tmp_path)] == [0, 1, 2]

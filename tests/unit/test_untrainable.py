@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, Keys, str]] = [
     ("deepseek_v3", {"topk_method": "greedy"}, "a router with 'topk_method' 'greedy'"),
     ("deepseek_v3", {"rope_interleave": None}, "RoPE in halves"),
     ("deepseek_v3", {"rms_norm_eps": 1e-3}, "an epsilon of 0.001"),
-    ("deepseek_v3", {"partial_rotary_factor": 0.5}, "a 'partial_rotary_factor' beside latent attention"),
+    ("deepseek_v3", {"partial_rotary_factor": 0.5}, "a 'partial_rotary_factor' with latent attention"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "truncate": False}}, "'truncate' false"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": None}}, "a rotary setting 'factor' of None"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "'attention_factor' 1.3"),

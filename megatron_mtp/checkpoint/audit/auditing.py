@@ -125,7 +125,7 @@ def _logits(run: Run, folder: Path, saved: Path) -> tuple[list[Finding], list[di
         checks = run(folder, saved)
     except (ValueError, RuntimeError) as error:
         says = f"No logits were computed: {str(error).splitlines()[0][:300]}"
-        return [Finding("logits", says, "see what the other findings say", WARNING)], []
+        return [Finding("logits", says, "see the other findings", WARNING)], []
     wrong = "; ".join(f"{check.name} {check.figure:.3g}" for check in checks if check.made and not check.ok)
     says = f"Both sides compute differently: {wrong}."
     found = [Finding("logits", says, "see the tensors that differ")] if wrong else []

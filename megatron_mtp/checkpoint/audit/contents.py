@@ -137,7 +137,7 @@ def _uncounted(side: Side, held: int) -> Iterator[Finding]:
         says = f"No key of the config counts the {counted(held, 'depth')} of the files ('{known.keys[0]}')"
     elif said is None and known is not None and held < known.published:
         published = f"Models of this family are published with {counted(known.published, 'depth')}, and no key of the "
-        advice = f"{FETCH}; a folder that is meant to have fewer MTP layers says so by '{known.keys[0]}'"
+        advice = f"{FETCH}; a folder that is meant to have fewer MTP layers sets '{known.keys[0]}'"
         guess = "depth missing" if held else "MTP dropped"
         yield Finding(
             guess, f"{published}config counts others; the files hold {held}.", advice, WARNING, known.keys[:1]
@@ -224,7 +224,9 @@ def _unknown(side: Side, names: Collection[str]) -> Iterator[Finding]:
     """Tensors that the model does not have."""
     kind = side.kept.get("model_type") if isinstance(side, MegatronSide) else side.config and side.config.model_type
     if names and kind is not None:
-        says = f"{counted(len(names), 'tensor')} of the files are no part of a '{kind}' model as its config says: "
+        says = (
+            f"{counted(len(names), 'tensor')} of the files are no part of a '{kind}' model as its config describes it: "
+        )
         advice = "correct the config or the names: loaders ignore such tensors or refuse the folder"
         yield Finding("tensor left over", f"{says}{listed(names)}.", advice, names=tuple(names))
 

@@ -200,7 +200,7 @@ def _check_tokens(side: HFSide) -> None:
     if lost:
         says = f"The tokenizer has {counted(len(lost), 'token')} for which the embedding of {rows} rows has none: "
         advice = "take the tokenizer of the release, or give the embedding rows for them"
-        side.add("token id", f"{says}{listed(lost)}. Texts that hold them fail.", advice, WARNING, lost)
+        side.add("token id", f"{says}{listed(lost)}. Inputs with them fail.", advice, WARNING, lost)
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def _layers(side: Side, bits: Mapping[str, Bits]) -> Iterator[Finding]:
             else (f"{_named(names)}: as in the trunk's layer {home}, bit by bit")
         )
         says += f" ({counted(len(names), 'matrix')}): " if whole else ": "
-        says += f"'{MERGE}' says that layers were merged." if merged else "one was written in the other's place."
+        says += f"'{MERGE}' shows that layers were merged." if merged else "one was written in the other's place."
         yield Finding(GUESS, says, "" if merged else RELEASE, NOTE if merged else _severity(side), tuple(names))
 
 

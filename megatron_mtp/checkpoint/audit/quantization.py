@@ -213,8 +213,8 @@ def _remedy(side: HFSide, settings: QuantizationSettings, stored: str, promise: 
         key = next(iter(settings.lists), "ignore" if settings.groups else "modules_to_not_convert")
         return f"add {modules} to '{key}' in {settings.source}: the list is too short"
     if settings.groups:
-        return f"give {modules} a group in 'config_groups' of {settings.source} that says so"
-    return f"quantize them again as the config says, or correct 'quant_method' and its keys in {settings.source}"
+        return f"give {modules} a group in 'config_groups' of {settings.source} for that"
+    return f"quantize them again to match the config, or correct 'quant_method' and its keys in {settings.source}"
 
 
 def _check_names_in_vllm(side: HFSide, settings: QuantizationSettings, leaves: set[str]) -> Iterator[Finding]:

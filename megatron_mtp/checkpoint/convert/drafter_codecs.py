@@ -157,8 +157,8 @@ class OneLayer(DrafterCodec):
         if inner and count is None and inner in (keys.get(AUX_LAYERS), [*engine_layers(layers)]):
             raise ValueError(
                 f"has {AUX_LAYERS} {' '.join(map(str, inner))} within {OF_ONE_LAYER}, where numbers count the outputs "
-                "of layers from 0, and these look like states after so many layers; say which with "
-                "--drafter-layer-ids-count outputs or states, and choose by the acceptance."
+                "of layers from 0, and these look like states after so many layers; choose with "
+                "--drafter-layer-ids-count outputs or states, by the acceptance."
             )
         found = super().layers(keys, layers, count)
         if not found and inner:
@@ -457,7 +457,7 @@ def _layer_types(keys: Mapping[str, Any]) -> list[str]:
     count, types = keys.get("num_hidden_layers", 1), keys.get("layer_types")
     if types is None:
         if keys.get("use_sliding_window") and not keys.get("use_swa"):
-            raise ValueError("has use_sliding_window without layer_types; say the type of each layer.")
+            raise ValueError("has use_sliding_window without layer_types; give the type of each layer.")
         return [SLIDING if keys.get("use_swa") else FULL] * count
     if len(types) != count or {*types} - {FULL, SLIDING}:
         raise ValueError(f"has layer_types {types!r:.80}, which is no {FULL} or {SLIDING} a layer.")

@@ -189,7 +189,7 @@ def gpt_arguments(args: Namespace, source: str) -> Namespace:
             f"last layer of its trunk, {trunk[-2:]} here; {STAYS} a hybrid."
         )
     if (Symbols.MLA in trunk) != bool(args.multi_latent_attention):
-        says = f"its arguments say multi_latent_attention {args.multi_latent_attention}"
+        says = f"its arguments have multi_latent_attention {args.multi_latent_attention}"
         raise ValueError(f"{source} has the layers {pattern}, but {says}; {DAMAGED}.")
     moe = [int(symbol == Symbols.MOE) for symbol in trunk[1::2]]
     experts = {"num_experts": args.num_experts if any(moe) else None}
@@ -206,7 +206,7 @@ def _check_layers(args: Namespace, source: str) -> None:
     if wrong is None and not isinstance(frequency, int) and len(frequency or ()) != layers:
         wrong = "moe_layer_freq"
     if wrong is not None:
-        raise ValueError(f"the arguments in {source} say {wrong} {getattr(args, wrong)!r}; {DAMAGED}.")
+        raise ValueError(f"the arguments in {source} have {wrong} {getattr(args, wrong)!r}; {DAMAGED}.")
 
 
 def _check_order(trunk: str, said: str) -> None:

@@ -83,7 +83,7 @@ def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     settings = QuantizationSettings.of(model.folder.folder, model.config.keys)
     if settings.needs_weights and not model.folder.quantized:
         found["quantization"] = (
-            f"{settings.source} says quant_method '{settings.method}', but no weight is quantized; they are taken as "
+            f"{settings.source} has quant_method '{settings.method}', but no weight is quantized; they are taken as "
             "they are, and the keys are left out"
         )
     if (inner := InnerDrafter.of({}, model.folder.tensors)) is not None:

@@ -66,7 +66,7 @@ def _unknown(config: HFConfig) -> str:
     """Why a model does not convert, the nearest type that does, and what can be done."""
     row, inner = described(config.model_type, config.text_type), InnerDrafter.of(config.keys, ())
     drafts = f", and its '{inner.keys[0]}' is of {inner.says} inside of the model, not of MTP layers" if inner else ""
-    audited = "megatron-mtp audit says what the folder holds"
+    audited = "megatron-mtp audit describes the folder"
     if row is not None:
         return f"{row.title} ('{config.model_type:.60}') does not convert: {row.reason}{drafts}; {audited}"
     nearest = get_close_matches(config.model_type, FAMILIES, 1, 0.3)

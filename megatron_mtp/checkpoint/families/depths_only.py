@@ -61,7 +61,7 @@ DEPTHS_ONLY: tuple[Family, ...] = (
         "EXAONE-MoE",
         "EXAONE-MoE",
         ("exaone_moe",),
-        "layers with sliding windows beside layers without positions",
+        "layers with sliding windows and layers without positions",
         _UNDER_MTP,
         [r"model\.layers\.", r"mtp\.layers\.0\."],
     ),

@@ -76,7 +76,7 @@ def _numbered(title: str, types: str, reason: str, frame: tuple[str, ...] = DEEP
 
 _OWN_NORM = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _UNDER_MTP, _ONE = r"(?:^|\.)mtp\.layers\.(?P<k>\d+)\.", r"^mtp\.(?:layers\.(?P<k>\d+)\.)?"
-_UNKNOWN = "transformers ignores 'mtp.*' of this family, and no public code says what it holds"
+_UNKNOWN = "transformers ignores 'mtp.*' of this family, and no public code documents it"
 
 DESCRIBED: tuple[Described, ...] = (
     _numbered(
@@ -94,7 +94,7 @@ DESCRIBED: tuple[Described, ...] = (
         "dots.3 note", "dots3_note dots3_note_text", "a sparse indexer of keys, and sliding windows",
         (*DEEPSEEK, ".model.mtp.embed_tokens"),
     ),
-    _numbered("Pangu Ultra MoE", "pangu_ultra_moe", "norms after attention and MLP beside latent attention"),
+    _numbered("Pangu Ultra MoE", "pangu_ultra_moe", "norms after attention and MLP together with latent attention"),
     Described(
         "Qwen4, experimental", ("qwen4_exp", "qwen4_exp_text"), "several residual streams (hyper-connections)",
         at=_ONE,
@@ -129,7 +129,7 @@ DESCRIBED: tuple[Described, ...] = (
     Described("Mistral Large 4", ("mistral_large4",), "its drafter and trunk are unknown to Megatron", at=None),
     Described(
         "Gemma 4, assistant", ("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"),
-        "it is a drafter that stands beside its trunk, and all of its layers make one draft", at=None,
+        "it is a drafter separate from its trunk, and all of its layers make one draft", at=None,
     ),
 )  # fmt: skip
 """Rows by their first `model_type`."""

@@ -204,7 +204,7 @@ class Family:
 
     def __post_init__(self) -> None:
         if (self.flags is None) == (self.untrainable is None):
-            raise ValueError(f"the family {self.title} needs either Megatron's flags or the reason why there are none.")
+            raise ValueError(f"the family {self.title} needs either Megatron's flags or the reason why it lacks them.")
         if not self.model_types:
             raise ValueError(f"the family {self.title} names no model_type; give one or more.")
 
@@ -267,7 +267,7 @@ class Family:
                     f"trunk (megatron-mtp convert graft), or convert the trunk alone ({TRUNK_ALONE})"
                 )
             raise ValueError(
-                f"{config.source} says '{self.depths.keys[0]}' {configured}, but the folder holds {held}; {remedy}."
+                f"{config.source} has '{self.depths.keys[0]}' {configured}, but the folder holds {held}; {remedy}."
             )
         if self.depths.limit is not None and stored > self.depths.limit:
             raise ValueError(

@@ -131,7 +131,7 @@ def _latent_rope_flags(config: HFConfig) -> list[str]:
     rope = _rope(config)
     scaling, base = _scaling(rope), _base(rope)
     if rotated_part(config) != 1:
-        raise UntrainableError("a 'partial_rotary_factor' beside latent attention, which has channels for positions")
+        raise UntrainableError("a 'partial_rotary_factor' with latent attention, which has channels for positions")
     if not scaling.in_latent:
         raise UntrainableError(f"the rotary scaling '{rope['rope_type']}'")
     flags = pairs({"rotary-base": base, "rope-type": scaling.positions})

@@ -117,7 +117,7 @@ def _oss_activation(config: HFConfig) -> list[str]:
 
 
 def _oss_refused(config: HFConfig) -> str | None:
-    return None if config.flag("attention_bias") else "experts with biases beside an attention without"
+    return None if config.flag("attention_bias") else "experts with biases and attention without"
 
 
 class _GraniteExperts(Decoder):

@@ -107,7 +107,7 @@ def quantized_weights(
             weights[weight] = found
         elif scale := _left_over(name, dtype, stored):
             says = (
-                f"'{name}' is {str(dtype).removeprefix('torch.')}, but '{scale}' beside it is the scale of a quantized "
+                f"'{name}' is {str(dtype).removeprefix('torch.')}, but '{scale}' with it is the scale of a quantized "
                 "weight; remove the scale if the weight was replaced, or restore the quantized weight"
             )
             weights[name] = Quantized((), {"weight": name}, shape, dtype or torch.bfloat16, numbers, says)
@@ -161,7 +161,7 @@ def _shape_in(
         raise MisfitError(f"is {form.name.split(',')[0]} without {lacks}")
     form.check_types(parts, stored)
     if weight in stored and weight not in parts.values():
-        raise MisfitError(f"is stored beside a whole '{weight}' too; remove the ones that do not belong")
+        raise MisfitError(f"is stored next to a whole '{weight}' too; remove the ones that do not belong")
     given = {part: stored[one] for part, one in parts.items()}
     shape = form.shape(given, numbers)
     if "weight_shape" in parts and read is not None:

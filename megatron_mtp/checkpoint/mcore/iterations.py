@@ -55,7 +55,7 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
         named, source = str(step), f"--ckpt-step is {step}"
     elif tracker.is_file():
         named = tracker.read_bytes().decode(errors="replace").strip()
-        source = f"{tracker} says {named[:40]!a}"
+        source = f"{tracker} names {named[:40]!a}"
     elif whole := _named_in(folder):
         raise ValueError(
             f"{folder} lacks the file {TRACKER}, which names the iteration to load; write the name of a whole one into "
@@ -65,7 +65,7 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
         raise ValueError(f"{folder} is a Hugging Face folder; give what megatron-mtp convert hf-to-mcore makes of it.")
     else:
         raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
-    there = ", ".join(_named_in(folder)) or "there is none"
+    there = ", ".join(_named_in(folder)) or "it has no iterations"
     if named != RELEASE and not named.isdecimal():
         raise ValueError(f"{source}, which is no iteration; write the number of one into it ({there}).")
     inner = folder / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")

@@ -368,10 +368,10 @@ def absent_layers(
         has = f"has {stored.layers} MTP layer(s)" if stored.layers else "has no MTP weights"
         repeats = ""
         if stored.layers == 1 and sequential:
-            repeats = ", or give --mtp-use-repeated-layer for one layer at all depths"
+            repeats = ", or give --mtp-use-repeated-layer for one layer that drafts every token"
         raise ValueError(
-            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; say with "
-            f"--mtp-init random or --mtp-init last-layer how to initialize the missing ones{repeats}."
+            f"--mtp-num-layers asks for {layers} MTP layer(s), but the checkpoint {folder} (--load) {has}; give "
+            f"--mtp-init random or --mtp-init last-layer to initialize the missing ones{repeats}."
         )
     return absent
 

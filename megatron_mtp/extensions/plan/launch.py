@@ -284,9 +284,7 @@ def stages_of(layout: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
     if wrong := set(text) - set("EtmL|"):
-        raise ValueError(
-            f"--pipeline-model-parallel-layout is '{layout:.60}'; '{min(wrong)}' is no letter of a layout (E t m L |)."
-        )
+        raise ValueError(f"--pipeline-model-parallel-layout is '{layout:.60}'; '{min(wrong)}' is not one of E t m L |.")
     return text.split("|")
 
 

@@ -141,7 +141,7 @@ def _causes(case: Case, foretold: Foretold) -> str:
     if case.rules is not None:
         return f"It feeds the drafter as training does ({case.engine.repository}: {case.rules.source})."
     if not foretold.causes:
-        return "It feeds the depths as training does."
+        return "It feeds the MTP layers as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
     for cause in foretold.causes:
         gained = cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward

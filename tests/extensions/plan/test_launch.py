@@ -62,7 +62,7 @@ def test_bad_lists_of_experts_are_named(text: str, layers: int) -> None:
 
 
 def test_a_layout_has_known_letters() -> None:
-    with pytest.raises(ValueError, match="'x' is no letter of a layout"):
+    with pytest.raises(ValueError, match="'x' is not one of E t m L"):
         stages_of("Ex|L")
 
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -29,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 MIB = 2**20
-PACKAGES = ("torch", "megatron-core", "megatron-mtp", "transformer-engine")
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 OPERATORS: dict[str, Callable[[float, float], bool]] = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b}
 
 
@@ -191,13 +192,21 @@ def hardware(on_cpu: bool) -> dict[str, Any]:
     """The machine in words, and how busy others keep it."""
     import torch
 
+    card = {} if on_cpu else {"driver": driver_version(), "CUDA": torch.version.cuda}
     return {
         "device": cpu_name() if on_cpu else torch.cuda.get_device_name(),
+        **card,
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Of NVIDIA's kernel module; None where it does not say."""
+    found = re.search(r"Kernel Module.*?  (\d[\d.]+)  ", about.read_text()) if about.exists() else None
+    return found and found[1]
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -209,10 +218,11 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def versions() -> dict[str, str | None]:
     """Of Python and of what is measured, as it is imported; None for a package that is not installed."""
+    from megatron_mtp import __version__
     from megatron_mtp.patches.patch import installed
 
-    found = {name: installed(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **{name: None if of == "0" else of for name, of in found.items()}}
+    found = {name: None if (of := installed(name)) == "0" else of for name in PACKAGES}
+    return {"python": platform.python_version(), **found, "megatron-mtp": __version__}
 
 
 class Timed(dict[str, list[Spent]]):

@@ -90,6 +90,21 @@ def test_a_report_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str])
     assert harness.Found.of(json.loads(last)).goals == goals
 
 
+@pytest.mark.parametrize(
+    ("about", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root)", "580.65.06"),
+        ("another driver", None),
+    ],
+)
+def test_the_driver_says_its_version(about: str, version: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert harness.driver_version(file) is None
+    file.write_text(f"{about}\nGCC version:  gcc 13.3.0  (Ubuntu)\n")
+    assert harness.driver_version(file) == version
+
+
 def test_a_verb_runs_in_a_fork_and_its_failure_shows_what_it_printed() -> None:
     code = "from benchmarks import verbs; print('said', verbs.run('--version')); verbs.run('no-such-verb')"
     run = fork_server.run([sys.executable, "-c", code], cwd=REPOSITORY)

@@ -1,8 +1,9 @@
 """What only a CUDA device can show; torch and Megatron are imported once, and every part is a fork with its own limit.
 
     scripts/gpu_check.sh                                  all parts; figures in runs/gpu/PART.json as they come
+    scripts/gpu_check.sh --short                          is training right, and how fast? (4 minutes at most)
     scripts/gpu_check.sh --parts losses graphs --out DIR  some, of those that --list shows
-    scripts/gpu_check.sh --device cpu --quick             does it run? (the figures mean nothing; no page)
+    scripts/gpu_check.sh --device cpu --quick [--short]   does it run? (the figures mean nothing; no page)
     scripts/gpu_check.sh start --out DIR --minutes 13     begin, and return at once
     scripts/gpu_check.sh follow --out DIR --seconds 170 --pack FILE.tgz
                                                           what happened since the last look, until all parts have ended
@@ -12,8 +13,9 @@ A part that fails, crashes or takes longer than its limit loses no other part's 
 then. A part that lacks a package says so and is not run.
 
 Ends with status 0 if every part ran and met its goals, 1 if not, and 77, which test runners take for "skipped", without
-a CUDA device. A `follow` whose seconds have passed judges the parts that have ended. Without `start` or `follow` the
-last line is one JSON object, as of every benchmark (`harness.report`).
+a CUDA device. A `follow` whose seconds have passed judges the parts that have ended. A run that has ended prints a
+block to paste into an issue. Without `start` or `follow` the last line is one JSON object, as of every benchmark
+(`harness.report`).
 """
 
 import argparse
@@ -34,7 +36,8 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path, `benchmarks` would not be found,
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))  # nor `fork_server`
 
-from benchmarks.gpu import PARTS, record
+from benchmarks.gpu import PARTS, SHORT, record
+from benchmarks.gpu.issue import block
 from benchmarks.gpu.page import PAGE, page, records_of
 from benchmarks.harness import Found, Goal, Table, cpu_name
 from benchmarks.harness import report as report_of
@@ -57,12 +60,15 @@ def main() -> int:
     args = parse(sys.argv[1:])
     with sentences("gpu_check"):
         if args.list:
-            return list_parts()
+            return list_parts(chosen_parts(args.parts, args.short), args.short)
         if args.merge:
             return merge(args.merge, PAGE)
         if args.verb == "follow":
-            return status_of(args.out, follow(args.out, args.seconds, args.pack))
-        chosen = chosen_parts(args.parts)
+            records = follow(args.out, args.seconds, args.pack)
+            if has_ended(args.out):
+                print(block(args.out))
+            return status_of(args.out, records)
+        chosen = chosen_parts(args.parts, args.short)
         if args.device == "cuda" and not has_cuda():
             print("gpu_check: skipped, since there is no CUDA device here; --device cpu --quick tries its parts.")
             return SKIPPED
@@ -75,7 +81,7 @@ def main() -> int:
         except BaseException:
             os.kill(process, signal.SIGKILL)
             raise
-    report(records)
+    report(records, block(args.out))
     return status_of(args.out, records)
 
 
@@ -87,7 +93,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("verb", nargs="?", choices=("start", "follow"), help="begin a run that outlives this call, or watch one")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--parts", nargs="+", default=[], metavar="PART", help="default: all, in the order of --list")
+    some = parser.add_mutually_exclusive_group().add_argument
+    some("--parts", nargs="+", default=[], metavar="PART", help="default: all, in the order of --list")
+    some("--short", action="store_true", help=f"parity, a first step and a timed one, in {SHORT:.0f} s at most")
     add("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
     add("--minutes", type=float, default=float("inf"), metavar="M", help="of the run; parts that are left do not run")
@@ -98,17 +106,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def list_parts() -> int:
+def list_parts(chosen: list[str], short: bool) -> int:
     """What there is, in the order in which it runs."""
-    for name, part in PARTS.items():
+    for name in chosen:
+        part = PARTS[name]
         given = " ".join(f"{key}={value}" for key, value in part.given.items())
         kind = "alone" if part.alone else "together"
-        print(f"{name:15} {kind:8} {part.seconds:4.0f} s  {part.line:5}  {part.function.split(':')[1]} {given}")
+        print(f"{name:15} {kind:8} {part.limit(short):4.0f} s  {part.line:5}  {part.function.split(':')[1]} {given}")
     return 0
 
 
-def chosen_parts(names: list[str]) -> list[str]:
-    """In the table's order; raises ValueError at a name that no part has."""
+def chosen_parts(names: list[str], short: bool) -> list[str]:
+    """Those of a short run, or of these names, or all; in the table's order.
+
+    Raises:
+        ValueError: no part has such a name.
+    """
+    if short:
+        return [name for name, part in PARTS.items() if part.short]
     if unknown := sorted(set(names) - set(PARTS)):
         raise ValueError(f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}.")
     return [name for name in PARTS if name in names or not names]
@@ -131,6 +146,8 @@ def start(args: argparse.Namespace, chosen: list[str]) -> int:
             raise ValueError(f"--out is {args.out}, where a run goes on; follow it, or give another folder.")
         events.truncate(0)
         (args.out / FOLLOWED).unlink(missing_ok=True)
+        tried = {"figures": "mean nothing"} if args.quick or args.device == "cpu" else {}
+        record.event(args.out, "starts", parts=" ".join(chosen), command=command, **tried)
         sys.stdout.flush()
         if process := os.fork():
             return process
@@ -141,8 +158,9 @@ def start(args: argparse.Namespace, chosen: list[str]) -> int:
         try:
             from benchmarks.gpu.run import Run
 
-            folder, until = args.out.resolve(), begun + 60 * args.minutes
-            Run(folder, tuple(chosen), command, args.quick, args.device == "cpu", until).carry_out()
+            until = begun + min(60 * args.minutes, SHORT if args.short else float("inf"))
+            sizes = args.quick, args.short, args.device == "cpu"
+            Run(args.out.resolve(), tuple(chosen), command, *sizes, until).carry_out()
         except BaseException as error:
             traceback.print_exc()
             record.event(args.out, "failed", why=f"{type(error).__name__}: {error}")
@@ -188,7 +206,7 @@ def follow(folder: Path, seconds: float, archive: Path | None) -> list[dict[str,
 
 def settle(folder: Path) -> None:
     """Of a run that was ended from outside: its parts were too."""
-    if any(each["what"] in ("all ended", "failed") for each in record.events(folder)):
+    if has_ended(folder):
         return
     for name in [name for name in record.parts_of(folder, "begins") if name not in record.parts_of(folder, "ended")]:
         found = record.read(folder / f"{name}.json")
@@ -198,6 +216,11 @@ def settle(folder: Path) -> None:
     for left in folder.glob(f"*{record.SCRATCH}"):
         shutil.rmtree(left)
     record.event(folder, "failed", why="the run was ended from outside")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run has said that it came to its end."""
+    return any(each["what"] in ("all ended", "failed") for each in record.events(folder))
 
 
 def in_words(at: float, what: str, part: str = "", status: str = "", why: str | None = None, **more: Any) -> str:
@@ -225,15 +248,16 @@ def status_of(folder: Path, records: list[dict[str, Any]]) -> int:
     return int(failed or not ended_well or (missed and not on_cpu))
 
 
-def report(records: list[dict[str, Any]]) -> None:
-    """Print all tables and goals."""
+def report(records: list[dict[str, Any]], ending: str) -> None:
+    """Print all tables and goals, and the block."""
     found = [Found.of(one) for one in records]
     machine = next((one["hardware"] for one in records if one["hardware"]), None) or {"device": cpu_name()}
     rows = [(one["part"], one["status"], one["seconds"], one["why"] or "") for one in records]
     tables = [*(table for one in found for table in one.tables), Table("Parts", ("part", "outcome", "s", "why"), rows)]
     left_out = {f"{one['part']}: {piece}": why for one in records for piece, why in one["not run"].items()}
     results = {one["part"]: {key: one[key] for key in ("status", "why", "results", "not run")} for one in records}
-    report_of("gpu_check", machine, Found(results, [goal for one in found for goal in one.goals], tables, left_out))
+    whole = Found(results, [goal for one in found for goal in one.goals], tables, left_out)
+    report_of("gpu_check", machine, whole, ending)
 
 
 def merge(folders: list[Path], target: Path) -> int:

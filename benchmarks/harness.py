@@ -347,8 +347,8 @@ def resident(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def report(benchmark: str, machine: dict[str, Any], found: Found) -> None:
-    """Print the tables, the goals in words, and as the last line everything as one JSON object."""
+def report(benchmark: str, machine: dict[str, Any], found: Found, *more: str) -> None:
+    """Print the tables, the goals in words, `more`, and as the last line everything as one JSON object."""
     sys.stderr.flush()
     command = shlex.join(["python", *sys.argv])
     for text in (f"{benchmark} on {machine['device']}: {command}", *found.tables):
@@ -356,7 +356,7 @@ def report(benchmark: str, machine: dict[str, Any], found: Found) -> None:
     print()
     for piece, why in found.not_run.items():
         print(f"not run: {piece}: {why}")
-    print("\n".join(map(str, found.goals)))
+    print("\n".join(map(str, [*found.goals, *more])))
     summary = {
         "benchmark": benchmark,
         "command": command,

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # What only a CUDA device can show; --help says more.
+#   scripts/gpu_check.sh --short                                               training alone, in four minutes
 #   scripts/gpu_check.sh [start] [--parts PART ...] [--minutes M] [--out DIR] [--device cpu --quick]
 #   scripts/gpu_check.sh follow [--out DIR] [--seconds S] [--pack FILE.tgz]    what happened since the last look
 #   scripts/gpu_check.sh --list                                                the parts, their kinds and limits

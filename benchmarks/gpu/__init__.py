@@ -6,6 +6,7 @@ worker.py       the fork of one part
 part.py         what a part is given and returns, and how it starts commands
 record.py       the JSON file of one part
 page.py         docs/gpu.md from the files of several runs
+issue.py        what a run ends with, to paste into an issue
 losses.py       losses against float64, their memory and time
 replays.py      sampled and other steps as CUDA graphs
 drafting.py     plain decoding against drafting: CUDA graphs, compiled or not, cuDNN attention, energy, a profile
@@ -38,6 +39,7 @@ class Part:
         alone: it is timed, so nothing runs beside it.
         needs: modules without which it does not run.
         only_cuda: it shows nothing on a CPU.
+        short: after which it is killed in a short run; 0 where it is not part of one.
     """
 
     function: str
@@ -47,6 +49,11 @@ class Part:
     alone: bool = False
     needs: tuple[str, ...] = ()
     only_cuda: bool = False
+    short: float = 0.0
+
+    def limit(self, short: bool) -> float:
+        """Seconds after which it is killed, in a short run or a whole one."""
+        return self.short if short else self.seconds
 
     def missing(self, on_cpu: bool) -> str | None:
         """Why it cannot run in this process; None if it can."""
@@ -66,8 +73,13 @@ _FUSED = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _EAGLE3 = "--drafter eagle3 --drafter-steps 3 --drafter-layers 1 2 3"
 _DFLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
-_STEPS = {"script": "train_step.py", "flags": "--depths 1 2 --repeats 15", "quick": "--depths 1"}
-_FIRST = _STEPS | {"flags": "--depths 1 2 --repeats 1"}
+_STEPS = {
+    "script": "train_step.py",
+    "flags": "--depths 1 2 --repeats 15",
+    "short": "--depths 1 --repeats 5",
+    "quick": "--depths 1",
+}
+_FIRST = _STEPS | {"flags": "--depths 1 2 --repeats 1", "short": "--depths 1 --repeats 1"}
 _MEMORY = {
     "script": "mtp_memory.py",
     "flags": "--vocab-sizes 131072 --tokens 1024 8192 --repeats 3",
@@ -86,10 +98,13 @@ _UNIT = {
     "graphs": "drafting_trees graphs drafting_methods",
 }
 
+SHORT = 235.0
+"""Seconds of a short run, of which first imports from a cold disk take up to 110."""
+
 PARTS = {
-    "parity_2": Part(_PARITY, 150, {"depths": 2}),
+    "parity_2": Part(_PARITY, 150, {"depths": 2}, short=60),
     "te_parity_2": _te(_PARITY, 150, {"depths": 2}),
-    "first_step": Part(_BENCHMARK, 150, _FIRST),
+    "first_step": Part(_BENCHMARK, 150, _FIRST, short=60),
     "te_first_step": _te(_BENCHMARK, 150, _FIRST),
     "fp8_delayed": _te(_FP8, 150, {"recipe": "delayed", "form": "hybrid"}),
     "fp8_blockwise": _te(_FP8, 150, {"recipe": "blockwise", "form": "e4m3"}),
@@ -114,7 +129,7 @@ PARTS = {
         "benchmarks.gpu.suite:unit_tests", 240, {"names": "auto_count engine"}, needs=("pytest", "hypothesis")
     ),
     "divergence": Part("benchmarks.gpu.divergence:divergence", 200),
-    "train_step": Part(_BENCHMARK, 120, _STEPS, alone=True),
+    "train_step": Part(_BENCHMARK, 120, _STEPS, alone=True, short=60),
     "te_train_step": _te(_BENCHMARK, 120, _STEPS, alone=True),
     "losses": Part("benchmarks.gpu.losses:losses", 60, alone=True),
     "mtp_memory": Part(_BENCHMARK, 120, _MEMORY, alone=True),

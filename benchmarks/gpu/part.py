@@ -59,6 +59,7 @@ class Setting:
         deadline: until when (`time.monotonic`).
         lines: where its commands are forked: of its own line, or of another one.
         keep: keeps figures before the part ends.
+        short: whether the run is a short one.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Setting:
     deadline: float
     lines: Lines
     keep: Callable[[Found], None] = lambda _: None
+    short: bool = False
 
     @property
     def left(self) -> float:

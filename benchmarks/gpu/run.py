@@ -41,12 +41,15 @@ class Run:
         folder: takes all files.
         parts: their names.
         command: as it is shown on the page.
+        quick: whether sizes are tiny.
+        short: whether parts have the sizes and limits of a short run.
     """
 
     folder: Path
     parts: tuple[str, ...]
     command: str
     quick: bool
+    short: bool
     on_cpu: bool
     deadline: float
 
@@ -73,9 +76,10 @@ class Run:
 
     def run(self, name: str, lines: Lines) -> None:
         """Run a part; whatever becomes of it, its record says so."""
-        seconds = min(PARTS[name].seconds, self.deadline - time.monotonic())
+        limit = PARTS[name].limit(self.short)
+        seconds = min(limit, self.deadline - time.monotonic())
         started, begun = record.begin(name, self.command), time.monotonic()
-        if seconds < min(LEAST, PARTS[name].seconds):
+        if seconds < min(LEAST, limit):
             record.end(self.folder, started | {"status": "not run", "why": "no time was left"})
             return
         record.write(self.folder, started)
@@ -91,9 +95,9 @@ class Run:
     def outcome(self, name: str, lines: Lines, seconds: float) -> str:
         """How the part's process ended, in words; nothing that it started is left behind."""
         own_time = max(seconds - SPARE, seconds / 2)
-        quick = ["quick"] if self.quick else []
+        sizes = [size for size in ("quick", "short") if getattr(self, size)]
         with tempfile.TemporaryDirectory(record.SCRATCH, dir=self.folder) as scratch:
-            words = [name, self.folder, scratch, f"{own_time}", lines.address, lines.own, *quick]
+            words = [name, self.folder, scratch, f"{own_time}", lines.address, lines.own, *sizes]
             try:
                 process = lines.start(["-m", "benchmarks.gpu.worker", *words], self.folder / f"{name}.log")
             except OSError as error:

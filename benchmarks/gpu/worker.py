@@ -1,6 +1,6 @@
 """The fork of one part.
 
-python -m benchmarks.gpu.worker PART FOLDER SCRATCH SECONDS ADDRESS LINE [quick]
+python -m benchmarks.gpu.worker PART FOLDER SCRATCH SECONDS ADDRESS LINE [quick] [short]
 """
 
 import sys
@@ -15,7 +15,7 @@ from benchmarks.gpu.part import ON_CPU, NotRunError, Setting
 from benchmarks.harness import Found, hardware
 
 
-def main(name: str, folder: str, scratch: str, seconds: str, address: str, line: str, *quick: str) -> int:
+def main(name: str, folder: str, scratch: str, seconds: str, address: str, line: str, *sizes: str) -> int:
     """Run the part and write its record; exit status 1 if it failed."""
     part, begun = PARTS[name], time.monotonic()
 
@@ -25,7 +25,8 @@ def main(name: str, folder: str, scratch: str, seconds: str, address: str, line:
     def keep(found: Found) -> None:
         update(**found.as_dict(), **{"not run": found.not_run})
 
-    setting = Setting(name, bool(quick), Path(scratch), begun + float(seconds), Lines(address, line), keep)
+    own = Lines(address, line)
+    setting = Setting(name, "quick" in sizes, Path(scratch), begun + float(seconds), own, keep, "short" in sizes)
     try:
         if why := part.missing(ON_CPU):
             raise NotRunError(why)

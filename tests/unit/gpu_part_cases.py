@@ -31,6 +31,10 @@ def starts_a_command(setting: Setting, code: str) -> Found:
     return Found({"printed": setting.run("command", ["-c", code], "cpu")})
 
 
+def tells_its_size(setting: Setting) -> Found:
+    return Found({"quick": setting.quick, "short": setting.short})
+
+
 def crashes(_: Setting) -> Found:
     print("a driver that ends the process", flush=True)
     os.abort()
@@ -49,6 +53,7 @@ CASES = {
     "lacks": Part(f"{HERE}:runs", 60, needs=("json", "no_such_module")),
     "needs_cuda": Part(f"{HERE}:runs", 60, only_cuda=True),
     "commands": Part(f"{HERE}:starts_a_command", 60, {"code": "print('forked')"}),
+    "shortens": Part(f"{HERE}:tells_its_size", 60, short=30),
     "hangs": Part(f"{HERE}:hangs_after_figures", 4, alone=True),
     "last": Part(f"{HERE}:runs", 60, alone=True),
 }

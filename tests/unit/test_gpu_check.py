@@ -20,8 +20,9 @@ from gpu_part_cases import CASES
 from test_benchmarks import KEYS, REPOSITORY
 
 from benchmarks import gpu_check
-from benchmarks.gpu import PARTS, drafting, record, suite, training
+from benchmarks.gpu import PARTS, SHORT, drafting, record, suite, training
 from benchmarks.gpu.divergence import first_other
+from benchmarks.gpu.issue import block
 from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.page import page, records_of
 from benchmarks.gpu.part import Command, Setting
@@ -30,8 +31,8 @@ from megatron_mtp.decoding.runner import Runner
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check.py")
 WITHOUT_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-SMALL = ["parity_2", "te_parity_2", "replays", "serve"]
-"""Parts of the first tier: a training on two sides, one that needs a device, decoding, a server."""
+SMALL = ["te_parity_2", "replays", "serve"]
+"""Parts of the first tier, beside those of a short run: one that needs a device, decoding, a server."""
 OF_TESTS = "unit_engine"
 """One of the parts that run unit tests, which differ in the names of their files alone."""
 
@@ -71,12 +72,48 @@ def results_of(parts: list[str], out: Path) -> dict[str, Any]:
 
 def test_small_parts_run_on_the_cpu(tmp_path: Path) -> None:
     results = results_of(SMALL, tmp_path)
-    assert results["parity_2"]["results"] == {"steps": 2, "largest distance from the CPU": {"device": 0.0}}
     accepted = [row["tokens a forward"] for row in results["replays"]["results"]["rows"]]
     assert accepted[:2] == [1.0, 1.0]
     assert min(accepted[2:]) > 1.5
     assert "CUDA graphs" in results["replays"]["not run"]
     assert results["serve"]["results"] == {"texts": 4, "other texts": 0}
+
+
+def block_in(printed: str) -> list[str]:
+    """The lines of the one fenced block."""
+    before, fenced, after = printed.split("```")
+    assert before.endswith("paste this block into an issue:\n\n")
+    assert after.count("\n") <= 2  # at most the line of JSON comes after it
+    kind, *lines = fenced.splitlines()
+    assert kind == "text"
+    return lines
+
+
+def test_a_short_run_ends_with_a_block_for_an_issue(tmp_path: Path) -> None:
+    run = check("--device", "cpu", "--quick", "--short", "--out", tmp_path)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    chosen = [name for name, part in PARTS.items() if part.short]
+    assert chosen == ["parity_2", "first_step", "train_step"]
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary["results"].keys() == {*chosen}
+    assert summary["results"]["parity_2"]["results"]["largest distance from the CPU"] == {"device": 0.0}
+    lines = block_in(run.stdout)
+    assert lines[:2] == [
+        "gpu_check of megatron-mtp: 3 passed, 0 failed, 0 skipped",
+        "This was a try, whose figures mean nothing.",
+    ]
+    said = " ".join(" ".join(lines).split())
+    assert f" card {summary['hardware']['device']} versions python {summary['versions']['python']}, torch " in said
+    for name in ("triton", "megatron-core", "transformer-engine", "megatron-mtp"):
+        assert f", {name} {summary['versions'][name] or 'not installed'}" in said
+    assert f" command scripts/gpu_check.sh --device cpu --quick --short --out {tmp_path} passed " in said
+    assert [line.split()[1] for line in lines if line.startswith("passed")] == chosen
+    measured = [line.split(maxsplit=1) for line in lines[lines.index("") :] if " <= " in line]
+    assert [(name, goal.partition(": ")[0].removeprefix("UNMET ")) for name, goal in measured] == [
+        ("parity_2", "parity_2"),
+        ("first_step", "gpt, ours / Megatron's own MTP, D=1"),
+        ("train_step", "gpt, ours / Megatron's own MTP, D=1"),
+    ]
 
 
 @pytest.mark.matrix
@@ -147,6 +184,7 @@ def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
         "lacks": "not run",
         "needs_cuda": "not run",
         "commands": "ran",
+        "shortens": "ran",
         "hangs": "killed",
         "last": "ran",
     }
@@ -163,6 +201,23 @@ def test_a_part_that_goes_wrong_loses_no_figures(tmp_path: Path) -> None:
     assert gone(child)
     told = [(each["what"], each["part"]) for each in record.events(tmp_path) if "part" in each][-4:]
     assert told == [("begins", "hangs"), ("ended", "hangs"), ("begins", "last"), ("ended", "last")]
+    lines = block_in(run.stdout)
+    assert lines[0] == "gpu_check of megatron-mtp: 4 passed, 3 failed, 3 skipped"
+    outcomes = {line.split()[1]: line.split(maxsplit=2)[::2] for line in lines if line.startswith(("failed", "skip"))}
+    assert outcomes == {
+        "fails_after_figures": ["failed", "RuntimeError: out of memory"],
+        "crashes": ["failed", "ended by signal 6: a driver that ends the process"],
+        "cannot": ["skipped", "it is too hot"],
+        "lacks": ["skipped", "needs no_such_module: it is not installed"],
+        "needs_cuda": ["skipped", "needs a CUDA device"],
+        "hangs": ["failed", f"killed after 4 s: {child}"],
+    }
+    assert [line.split(maxsplit=1) for line in lines[-4:]] == [
+        ["runs", "one: 1 <= 1"],
+        ["fails_after_figures", "first: 1.5 <= 2.0"],
+        ["hangs", "first: 1.5 <= 2.0"],
+        ["last", "one: 1 <= 1"],
+    ]
 
 
 def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_path: Path) -> None:
@@ -175,6 +230,7 @@ def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_p
         assert psutil.pid_exists(process), (tmp_path / "run.log").read_text()
         time.sleep(0.05)
     first = check("follow", "--out", tmp_path, "--seconds", "0", "--pack", tmp_path / "packed.tgz")
+    assert "```" not in first.stdout
     said = [line.split()[1:3] for line in first.stdout.splitlines()]
     parts = [words for words in said if words[0] in ("begins", "ended")]
     assert parts == [["begins", "runs"], ["ended", "runs"], ["begins", "hangs"]]
@@ -187,7 +243,7 @@ def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_p
     assert gone(child)
     second = check("follow", "--out", tmp_path, "--pack", tmp_path / "packed.tgz")
     assert second.returncode == 1
-    assert [re.sub(r"^\S+  |seconds \S+  ", "", line) for line in second.stdout.splitlines()] == [
+    assert [re.sub(r"^\S+  |seconds \S+  ", "", line) for line in second.stdout.splitlines()[:2]] == [
         "ended  hangs  killed  (the run was ended from outside)  first: 1.5 <= 2.0",
         "failed  (the run was ended from outside)",
     ]
@@ -196,7 +252,13 @@ def test_a_run_goes_on_between_two_looks_and_keeps_what_it_had_when_killed(tmp_p
         assert (hung["status"], hung["results"]) == ("killed", {"first": 1.5})
         assert json.load(packed.extractfile("runs.json"))["status"] == "ran"
     assert not [file for file in tmp_path.iterdir() if file.is_dir() or file.name == "last.json"]
-    assert check("follow", "--out", tmp_path).stdout == ""
+    lines = block_in(second.stdout)
+    assert [line for line in lines if line.startswith(("passed", "failed", "skipped"))][1:] == [
+        "failed    hangs           the run was ended from outside",
+        "skipped   last            the run ended before it",
+        "failed    the run         the run was ended from outside",
+    ]
+    assert block_in(check("follow", "--out", tmp_path).stdout) == lines
 
 
 def test_a_process_that_cannot_import_says_so(tmp_path: Path) -> None:
@@ -223,6 +285,48 @@ def test_a_run_whose_minutes_have_passed_leaves_parts_out(tmp_path: Path) -> Non
     assert record.read(tmp_path / "runs.json")["why"] == "no time was left"
 
 
+def test_a_short_run_has_its_own_parts_limits_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_check.list_parts(gpu_check.chosen_parts([], True), True)
+    listed = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert listed[0] == ["parity_2", "together", "60", "s"]
+    assert len(listed) == 3
+    run = check("--device", "cpu", "--short", "--out", tmp_path, before=OF_CASES)
+    results = json.loads(run.stdout.splitlines()[-1])["results"]
+    assert {name: one["results"] for name, one in results.items()} == {"shortens": {"quick": False, "short": True}}
+    without_time = f"{OF_CASES}; from benchmarks import gpu; gpu.SHORT = 0.0"
+    late = check("--device", "cpu", "--short", "--out", tmp_path, before=without_time)
+    assert "skipped   shortens        no time was left" in block_in(late.stdout)
+    with pytest.raises(SystemExit):
+        gpu_check.parse(["--short", "--parts", "losses"])
+    assert "argument --parts: not allowed with argument --short" in capsys.readouterr().err
+
+
+def test_the_limits_of_a_short_run_add_up_to_less_than_four_minutes() -> None:
+    short = [part for part in PARTS.values() if part.short]
+    imports, together = 110, max(part.short for part in short if not part.alone)
+    assert imports + together + sum(part.short for part in short if part.alone) <= SHORT < 240
+    assert all(part.short < part.seconds for part in short)
+
+
+def test_a_benchmark_is_asked_for_less_in_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def reports(_: Setting, name: str, words: list[Any]) -> str:
+        asked.append(words[1:])
+        return json.dumps({"results": {}, "goals": [], "tables": []})
+
+    monkeypatch.setattr(Setting, "run", reports)
+    for quick, short in ((False, False), (False, True), (True, True)):
+        setting = Setting("train_step", quick, tmp_path, 0.0, Lines("", "cpu"), short=short)
+        training.benchmark(setting, **PARTS["train_step"].given)
+    assert [" ".join(words) for words in asked] == [
+        "--depths 1 2 --repeats 15",
+        "--depths 1 --repeats 5",
+        "--quick --depths 1",
+    ]
+    assert all("short" in part.given for part in PARTS.values() if part.short and "script" in part.given)
+
+
 def test_following_where_nothing_runs_is_refused(tmp_path: Path) -> None:
     run = check("follow", "--out", tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
@@ -235,6 +339,18 @@ def test_a_missed_goal_is_a_failure_unless_it_was_missed_on_a_cpu(tmp_path: Path
     assert gpu_check.status_of(tmp_path, [missed]) == 1
     assert gpu_check.status_of(tmp_path, [missed | {"hardware": {"on the CPU": True}}]) == 0
     assert gpu_check.status_of(tmp_path, [missed | {"goals": [], "status": "killed"}]) == 1
+
+
+def test_a_block_names_the_card_and_a_goal_that_it_missed(tmp_path: Path) -> None:
+    record.event(tmp_path, "starts", parts="one", command="scripts/gpu_check.sh")
+    machine = {"device": "a card", "driver": "580.65.06", "CUDA": "13.0", "on the CPU": False}
+    given = {"status": "ran", "goals": [Goal("time `a` step", 2, 1).as_dict()], "hardware": machine}
+    record.end(tmp_path, record.begin("one", "") | given)
+    lines = block_in(block(tmp_path))
+    assert "card      a card, driver 580.65.06, CUDA 13.0" in lines
+    assert "failed    one             a goal was missed, see below" in lines
+    assert lines[-1] == "one             UNMET time 'a' step: 2 <= 1"
+    assert "This was a try, whose figures mean nothing." not in lines
 
 
 def test_every_part_has_a_function_that_takes_what_it_is_given() -> None:
@@ -316,14 +432,14 @@ def test_the_page_has_all_parts_and_says_how_to_run_them() -> None:
 
 
 def test_a_part_of_another_name_is_refused() -> None:
-    assert gpu_check.chosen_parts(["graphs", "losses"]) == ["losses", "graphs"]
-    assert gpu_check.chosen_parts([]) == list(PARTS)
+    assert gpu_check.chosen_parts(["graphs", "losses"], False) == ["losses", "graphs"]
+    assert gpu_check.chosen_parts([], False) == list(PARTS)
     with pytest.raises(ValueError, match="--parts names speed; there are parity_2, te_parity_2"):
-        gpu_check.chosen_parts(["speed"])
+        gpu_check.chosen_parts(["speed"], False)
 
 
 def test_the_list_has_a_line_for_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.list_parts()
+    gpu_check.list_parts(list(PARTS), False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(PARTS)
     assert lines[0].split()[1:] == ["together", "150", "s", "local", "parity", "depths=2"]

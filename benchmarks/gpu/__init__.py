@@ -87,7 +87,7 @@ _MEMORY = {
 }
 _GRAPHED = "--cuda-graph-impl local --te-rng-tracker"
 _PARITY, _FP8 = "benchmarks.gpu.training:parity", "benchmarks.gpu.training:eight_bits"
-_BENCHMARK = "benchmarks.gpu.training:benchmark"
+_BENCHMARK, _FIRST_STEP = "benchmarks.gpu.training:benchmark", "benchmarks.gpu.training:first_step"
 _TRUNK = {"depths": 0, "flags": "--num-layers 4"}
 _UNIT = {
     "losses": "losses_table linear_cross_entropy triton_chunk weight_gradient float32_logits",
@@ -104,8 +104,8 @@ SHORT = 235.0
 PARTS = {
     "parity_2": Part(_PARITY, 150, {"depths": 2}, short=60),
     "te_parity_2": _te(_PARITY, 150, {"depths": 2}),
-    "first_step": Part(_BENCHMARK, 150, _FIRST, short=60),
-    "te_first_step": _te(_BENCHMARK, 150, _FIRST),
+    "first_step": Part(_FIRST_STEP, 150, _FIRST, short=60),
+    "te_first_step": _te(_FIRST_STEP, 150, _FIRST),
     "fp8_delayed": _te(_FP8, 150, {"recipe": "delayed", "form": "hybrid"}),
     "fp8_blockwise": _te(_FP8, 150, {"recipe": "blockwise", "form": "e4m3"}),
     "fp8_tensorwise": _te(_FP8, 150, {"recipe": "tensorwise", "form": "hybrid"}),

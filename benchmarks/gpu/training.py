@@ -19,6 +19,9 @@ TRAINED = (
 APART = 4e-2
 """Nats between two trainings in bfloat16; on a CPU each stays within a fifth of it of the one in float32."""
 
+FIRST, SAME = "loss and gradient norm of the first step", 3e-2
+"""What train_step.py calls them, and how far from Megatron's they may be, relatively, in bfloat16."""
+
 OTHER_STATE = "--dist-ckpt-strictness log_all"
 """The CPU has saved no state of TE's modules."""
 
@@ -122,3 +125,16 @@ def benchmark(setting: Setting, script: str, flags: str, quick: str, short: str 
     """What another benchmark reports, with `flags`; in a quick run with `quick`, in a short one with `short`."""
     own = f"--quick {quick}" if setting.quick else short if setting.short else flags
     return Found.of(json.loads(setting.run(script, [ROOT / "benchmarks" / script, *own.split()]).splitlines()[-1]))
+
+
+def first_step(setting: Setting, **given: str) -> Found:
+    """Of a training benchmark the first step alone: parts run beside this one, so that times say nothing."""
+    first = benchmark(setting, **given).results[FIRST]
+    rows, goals = [], []
+    for depths, sides in first.items():
+        (ours, own), (theirs, megatrons) = sides.values()
+        apart = abs(ours - theirs) / abs(theirs), abs(own - megatrons) / abs(megatrons)
+        rows += [(depths, side, *figures) for side, figures in sides.items()]
+        for what, far in zip(("loss", "gradient norm"), apart, strict=True):
+            goals.append(Goal(f"{setting.name}: {what} apart from Megatron's own MTP, {depths}", far, SAME))
+    return Found({FIRST: first}, goals, [Table("A first step", ("depths", "side", "loss", "gradient norm"), rows)])

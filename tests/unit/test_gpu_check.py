@@ -111,7 +111,8 @@ def test_a_short_run_ends_with_a_block_for_an_issue(tmp_path: Path) -> None:
     measured = [line.split(maxsplit=1) for line in lines[lines.index("") :] if " <= " in line]
     assert [(name, goal.partition(": ")[0].removeprefix("UNMET ")) for name, goal in measured] == [
         ("parity_2", "parity_2"),
-        ("first_step", "gpt, ours / Megatron's own MTP, D=1"),
+        ("first_step", "first_step"),
+        ("first_step", "first_step"),
         ("train_step", "gpt, ours / Megatron's own MTP, D=1"),
     ]
 
@@ -325,6 +326,19 @@ def test_a_benchmark_is_asked_for_less_in_a_short_run(tmp_path: Path, monkeypatc
         "--quick --depths 1",
     ]
     assert all("short" in part.given for part in PARTS.values() if part.short and "script" in part.given)
+
+
+def test_a_first_step_is_judged_by_its_loss_and_gradient_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"D=1": {"megatron-mtp": [2.02, 1.0], "Megatron": [2.0, 1.25]}}
+    timed = {"results": {training.FIRST: first}, "goals": [Goal("time", 2, 1).as_dict()], "tables": []}
+    monkeypatch.setattr(Setting, "run", lambda *_: json.dumps(timed))
+    setting = Setting("first_step", False, tmp_path, 0.0, Lines("", "cpu"))
+    found = training.first_step(setting, **PARTS["first_step"].given)
+    assert [(goal.value, goal.met) for goal in found.goals] == [
+        (pytest.approx(0.01), True),
+        (pytest.approx(0.2), False),
+    ]
+    assert found.results == {training.FIRST: first}
 
 
 def test_following_where_nothing_runs_is_refused(tmp_path: Path) -> None:

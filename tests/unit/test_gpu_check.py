@@ -438,9 +438,12 @@ def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "gpu.md").exists()
 
 
-def test_the_page_has_all_parts_and_says_how_to_run_them() -> None:
+def test_the_page_has_all_parts_and_says_which_were_seen_and_how_to_run_them() -> None:
     text = (REPOSITORY / "docs" / "gpu.md").read_text()
-    assert "scripts/gpu_check.sh start --out" in text.split("## Parts")[0]
+    head = text.split("## Parts")[0]
+    assert "scripts/gpu_check.sh start --out" in head
+    seen = head[head.index("**Seen") : head.index("**Not seen")]
+    assert {name for name in PARTS if f"`{name}`" in seen} == {name for name in PARTS if f"\n## {name}\n" in text}
     rows = text.split("| --- | --- | --- | --- | --- |\n", 1)[1].split("\n\n")[0].splitlines()
     assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == set(PARTS)
 

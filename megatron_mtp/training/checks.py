@@ -205,6 +205,11 @@ UNSUPPORTED = (
         "the one captured layer would overwrite at a depth what the backward pass needs of the depth before",
         "drop one of the two",
     ),
+    Unsupported(
+        "--cuda-graph-impl transformer_engine --hybrid-layer-pattern",
+        "Megatron would leave the MTP layers, which are stacks of layers here, out of the graphs without a word",
+        "give --cuda-graph-impl local, which records every layer",
+    ),
     Unsupported("--use-torch-fsdp2", _SHARDED, _DISTRIBUTED, False),
     Unsupported("--use-megatron-fsdp", _SHARDED, _DISTRIBUTED, False),
     Unsupported("--fp8-output-proj", "the MTP layers' losses multiply with the output layer's weight, and not in FP8"),

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.cuda_graphs import _layer_is_graphable
-from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_single import (
     LAMBDA,
@@ -341,15 +339,3 @@ def test_expert_bias_counts_no_position_that_was_shifted_in() -> None:
     forward_ours(model, make_batch(2))
     counts = [layer.tf_layer.mlp.router.local_tokens_per_expert.sum() for layer in model.mtp.layers]
     assert counts == [ROWS * (LENGTH - 1) * 2, ROWS * (LENGTH - 2) * 2]
-
-
-@pytest.mark.parametrize("modules", [[], [CudaGraphModule.attn, CudaGraphModule.moe_router]])
-def test_a_depth_with_experts_is_no_layer_of_transformer_engines_graphs(modules: list[CudaGraphModule]) -> None:
-    """Megatron records a layer and runs the rest of it without a padding mask."""
-    for changes, recorded in ((MOE, False), ({}, True)):
-        model = our_model(1, **changes)
-        model.config.cuda_graph_modules = modules
-        layer = model.mtp.layers[0].mtp_model_layer
-        assert _layer_is_graphable(layer, model.config) is recorded
-        assert _layer_is_graphable(model.decoder.layers[0], model.config)
-        assert hasattr(layer, "mtp_model_layer") is not recorded

@@ -114,9 +114,10 @@ def test_every_flag_of_megatron_has_a_place() -> None:
 
 
 def as_typed(row: Unsupported) -> str:
-    """The flags of a row; those that take any value get one."""
-    ends = ("-dir", "-path", "-json")
-    return " ".join(f"{word} x" if word.endswith(ends) else word for word in row.flags.split())
+    """The flags of a row, with values."""
+    values = {"-dir": " x", "-path": " x", "-json": " x", "-pattern": " *-/*-/*-"}
+    ends = (next((value for end, value in values.items() if word.endswith(end)), "") for word in row.flags.split())
+    return " ".join(word + value for word, value in zip(row.flags.split(), ends, strict=True))
 
 
 @pytest.mark.parametrize("row", UNSUPPORTED, ids=lambda row: row.flags)

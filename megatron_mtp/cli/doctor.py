@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,9 @@ from types import ModuleType
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_mtp.errors import Parser
+from megatron_mtp.cli.verbs import Verb
+from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.registry import Registry
 from megatron_mtp.runtime import prepare, why_no_launcher, why_not
 
 DISTRIBUTION = "megatron-mtp"
@@ -38,6 +41,10 @@ EXTRAS = {
 
 KNOWN, UNKNOWN = "known version", "unknown version"
 """States of a patch by the installed version alone."""
+
+EXAMINATIONS: Registry[Verb] = Registry("megatron_mtp.examinations", {})
+"""What extensions and other packages examine: each is a flag, by which its `main` runs in the place of the checks, and
+takes no argument but --json."""
 
 EXAMPLES = """examples:
   megatron-mtp doctor            # for people
@@ -69,7 +76,11 @@ class Component:
 
 def main(arguments: list[str], program: str) -> int:
     """Print the checks; exit status 0 if training can run on this machine, 1 if not."""
-    args = parser(program).parse_args(arguments)
+    with sentences(program):
+        args = parser(program).parse_args(arguments)
+    if args.examination is not None:
+        status: int = import_module(args.examination.module).main(["--json"] if args.json else [], program)
+        return status
     checks = [check for part in CHECKS for check in part()]
     patches = patch_rows(args.probe)
     checks += check_patches(patches)
@@ -95,6 +106,11 @@ def parser(program: str) -> Parser:
     made.add_argument(
         "--probe", action="store_true", help="like --patches, but test each function instead of its version"
     )
+    made.set_defaults(examination=None)
+    for name, examination in EXAMINATIONS.items():
+        made.add_argument(
+            f"--{name}", action="store_const", const=examination, dest="examination", help=examination.line
+        )
     return made
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from megatron_mtp import __version__
 from megatron_mtp.cli import doctor
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.doctor import Component
-from megatron_mtp.cli.verbs import VERBS, module_of
+from megatron_mtp.cli.verbs import VERBS, Verb, module_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,6 +198,19 @@ def test_a_machine_without_gloo_or_torch(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(doctor, "_torch", lambda: None)
     monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "torch" else "1")
     assert checks(capsys)[0] == 1
+
+
+def test_another_package_examines_what_it_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stars.py").write_text("def main(arguments, program):\n    print(program, *arguments)\n    return 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "EXAMINATIONS", {"stars": Verb("count them", "stars")})
+    assert cli.main(["doctor", "--stars", "--json"]) == 5
+    assert capsys.readouterr().out == "megatron-mtp doctor --json\n"
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--help"])
+    assert re.search(r"--stars +count them", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("folder", "found"), [("optimizers", "built here"), ("lib", None)])

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "extensions": set(),
     "extensions/cpu_rows": {"files", "model", "decoding"},
+    "extensions/kernels": {"cli", "config", "errors", "losses", "model", "progress", "runtime"},
     "extensions/plan": {"cli", "config", "errors", "files", "checkpoint/hf", "checkpoint/families"},
     "extensions/predict": LOW | {"cli", "data", "model", "decoding"} | CHECKPOINT,
     "extensions/report": {"cli", "errors", "files", "training"},

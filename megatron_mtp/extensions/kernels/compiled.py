@@ -1,0 +1,234 @@
+"""The kernels of every loss, compiled for a card that is not here, by the calls that launch them.
+
+The calls are those of a training step (`triton_chunk.losses_`), with tensors of torch's device `meta`, which have sizes
+and no memory. So constants, types and alignments are those of a launch. Triton compiles in the place of a launch and
+keeps what it made in its own cache.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.extensions.kernels.cards import CARDS, H200
+from megatron_mtp.losses import LOSSES, depth_loss, triton_chunk, triton_kernels
+from megatron_mtp.losses.token_loss import TokenLoss
+from megatron_mtp.model.head import DraftVocabulary, Vocabulary
+
+TOKENS, ENTRIES = 16_384, 131_072
+"""Rows and entries of the vocabulary: the sizes of the H200's record in docs/gpu.md."""
+DRAFTED = ENTRIES // 4
+"""Entries of a draft vocabulary, where the kernels read the trunk's logits by an index."""
+INSTRUCTION = 16
+"""Bytes."""
+WORDS = {"DIVERGES": "with kd", "GATHERED": "of drafted tokens"}
+"""How a constant that is true is called in the name of a kernel."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as compiled for one compute capability.
+
+    Attributes:
+        name: of the function, and of the constants that make it another one.
+        target: the compute capability.
+        block: logits of a row that a program has in registers at once; None without rows.
+        warps: of a program.
+        registers: of a thread.
+        spilled: bytes of a thread that did not fit into them.
+        shared: bytes of a program.
+        moved: bytes that it reads and writes for each logit.
+        instructions: of the loop over a row's blocks, for each logit; None but of an H200's kernels with rows.
+    """
+
+    name: str
+    target: int
+    block: int | None
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    moved: int
+    instructions: float | None
+
+    @property
+    def occupancy(self) -> float:
+        """Of a multiprocessor's most warps, the share that is resident."""
+        return self._resident[0]
+
+    @property
+    def limit(self) -> str:
+        """What allows no more."""
+        return self._resident[1]
+
+    @property
+    def _resident(self) -> tuple[float, str]:
+        return CARDS[self.target].occupancy(self.registers, self.shared, self.warps)
+
+
+def names() -> list[str]:
+    """The losses that have kernels."""
+    return [name for name, loss in LOSSES.items() if loss in triton_chunk.KERNELS]
+
+
+def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Kernel]:
+    """Those that the losses launch, each once, and the trial that comes before them.
+
+    Args:
+        target: a compute capability of `CARDS`.
+        losses: their names.
+        drafted: with those of a draft vocabulary too.
+    """
+    launched = [trial(target)]
+    for entries in (ENTRIES, DRAFTED) if drafted else (ENTRIES,):
+        launched += [kernel for name in losses for kernel in launches(target, name, entries)]
+    found = dict[str, Kernel]()
+    for kernel in launched:
+        found.setdefault(kernel.name, kernel)
+    return [*found.values()]
+
+
+def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
+    """What a loss launches for `TOKENS` rows, in its order; fewer entries than `ENTRIES` are a draft vocabulary."""
+    loss = _loss(name)
+    with _compiling(target) as compiled:
+        triton_chunk.losses_(loss, _products(loss, entries))
+    return [_kernel(target, each) for each in compiled]
+
+
+def trial(target: int) -> Kernel:
+    """The kernel that shows that kernels run at all."""
+    with _compiling(target) as compiled:
+        triton_kernels.trial[(1,)](torch.empty(1, device="meta"))
+    return _kernel(target, compiled[0])
+
+
+def _loss(name: str) -> TokenLoss:
+    return depth_loss(MTPConfig(mtp_loss=name))
+
+
+def _products(loss: TokenLoss, entries: int) -> triton_chunk.Products:
+    """One depth's chunk of all rows; the trunk's logits are of drafted tokens, or of all, as the loss needs them."""
+    new = partial(torch.empty, device="meta")
+    drafts = None
+    if entries < ENTRIES:
+        drafts = DraftVocabulary(torch.arange(entries), ENTRIES).to("meta")
+    taught = ENTRIES if loss.needs_whole_teacher else entries
+    return triton_chunk.Products(
+        products_NV=new(TOKENS, entries, dtype=torch.bfloat16),
+        labels_N=new(TOKENS, dtype=torch.int64),
+        mask_N=new(TOKENS),
+        scale_D=new(1),
+        teacher_TW=new(TOKENS, taught, dtype=torch.bfloat16) if loss.needs_teacher else None,
+        taught_N=new(TOKENS, dtype=torch.int64) if loss.needs_teacher else None,
+        vocabulary=Vocabulary(entries, draft_vocabulary=drafts),
+    )
+
+
+class _AbsentDriver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        """Triton keeps what it has compiled by this number."""
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
+class _Noted:
+    """A kernel that is compiled and noted where it would be launched."""
+
+    def __init__(self, kernel: JITFunction, compiled: list[Any]) -> None:
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.compiled.append(self.kernel.warmup(*arguments, grid=grid, **constants))
+
+        return launch
+
+
+@contextmanager
+def _compiling(target: int) -> Iterator[list[Any]]:
+    """Inside, launches of the losses' kernels compile them for the target, and add what Triton made to the list."""
+    launched = {
+        name: kernel
+        for name, kernel in vars(triton_kernels).items()
+        if isinstance(kernel, JITFunction) and not name.startswith("_")  # the others are called by these
+    }
+    compiled = list[Any]()
+    driver.set_active(_AbsentDriver(target))
+    try:
+        for name, kernel in launched.items():
+            setattr(triton_kernels, name, _Noted(kernel, compiled))
+        yield compiled
+    finally:
+        for name, kernel in launched.items():
+            setattr(triton_kernels, name, kernel)
+        driver.set_active(None)  # Triton looks for a driver again when it needs one
+
+
+def _kernel(target: int, compiled: Any) -> Kernel:
+    parameters = compiled.src.fn.arg_names
+    constants = {parameters[place]: value for (place,), value in compiled.src.constants.items()}
+    block, warps, cubin = constants.get("BLOCK"), compiled.metadata.num_warps, compiled.asm["cubin"]
+    registers, spilled = _registers(cubin)
+    return Kernel(
+        ", ".join([compiled.name, *(words for constant, words in WORDS.items() if constants.get(constant))]),
+        target,
+        block,
+        warps,
+        registers,
+        spilled,
+        compiled.metadata.shared,
+        _moved(compiled.asm["ttir"]),
+        _loop(cubin) * warps * 32 / block if target == H200 and block is not None else None,
+    )
+
+
+@cache
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of memory that it needs beside them, which is where spilled ones go."""
+    told = _dumped(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])
+
+
+@cache
+def _loop(cubin: bytes) -> int:
+    """Instructions of the longest way back."""
+    back = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ )?BRA\b[^;]* 0x([0-9a-f]+) *;", _dumped(cubin, "--dump-sass"))
+    return max(int(here, 16) - int(target, 16) for here, target in back) // INSTRUCTION + 1
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _moved(ttir: str) -> int:
+    """Bytes for each logit: every load and every store of a block is one pass over the row."""
+    bits = re.findall(r"tt\.(?:load|store) .*: tensor<\d+x!tt\.ptr<[a-z]+(\d+)>", ttir)
+    return sum(map(int, bits)) // 8

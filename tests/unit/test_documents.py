@@ -124,11 +124,11 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_page_of_numbers_has_the_tables_of_the_records() -> None:
-    page = DOCUMENTS["docs/numbers.md"].read_text(encoding="utf-8")
+def test_the_pages_of_numbers_have_the_tables_of_the_records() -> None:
+    pages = [DOCUMENTS[name].read_text(encoding="utf-8") for name in ("docs/numbers.md", "docs/gpu.md")]
     updated = runpy.run_path(str(ROOT / "tools/docs/number_tables.py"))["updated"]
-    assert updated(page) == page, "run python tools/docs/number_tables.py"
-    named = set(re.findall(r"<!-- benchmarks/results/(\w+)\.json", page))
+    assert [updated(page) for page in pages] == pages, "run python tools/docs/number_tables.py"
+    named = {name for page in pages for name in re.findall(r"<!-- benchmarks/results/(\w+)\.json", page)}
     assert named == {record.stem for record in (ROOT / "benchmarks/results").glob("*.json")}
 
 

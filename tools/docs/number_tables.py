@@ -1,11 +1,13 @@
-"""Write the tables of docs/numbers.md from the records in benchmarks/results: the last line that a benchmark prints.
+"""Write the tables of docs/numbers.md and docs/gpu.md from the records in benchmarks/results.
+
+A record is the last line that a benchmark prints, or the one of `megatron-mtp doctor --kernels --json`.
 
     python benchmarks/train_step.py | tail -n 1 > benchmarks/results/train_step.json
     python tools/docs/number_tables.py
 
-A table of the page stands between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
-of the page, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`, computed from the same
-records and from the tables of docs/gpu.md.
+A table of a page stands between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
+of docs/numbers.md, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`, computed from the
+same records and from the tables of docs/gpu.md.
 """
 
 import json
@@ -17,14 +19,14 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/numbers.md"
+PAGES = ROOT / "docs/numbers.md", ROOT / "docs/gpu.md"
 MARKS = re.compile(r"(<!-- (benchmarks/results/\w+\.json), table (\d+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMMARIZED = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.DOTALL)
 ALL_ACCEPTED = "random weights, every draft accepted"
 
 
 def updated(page: str) -> str:
-    """The page with the records' tables between the marks."""
+    """A page with the records' tables between the marks."""
     page = SUMMARIZED.sub(lambda mark: f"{mark[1]}{summary()}\n{mark[2]}", page)
     return MARKS.sub(lambda mark: f"{mark[1]}{written(mark[2], int(mark[3]))}\n{mark[4]}", page)
 
@@ -152,4 +154,5 @@ def summary() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")

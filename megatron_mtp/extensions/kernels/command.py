@@ -1,17 +1,23 @@
 """`megatron-mtp doctor --kernels`: what is known of the losses' kernels on GPUs that are not here."""
 
 import json
+import os
 
 from megatron_mtp.errors import sentences
 from megatron_mtp.runtime import quieten, why_not
 
 
 def main(arguments: list[str], program: str) -> int:
-    """Compile and print; the one argument is --json. Without Triton it ends with one sentence and status 2."""
+    """Compile and print; the one argument is --json.
+
+    Without Triton, or with its interpreter, it ends with one sentence and status 2.
+    """
     with sentences(program):
         reason = why_not("triton")
         if reason is not None:
             raise ValueError(f"Triton compiles the kernels, and {reason}; run: pip install triton.")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise ValueError("TRITON_INTERPRET is 1, so Triton interprets kernels and compiles none; unset it.")
         quieten()
         from megatron_mtp.extensions.kernels.tables import as_text, report
 

@@ -111,6 +111,14 @@ def test_the_doctor_prints_the_tables(capsys: pytest.CaptureFixture[str], monkey
         assert f"{table['title']}:\n{table['header'][0]}" in said
 
 
+def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor", "--kernels"])
+    assert end.value.code == 2
+    assert "error: TRITON_INTERPRET is 1, so Triton interprets kernels" in capsys.readouterr().err
+
+
 def test_a_machine_without_triton_gets_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

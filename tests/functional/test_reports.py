@@ -51,7 +51,7 @@ REPORTS = (
         "the MTP tensors are dropped, and the config still counts them",
         "convert hf-to-mcore {lost} {new}",
         2,
-        "says 'num_nextn_predict_layers' 2, but the folder holds no tensor of an MTP layer; fetch or export",
+        "has 'num_nextn_predict_layers' 2, but the folder holds no tensor of an MTP layer; fetch or export",
     ),
     Report(
         "vllm-project/llm-compressor#3118, NVIDIA/TensorRT-LLM#17378",

@@ -196,13 +196,13 @@ def test_a_pattern_that_is_no_gpt_is_refused_by_its_symbol(pattern: str | None, 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_layers": None}, "say num_layers None; the checkpoint is damaged"),
-        ({"num_layers": "two"}, "say num_layers 'two'"),
-        ({"num_layers": 0}, "say num_layers 0"),
-        ({"mtp_num_layers": -1}, "say mtp_num_layers -1"),
-        ({"num_experts": 4, "moe_layer_freq": 0}, "say moe_layer_freq 0"),
-        ({"num_experts": 4, "moe_layer_freq": [1]}, r"say moe_layer_freq \[1\]"),
-        ({"num_experts": 4, "moe_layer_freq": None}, "say moe_layer_freq None"),
+        ({"num_layers": None}, "have num_layers None; the checkpoint is damaged"),
+        ({"num_layers": "two"}, "have num_layers 'two'"),
+        ({"num_layers": 0}, "have num_layers 0"),
+        ({"mtp_num_layers": -1}, "have mtp_num_layers -1"),
+        ({"num_experts": 4, "moe_layer_freq": 0}, "have moe_layer_freq 0"),
+        ({"num_experts": 4, "moe_layer_freq": [1]}, r"have moe_layer_freq \[1\]"),
+        ({"num_experts": 4, "moe_layer_freq": None}, "have moe_layer_freq None"),
     ],
 )
 def test_arguments_without_layers_are_refused(changes: dict[str, Any], says: str) -> None:

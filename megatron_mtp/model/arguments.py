@@ -31,7 +31,7 @@ from megatron_mtp.config import (
     trained_depths,
 )
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.head import TrunkSpec
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
 
 CUDA, TE, APEX = "CUDA device", "Transformer Engine", "Apex's fused weight gradients"
@@ -281,9 +281,12 @@ def symbols_of_a_layer(pattern: str | None) -> int:
 # --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------
 
 
-def as_mtp_layers(steps: int) -> dict[str, Any]:
-    """Megatron's arguments of a model with a drafter: an MTP layer in so many passes, on a frozen trunk."""
+def as_mtp_layers(steps: int, args: Namespace) -> dict[str, Any]:
+    """Megatron's arguments of a model with a drafter: an MTP layer in so many passes, on the frozen trunk of `args`."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    trunk = {} if pattern is None else {"hybrid_layer_pattern": pattern.split(Symbols.MTP_SEPARATOR)[0]}
     return {
+        **trunk,
         "mtp_num_layers": 1,
         "mtp_use_repeated_layer": True,
         "mtp_unroll": steps,
@@ -300,16 +303,13 @@ def alone(args: Namespace, is_drafter: bool) -> Namespace:
     """The arguments of a model that drafts with one of two: with the drafter, or with the MTP layers beside it."""
     if not stands_beside(args):
         return args
-    steps: int = drafted_steps(args)
-    of_drafter = as_mtp_layers(steps) | without_mtp_layers(args)
-    changes = of_drafter if is_drafter else {"drafter": None, BESIDE_MTP: False}
+    changes = as_mtp_layers(drafted_steps(args), args) if is_drafter else {"drafter": None, BESIDE_MTP: False}
     return Namespace(**{**vars(args), **changes})
 
 
-def without_mtp_layers(args: Namespace) -> dict[str, Any]:
-    """The pattern of a hybrid trunk alone, as an argument; nothing of a GPT."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    return {} if pattern is None else {"hybrid_layer_pattern": pattern.split(Symbols.MTP_SEPARATOR)[0]}
+def stored_with(drafter: HeadSpec, args: Namespace) -> dict[str, Any]:
+    """The arguments of a checkpoint that has a drafter, and nothing else that drafts, on the trunk of these."""
+    return drafter.arguments(trunk_spec(args)) | as_mtp_layers(drafter.drafts, args)
 
 
 def layers_to_read(args: Namespace) -> int | None:

@@ -41,7 +41,6 @@ from megatron_mtp.model.arguments import (
     as_mtp_layers,
     layers_to_read,
     trunk_spec,
-    without_mtp_layers,
 )
 from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.spec.attention import LATENT, own_sizes
@@ -581,7 +580,7 @@ def drafter_arguments(args: Namespace) -> dict[str, Any]:
 
 def _in_their_place(args: Namespace) -> dict[str, Any]:
     loss = kind_of(args.drafter).loss if args.mtp_loss == "ce" else {}
-    return {**loss, **as_mtp_layers(drafts_of(vars(args))), **without_mtp_layers(args)}
+    return loss | as_mtp_layers(drafts_of(vars(args)), args)
 
 
 def _check_heads(args: Namespace) -> None:

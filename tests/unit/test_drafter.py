@@ -157,7 +157,7 @@ def test_a_checkpoint_of_both_is_read_as_one_of_them() -> None:
     mtp, single = alone(both, is_drafter=False), alone(both, is_drafter=True)
     assert mtp.drafter is None
     assert {name: getattr(mtp, name) for name in of_mtp} == of_mtp
-    assert {name: getattr(single, name) for name in as_mtp_layers(5)} == as_mtp_layers(5)
+    assert {name: getattr(single, name) for name in as_mtp_layers(5, both)} == as_mtp_layers(5, both)
     assert single.drafter == "eagle3"
     for one in (mtp, single):
         assert not stands_beside(one)

@@ -44,7 +44,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.model.arguments import as_mtp_layers, trunk_spec, without_mtp_layers
+from megatron_mtp.model.arguments import trunk_spec
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.head import HeadSpec
@@ -160,18 +160,9 @@ class DrafterForm:
         row = DRAFTERS[self.kind.kind]
         return row.architecture if self.kind.attention.latents is None else row.latent_architectures[0]
 
-    def arguments(self, args: Namespace) -> dict[str, Any]:
-        """The arguments of a checkpoint that has it on the trunk of these."""
-        return {
-            **self.kind.arguments(trunk_spec(args)),
-            **as_mtp_layers(self.kind.drafts),
-            **without_mtp_layers(args),
-        }
-
     def rules(self, head: str = HEAD) -> list[Rule]:
         """The rule of every tensor; `head` is the key of the head, that of the trunk for a drafter without one."""
-        hidden, kind, drafted = self.hidden, self.kind, len(self.order_N)
-        vocabulary = kind.vocabulary
+        hidden, kind, drafted, vocabulary = self.hidden, self.kind, len(self.order_N), self.kind.vocabulary
         rows = TokenOrder(self.order_N)
         rules = CODECS[kind.kind].rules(kind, self.sizes, self.layer, rows)
         if self.has_embedding:

@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.model.arguments import check_trainable, layers_to_read
+from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -124,7 +124,7 @@ def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None
     if form.has_embedding:
         _check_embedding(folder.read(WORDS), reader.read(EMBEDDING), drafter)
     groups = [_stored(rule, folder) for rule in form.rules() if rule.mcore[0].key.startswith(DRAFTER)]
-    return changed(reader, source, groups, form.arguments(args), record, depths=0)
+    return changed(reader, source, groups, stored_with(form.kind, args), record, depths=0)
 
 
 def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:

@@ -35,7 +35,7 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.mcore import EMBEDDING
 from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.model.arguments import as_mtp_layers, check_trainable, trunk_spec, without_mtp_layers
+from megatron_mtp.model.arguments import check_trainable, stored_with, trunk_spec
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
@@ -93,8 +93,7 @@ def plan_fitting(
     if drafted_N is not None:
         made.append(Group.single(VOCABULARY, (len(drafted_N),), drafted_N.dtype, drafted_N.clone))
     record = {"fit": asdict(data), "seed": seed, "layers": kind.layers, "drafted": drafted}
-    stored = kind.arguments(trunk_spec(trunk)) | as_mtp_layers(kind.drafts) | without_mtp_layers(trunk)
-    return changed(reader, source, made, stored, record, depths=0, begin=weights)
+    return changed(reader, source, made, stored_with(kind, trunk), record, depths=0, begin=weights)
 
 
 def _shapes(kind: HeadSpec, hidden: int, drafted: int) -> dict[str, Shape]:

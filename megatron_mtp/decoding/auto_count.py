@@ -73,10 +73,12 @@ class AutoK:
     Attributes:
         most: the largest K to consider.
         at_once: whether a draft takes as long for any K.
+        rests: plain steps are best, and a drafter need not keep up; the same on all ranks.
     """
 
     most: int
     at_once: bool = False
+    rests: bool = field(default=False, init=False)
     _hits: list[float] = field(default_factory=list)
     _offers: list[float] = field(default_factory=list)
     _target: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=RECENT)))
@@ -95,12 +97,6 @@ class AutoK:
     _held: int = 0
     _span: int = 0
     _pause: int = FIRST_REST_STEPS
-    _rests: bool = False
-
-    @property
-    def rests(self) -> bool:
-        """True while plain steps are best, and a drafter need not keep up; the same on all ranks."""
-        return self._rests
 
     @property
     def holds(self) -> bool:
@@ -109,7 +105,7 @@ class AutoK:
 
     def change_batch(self) -> None:
         """Choose anew: the next step is of other sequences, which a drafter may not have kept up with."""
-        if not self._rests:
+        if not self.rests:
             self._held = 0
 
     def choose(self, missed: int = 0, left: float = math.inf) -> int:
@@ -125,10 +121,10 @@ class AutoK:
         self._behind, self._left = (missed if missed > FAR_BEHIND else 1), left
         self._count, self._held = self._plan()
         if torch.distributed.get_world_size() > 1:
-            agreed = torch.tensor([self._count, self._held, self._rests], device=torch.cuda.current_device())
+            agreed = torch.tensor([self._count, self._held, self.rests], device=torch.cuda.current_device())
             torch.distributed.broadcast(agreed, 0)
             self._count, self._held, rests = agreed.tolist()
-            self._rests = bool(rests)
+            self.rests = bool(rests)
         return self._count
 
     def learn(self, count: int, step: AcceptanceStats, overhead: float = 0.0) -> None:
@@ -175,22 +171,21 @@ class AutoK:
 
     def _plan(self) -> tuple[int, int]:
         """K of the next step, and how many further steps have it without another choice."""
-        few = min(self.most, FIRST_DRAFTS)
-        if self._rests:
+        if self.rests:
             missing = self._missing_seconds()
             if missing > 0:
                 return 0, max(self._pause - 1, int(min(missing / _usual(self._target[0]), MAX_REST_STEPS)))
             if self._left <= TRIAL_STEPS:
                 return 0, 0
-            self._pause, self._rests = 2 * self._pause, False
+            self._pause, self.rests = 2 * self._pause, False
             self._forget_times()
-            return few, TRIAL_STEPS - 1
+            return self._few, TRIAL_STEPS - 1
         if not self._draft and self._behind > max(self._left, 1):
             return 0, 0  # they end soon, and it is not known yet what drafts gain
         if self._steps < len(FIRST_STEPS):
-            return few * FIRST_STEPS[self._steps], 0
+            return self._few * FIRST_STEPS[self._steps], 0
         if not self._draft:
-            return few, 0  # the first draft's time is that of its catching up
+            return self._few, 0  # the first draft's time is that of its catching up
         if self._steps > self._timed_at[0] + PLAIN_AGAIN:
             return 0, PLAIN_STEPS - 1
         if best := self._best(self.rates()):
@@ -201,8 +196,13 @@ class AutoK:
             return 0, TRIED_STEPS - 1  # drafts do pay, but not for these sequences
         if self._steps > self._timed_at[0] + PLAIN_STEPS:
             return 0, PLAIN_STEPS - 1  # plain steps may have become slower too
-        self._rests = True
+        self.rests = True
         return 0, self._pause - 1
+
+    @property
+    def _few(self) -> int:
+        """K of the first steps, and of a trial."""
+        return min(self.most, FIRST_DRAFTS)
 
     def _best(self, rates: list[float]) -> int:
         """K of the highest rate."""
@@ -224,7 +224,7 @@ class AutoK:
         """Seconds of a trial's drafts and of the rows that the drafter has to catch up on, as the last ones took."""
         if not self._draft:
             return float("inf")
-        return TRIAL_STEPS * self._passes(min(self.most, FIRST_DRAFTS)) * _usual(self._draft) + self._catching_up()
+        return TRIAL_STEPS * self._passes(self._few) * _usual(self._draft) + self._catching_up()
 
     def _catching_up(self) -> float:
         """Seconds that the drafter needs for the rows it has missed: as the last ones, or a pass for each at first."""

@@ -61,7 +61,7 @@ class KVCache:
         """Forget all rows in some blocks, which then hold no number of an earlier sequence."""
         for cache in (*self.keys, *self.values):
             if cache is not None:
-                forget_blocks(cache, blocks)
+                _forget_blocks(cache, blocks)
 
     def _written(self, caches: list[Tensor | None], layer: int, new_BGRC: Tensor, rows: Rows) -> Tensor:
         memory_NGSC = self._memory(caches, layer, new_BGRC.size(1), new_BGRC.size(3), new_BGRC)
@@ -72,15 +72,6 @@ class KVCache:
         if (memory := caches[layer]) is None:
             memory = caches[layer] = like.new_zeros(self.blocks, heads, self.size, channels)
         return memory
-
-
-def forget_blocks(memory: Tensor, blocks: list[int]) -> None:
-    """Make these blocks zero: a few one by one, since an index wakes all threads, and many at once."""
-    if len(blocks) > FEW_BLOCKS:
-        memory[blocks] = 0
-        return
-    for block in blocks:
-        memory[block].zero_()
 
 
 class Memory:
@@ -110,7 +101,7 @@ class Memory:
 
     def clear(self, blocks: list[int]) -> None:
         """Make all rows in some blocks zero, as those of a new memory are."""
-        forget_blocks(self.states_N1SH, blocks)
+        _forget_blocks(self.states_N1SH, blocks)
         for cache in self.caches:
             cache.clear(blocks)
 
@@ -118,3 +109,12 @@ class Memory:
     def caches(self) -> list[KVCache]:
         """Caches of the trunk, the MTP layers and the small model."""
         return [self.cache, *self.depths, *([self.drafter] if self.drafter else [])]
+
+
+def _forget_blocks(memory: Tensor, blocks: list[int]) -> None:
+    """Make these blocks zero: a few one by one, since an index wakes all threads, and many at once."""
+    if len(blocks) > FEW_BLOCKS:
+        memory[blocks] = 0
+        return
+    for block in blocks:
+        memory[block].zero_()

@@ -101,7 +101,7 @@ def kernels(target: int, losses: Sequence[str], drafted: bool = True) -> list[Ke
 
 def launches(target: int, name: str, entries: int = ENTRIES) -> list[Kernel]:
     """What a loss launches for `TOKENS` rows, in its order; fewer entries than `ENTRIES` are a draft vocabulary."""
-    loss = _loss(name)
+    loss = loss_of(name)
     with _compiling(target) as compiled:
         triton_chunk.losses_(loss, _products(loss, entries))
     return [_kernel(target, each) for each in compiled]
@@ -114,7 +114,8 @@ def trial(target: int) -> Kernel:
     return _kernel(target, compiled[0])
 
 
-def _loss(name: str) -> TokenLoss:
+def loss_of(name: str) -> TokenLoss:
+    """The loss of a name, with its usual settings."""
     return depth_loss(MTPConfig(mtp_loss=name))
 
 

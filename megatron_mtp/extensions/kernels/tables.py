@@ -5,9 +5,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.extensions.kernels.cards import CARDS, H200, Card
-from megatron_mtp.extensions.kernels.compiled import ENTRIES, TOKENS, Kernel, kernels, launches, names
+from megatron_mtp.extensions.kernels.compiled import ENTRIES, TOKENS, Kernel, kernels, launches, loss_of, names
 from megatron_mtp.extensions.kernels.roofline import (
     CALIBRATING,
     HIDDEN,
@@ -17,7 +16,6 @@ from megatron_mtp.extensions.kernels.roofline import (
     is_issue_bound,
     seconds_of,
 )
-from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.linear_cross_entropy import chunks
 from megatron_mtp.progress import progress_bar
 
@@ -46,7 +44,7 @@ def figures(kernel: Kernel) -> dict[str, Any]:
 
 def work_of(name: str, positions: int | None = None) -> Work:
     """A loss, in chunks of so many positions; None for those that it is cut into now."""
-    products = 4 if depth_loss(MTPConfig(mtp_loss=name)).needs_teacher else 3
+    products = 4 if loss_of(name).needs_teacher else 3
     at_once = next(chunks(TOKENS, ENTRIES, is_cuda=True)).stop if positions is None else positions
     return Work(products, launches(H200, name), TOKENS, ENTRIES, HIDDEN, at_once)
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -201,15 +202,22 @@ class AtImport(ast.NodeTransformer):
         return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else node
 
 
+@cache
 def at_import() -> dict[str, str]:
     """Every file of the package, without what runs later."""
     sources = {file: (PACKAGE / file).read_text(encoding="utf-8") for file in files()}
     return {file: ast.unparse(AtImport().visit(ast.parse(source))) for file, source in sources.items()}
 
 
-def imported_with(module: str, sources: dict[str, str]) -> set[str]:
+@cache
+def graph_at_import() -> dict[str, set[str]]:
+    """`graph_of` what runs when the package's files are imported."""
+    return graph_of(at_import())
+
+
+def imported_with(module: str) -> set[str]:
     """The modules of the package that an import of one brings along, itself and its packages among them."""
-    graph, found, waiting = graph_of(sources), set[str](), [f"megatron_mtp.{module}"]
+    graph, found, waiting = graph_at_import(), set[str](), [f"megatron_mtp.{module}"]
     while waiting:
         if (name := waiting.pop()) in graph and name not in found:
             found.add(name)
@@ -219,14 +227,13 @@ def imported_with(module: str, sources: dict[str, str]) -> set[str]:
 
 @pytest.mark.parametrize(("module", "most"), MOST_IMPORTED.items())
 def test_an_import_brings_few_files_along(module: str, most: int) -> None:
-    found = imported_with(module, at_import())
+    found = imported_with(module)
     assert len(found) <= most, f"import {module} brings {len(found)} files along: {', '.join(sorted(found))}"
 
 
 def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None:
     """A framework has its own trainer and builder, and releases of Megatron without `megatron.training` can attach."""
-    at_once = at_import()
-    found = imported_with("attach", at_once)
+    at_once, found = at_import(), imported_with("attach")
     assert "megatron_mtp.model.mtp" in found
     ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trained_stage", "model.arguments")}
     assert [name for name in found if any(f"{name}.".startswith(f"{one}.") for one in ours)] == []

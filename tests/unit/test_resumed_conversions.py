@@ -101,6 +101,19 @@ def other_content(folder: Path) -> None:
     file.write_bytes(file.read_bytes())
 
 
+OF_ANOTHER = "is left from a conversion of another source or with other options; remove it"
+
+
+def stopped_early(command: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str | Path], list[str]]:
+    """The command's words and its flags, after a run whose disk was full after three writes."""
+    name, flags, owner, attribute, function, _ = COMMANDS[command]
+    words = [command, root / name, root / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, failing(function, 3))
+        assert run(*words, *flags) == 2
+    return words, flags
+
+
 @pytest.mark.parametrize(
     ("command", "change"), [("hf-to-mcore", other_config), ("drop-mtp", other_content), ("mcore-to-hf", other_content)]
 )
@@ -112,14 +125,10 @@ def test_another_source_is_not_gone_on_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name, flags, owner, attribute, function, _ = COMMANDS[command]
-    words = [command, tmp_path / name, tmp_path / "out", *flags]
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, attribute, failing(function, 3))
-        assert run(*words) == 2
+    words, flags = stopped_early(command, tmp_path, monkeypatch)
     change(tmp_path)
-    assert run(*words, "--resume") == 2
-    assert "is left from a conversion of another source or with other options; remove it" in capsys.readouterr().err
+    assert run(*words, *flags, "--resume") == 2
+    assert OF_ANOTHER in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,10 +150,6 @@ def test_other_options_are_not_gone_on_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Half of the tensors would be of another type, or of another number of layers."""
-    name, flags, owner, attribute, function, _ = COMMANDS[command]
-    words = [command, tmp_path / name, tmp_path / "out"]
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, attribute, failing(function, 3))
-        assert run(*words, *flags) == 2
+    words, _ = stopped_early(command, tmp_path, monkeypatch)
     assert run(*words, *other, "--resume") == 2
-    assert "is left from a conversion of another source or with other options; remove it" in capsys.readouterr().err
+    assert OF_ANOTHER in capsys.readouterr().err

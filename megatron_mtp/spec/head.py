@@ -102,7 +102,7 @@ class HeadSpec:
             has_sinks=given.get("drafter_softmax_type") == "learnable",
             norm_before_residual=bool(given.get("drafter_norm_before_residual")),
         )
-        _ = made.windows
+        _ = made.windows  # refused where its layers cannot have them
         return made
 
     @property

@@ -448,6 +448,7 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
         ({**DSPARK, "dflash_config": {**DSPARK["dflash_config"], "attention_mode": "mla"}}, GLM, "attention_mode"),
         ({**ZLAB, **SLIDING, "sliding_window": None}, QWEN35, "sliding_window None, which is a number from 1 on"),
         ({**ZLAB, "layer_types": ["chunked"] * 5}, QWEN35, "layer_types"),
+        ({**ZLAB, "num_key_value_heads": 7}, QWEN35, "sizes that no drafter has: .* in 7 groups"),
         ({**ZLAB, "layer_types": None, "use_sliding_window": True}, QWEN35, "use_sliding_window without layer_types"),
         ({**GPT_OSS, "attention_sink_bias": True}, trunk(24, 2880, 201088), "attention_sink_bias"),
         ({**ZLAB, "sample_from_anchor": True}, QWEN35, "sample_from_anchor"),

@@ -398,7 +398,10 @@ def kind_in(
         **({} if attention.latents is None else {"drafter_multi_latent_attention": []}),
     }
     own = TrunkSpec(layers, args.vocab_size, keys["hidden_size"], keys["intermediate_size"], attention)
-    return HeadSpec.resolve(row.name, given, own)
+    try:
+        return HeadSpec.resolve(row.name, given, own)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} has sizes that no drafter has: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
+from megatron_mtp.spec.config import MTPConfig
 
 SMOLLM2: dict[str, Any] = {
     "layers": 30, "hidden": 576, "vocabulary": 49152, "heads": 9, "groups": 3, "ffn": 1536, "tied": True

@@ -73,7 +73,7 @@ def write_folders(folder: Path, gigabytes: float | None) -> int:
 
 
 def work(folder: Path) -> dict[str, Callable[[], object]]:
-    from megatron_mtp.runtime import quieten
+    from megatron_mtp.megatron.runtime import quieten
 
     quieten()
     from megatron_mtp.checkpoint.audit import auditing

@@ -183,7 +183,7 @@ def write_experts(folder: Path, files: int, config: dict[str, Any]) -> None:
 
 
 def experts_shapes(keys: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
     from megatron_mtp.checkpoint.families import Layout, family_of
@@ -202,7 +202,7 @@ def ran(side: str, folder: Path, quick: bool) -> tuple[float, int]:
 def run_side(side: str, folder: Path) -> tuple[float, int]:
     """Seconds of the work itself, and the peak of the whole process in bytes."""
     if side != "copy":
-        from megatron_mtp.runtime import prepare
+        from megatron_mtp.megatron.runtime import prepare
 
         prepare()
         import megatron_mtp.checkpoint.convert.import_hf  # noqa: F401  (importing Megatron is not what is timed)

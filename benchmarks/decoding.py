@@ -36,12 +36,12 @@ import torch
 from benchmarks.agreeing import SMOLLM2, agreeing_model, bytes_of_a_step
 from benchmarks.harness import Found, Goal, Table, Timed, interleave, main
 from benchmarks.llama import greedy, llama_of
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding import generate, load_runner
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.cpu_rows.compiled import library
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.build import join_world
-from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -41,8 +41,8 @@ from benchmarks.gpu.issue import block
 from benchmarks.gpu.page import PAGE, page, records_of
 from benchmarks.harness import Found, Goal, Table, cpu_name
 from benchmarks.harness import report as report_of
-from megatron_mtp.errors import sentences
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.errors import sentences
+from megatron_mtp.common.files import written_beside
 
 SKIPPED = 77
 FOLLOWED = "followed"

@@ -219,7 +219,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def versions() -> dict[str, str | None]:
     """Of Python and of what is measured, as it is imported; None for a package that is not installed."""
     from megatron_mtp import __version__
-    from megatron_mtp.patches.patch import installed
+    from megatron_mtp.megatron.patches.patch import installed
 
     found = {name: None if (of := installed(name)) == "0" else of for name in PACKAGES}
     return {"python": platform.python_version(), **found, "megatron-mtp": __version__}

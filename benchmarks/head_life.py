@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.harness import Found, Goal, Table, count, main
 from benchmarks.verbs import VerbError, run
-from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.files import remove, written_beside
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.files import remove, written_beside
 from megatron_mtp.training.run_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,8 +31,8 @@ from megatron_mtp.decoding import load_runner
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.build import join_world
-from megatron_mtp.runtime import prepare
 
 ON_CPU = prepare()
 

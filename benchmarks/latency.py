@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.agreeing import agreeing_model
 from benchmarks.harness import Found, Goal, Table, count, main
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -31,7 +31,7 @@ import torch
 from benchmarks.decoding import CHECKPOINT, ON_CPU, runner_of
 from benchmarks.harness import Found, Goal, Table, count, interleave, main
 from benchmarks.llama import greedy, llama_of
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.prompts import Beginnings
 from megatron_mtp.decoding.block_tables import BLOCK
 from megatron_mtp.decoding.config import SpeculativeConfig

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import Found, Goal, Table, interleave, main
 from megatron_mtp.data.batch import depth_batch, documents_from_offsets
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -40,10 +40,10 @@ from megatron.training.training import (
 )
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.specs import with_portable_modules
-from megatron_mtp.runtime import prepare
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep, holds_mtp_depths
 from megatron_mtp.training.metrics import Metrics

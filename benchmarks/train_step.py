@@ -54,10 +54,10 @@ from benchmarks.sides import (
     side_of,
 )
 from megatron_mtp.attach import attach
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.forward_step import ForwardStep
 from megatron_mtp.training.metrics import Metrics
 

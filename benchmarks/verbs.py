@@ -5,7 +5,7 @@ import sys
 from multiprocessing import get_context
 from tempfile import TemporaryFile
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a fork cannot use a device that this process has started
 prepare()

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by path,
 
 from benchmarks.harness import Found, Goal, Table, main
 from benchmarks.verbs import run
-from megatron_mtp.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path("runs/quickstart/data/corpus")

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.runtime import prepare
+from megatron_mtp.spec.config import MTPConfig
 
 prepare()
 

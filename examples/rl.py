@@ -47,9 +47,8 @@ from tqdm import tqdm
 
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
-from megatron_mtp.checkpoint.mcore.model import fill
-from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.checkpoint.model import fill
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
@@ -57,10 +56,11 @@ from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
-from megatron_mtp.files import written_beside
+from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import completed
 from megatron_mtp.model.specs import with_portable_modules
-from megatron_mtp.runtime import prepare
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 prepare()

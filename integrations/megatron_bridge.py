@@ -5,7 +5,7 @@ from typing import Any
 from megatron.bridge.peft.lora import LoRA
 
 from megatron_mtp.attach import attach
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.spec.config import MTPConfig
 
 
 class LoRAWithHead(LoRA):

@@ -7,7 +7,7 @@ from megatron.training import get_args
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
 from megatron_mtp.attach import attach
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.spec.config import MTPConfig
 
 
 def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:

@@ -1,15 +1,8 @@
 """Multi-Token Prediction for GPT models trained with Megatron-Core.
 
-config.py      MTPConfig: every setting of the MTP layers, whose fields become the --mtp-* flags
-spec/          what draft heads are, as plain data
-errors.py      how a command that cannot go on ends: one sentence and an exit status
-progress.py    bars of work that takes minutes
-files.py       how files are written so that a kill leaves nothing half-written
-acceptance.py  how often drafts are accepted: one class counts, for training and decoding
-runtime.py     prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
-registry.py    tables to which other packages add rows: losses, proposers, verifiers, families
-patches/       faults of the published megatron-core that are put right
-cpu.py         what Megatron needs to run without CUDA
+common/        what every room uses: errors, files, progress, counts of accepted drafts
+spec/          what MTP layers and draft heads are, as plain data: settings, kinds, tables of names
+megatron/      all that is about Megatron's own code: runtime, CPU stand-ins, patches, distributed checkpoints
 data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
 losses/        what the MTP layers are trained on
@@ -23,4 +16,8 @@ __main__.py    python -m megatron_mtp
 extensions/    optional parts, which the core does not import
 """
 
+from megatron_mtp.common.old_names import keep_old_names
+
 __version__ = "0.2.0"
+
+keep_old_names()

@@ -24,7 +24,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
@@ -43,6 +42,7 @@ from megatron_mtp.model.stock import (
     refused_models,
     tied_embedding,
 )
+from megatron_mtp.spec.config import MTPConfig
 
 READ = {
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
@@ -106,7 +106,7 @@ def attach(
         for chunk in chunks:
             add_block(chunk, depths, block)
     if chunks[0].config.num_moe_experts is not None:
-        from megatron_mtp.patches.table import install_for_experts  # dense models need no patch of Megatron
+        from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
     return Attached(next((one for one in chunks if one.post_process), chunks[-1]), settings, weight, mask_at)

@@ -98,7 +98,7 @@ def megatron() -> Iterator[None]:
 
     Products of float32 are exact: images of NVIDIA begin with TF32, whose 10 bits are less than the tests' tolerances.
     """
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
     from megatron_single import join_world_of_one  # imports Megatron, which comes after prepare()

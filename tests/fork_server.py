@@ -189,7 +189,7 @@ def without_ranks() -> dict[str, str]:
 def _has_device() -> bool:
     import torch
 
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     return torch.cuda.is_available() and not cpu.installed()  # which answers for a device that is not there
 
@@ -374,7 +374,7 @@ LATE = (
 def import_all() -> None:
     """All of the package, and what it uses, as far as it is installed."""
     import megatron_mtp
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
     import transformers

@@ -101,7 +101,7 @@ def be(line: str, listening: socket.socket, of_run: int, folder: Path) -> None:
 
 def take(line: str) -> None:
     """Make this process one of the line, before it imports Megatron."""
-    from megatron_mtp.runtime import hide_transformer_engine
+    from megatron_mtp.megatron.runtime import hide_transformer_engine
 
     os.environ.update(LINES[line])
     if line != "te":

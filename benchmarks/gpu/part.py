@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.lines import Lines
 from benchmarks.harness import Found
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 ON_CPU = prepare()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import versions
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.files import written_beside
 
 EVENTS, SCRATCH = "events", ".scratch"
 """The file of what happened, and how folders end that go with their part."""

@@ -15,13 +15,13 @@ from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import check_kind, drafter_kind
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.reader import (
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
+from megatron_mtp.megatron.checkpoint.reader import (
     DistReader,
     StoredDepths,
     check_entries,
 )
-from megatron_mtp.model.head import DRAFT_VOCABULARY
 
 
 def inspect(folder: Path, check: bool = False) -> dict[str, Any]:

@@ -31,12 +31,12 @@ from megatron_mtp.cli.attach_steps import (
 )
 from megatron_mtp.cli.attach_training import PASSES, SPLIT, is_chat_file
 from megatron_mtp.cli.verbs import PROGRAM, module_of
-from megatron_mtp.config import flag_of, loss_parts, number_of
+from megatron_mtp.common.errors import INTERRUPTED, Parser, check_counts, did_you_mean, named, sentences
+from megatron_mtp.common.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.data.checks import check_split
-from megatron_mtp.errors import INTERRUPTED, Parser, check_counts, did_you_mean, named, sentences
-from megatron_mtp.files import check_outside, is_inside, remove, written_beside
 from megatron_mtp.losses import LOSSES
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
+from megatron_mtp.spec.config import flag_of, loss_parts, number_of
 from megatron_mtp.spec.kinds import DRAFTERS, FITTED
 
 RECORD = "attach.json"
@@ -307,7 +307,7 @@ def _check(args: Namespace) -> None:
             f"--trial is {args.trial}; give --only probe with it, and a number from 0 to {len(candidates(args)) - 1}."
         )
     if args.load is not None:
-        from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+        from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
         if not is_checkpoint(args.load):
             raise ValueError(f"--load is {args.load}, which is no Megatron checkpoint; give one of the trunk.")

@@ -9,9 +9,9 @@ import os
 from argparse import Namespace
 from typing import Any, NamedTuple
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, gain_of, with_others
 from megatron_mtp.cli.attach_probe import TABLE
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, gain_of, with_others
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.run_files import read_documents
 
 DEVIATIONS = 2

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH
 from megatron_mtp.cli.attach_training import TrainingChoice, beginning, training_of
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.run_files import METRICS, read_rows
 
 SHARE = 0.15

@@ -18,8 +18,8 @@ from megatron_mtp.cli.attach_training import (
     training_of,
     trunk_of,
 )
-from megatron_mtp.files import written_beside
-from megatron_mtp.runtime import quieten
+from megatron_mtp.common.files import written_beside
+from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.training.run_files import DOCUMENTS
 
 STEPS = {
@@ -44,7 +44,7 @@ AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
 
 def command_of(step: str, args: Namespace) -> list[str] | None:
     """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
-    from megatron_mtp.checkpoint.mcore import TRACKER
+    from megatron_mtp.megatron.checkpoint import TRACKER
 
     run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
     data, chat = run / "data" / "corpus", is_chat_file(args.corpus)

@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_mtp.config import flag_of
 from megatron_mtp.data.chat import is_chat
+from megatron_mtp.spec.config import flag_of
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training.flags import CHAT_FLAGS
 

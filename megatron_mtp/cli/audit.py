@@ -9,7 +9,7 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-from megatron_mtp.errors import Parser, named, status_of
+from megatron_mtp.common.errors import Parser, named, status_of
 
 FOUND = 1
 """Exit status where something was found."""
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         raise ValueError(f"--text is {args.text}, which is no file; give a text.")
 
     from megatron_mtp.checkpoint.hf.hub import local_folder
-    from megatron_mtp.runtime import quieten
+    from megatron_mtp.megatron.runtime import quieten
 
     quieten()
 

@@ -15,10 +15,10 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from megatron_mtp.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, read_record, resampled
 from megatron_mtp.cli.terminal import DTYPES, add_sampling_flags
-from megatron_mtp.errors import Parser, check_counts, from_extra, named, status_of
-from megatron_mtp.runtime import quieten
+from megatron_mtp.common.acceptance import LEAST_DOCUMENTS, RECORD, AcceptanceStats, read_record, resampled
+from megatron_mtp.common.errors import Parser, check_counts, from_extra, named, status_of
+from megatron_mtp.megatron.runtime import quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,8 +129,8 @@ def _check(args: Namespace) -> None:
 
 
 def _tokenizer_of(folder: Path) -> Path | None:
-    from megatron_mtp.checkpoint.mcore.iterations import has_tokenizer, is_checkpoint, run_tokenizer
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
+    from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, is_checkpoint, run_tokenizer
+    from megatron_mtp.megatron.checkpoint.reader import DistReader
 
     if is_checkpoint(folder):
         reader = DistReader(folder)
@@ -177,10 +177,10 @@ def _drafted(
 
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
     from megatron_mtp.checkpoint.convert.stream import Options
-    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.data.tokenizer import entries
     from megatron_mtp.decoding.load import load_checkpoint
     from megatron_mtp.decoding.method import parse_config
+    from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
     given = None if args.speculative_config is None else parse_config(args.speculative_config)
     with TemporaryDirectory(prefix="megatron-mtp-") as temporary:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.cli.terminal import say_if_lossy
+from megatron_mtp.common.files import check_outside
 from megatron_mtp.data.samples import Sample, seed_of
 from megatron_mtp.decoding.sampling import Sampling
-from megatron_mtp.files import check_outside
 from megatron_mtp.spec.kinds import DRAFTERS
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class Checkpoint:
     """
 
     def __init__(self, args: Namespace) -> None:
-        from megatron_mtp.checkpoint.mcore.iterations import run_tokenizer
-        from megatron_mtp.checkpoint.mcore.reader import DistReader
         from megatron_mtp.decoding.method import parse_config
+        from megatron_mtp.megatron.checkpoint.iterations import run_tokenizer
+        from megatron_mtp.megatron.checkpoint.reader import DistReader
 
         self._args = args
         self._speculative = None if args.speculative_config is None else parse_config(args.speculative_config)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.errors import Parser, check_counts, named, sentences, status_of
-from megatron_mtp.files import default_workers
-from megatron_mtp.runtime import quieten
+from megatron_mtp.common.errors import Parser, check_counts, named, sentences, status_of
+from megatron_mtp.common.files import default_workers
+from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.kinds import DRAFTERS, FITTED
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
             return plan_import(local_folder(source), how, args.trunk_only)
         case "mcore-to-hf":
             from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
-            from megatron_mtp.checkpoint.mcore.reader import DistReader
+            from megatron_mtp.megatron.checkpoint.reader import DistReader
 
             reader = DistReader(source)
             form = form_of(reader, args.like, args.family, args.tokenizer, args.trust_remote_code)
@@ -170,7 +170,7 @@ def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":
     from megatron_mtp.checkpoint.convert.edit import drafted_tokens
     from megatron_mtp.checkpoint.convert.fitting import FitData
     from megatron_mtp.checkpoint.convert.fitting_drafter import plan_fitting
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
+    from megatron_mtp.megatron.checkpoint.reader import DistReader
 
     check_counts(args, "mtp_draft_vocab_size", "fit_tokens")
     size, file, drafted = args.mtp_draft_vocab_size, args.mtp_draft_vocab_file, None
@@ -243,8 +243,8 @@ def acceptances(models: dict[str, Path], checkpoint: Path, tokens: int, args: Na
         ValueError: one cannot be measured.
     """
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
+    from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
+    from megatron_mtp.megatron.checkpoint.reader import DistReader
 
     length = min(tokens, DistReader(checkpoint).common()["args"].max_position_embeddings)
     flags = ["--text", str(args.text), "--json", "--seq-length", str(length)]
@@ -294,9 +294,9 @@ def proof(
         ValueError: a text was given for what is no model's folder, or one side cannot be read.
     """
     from megatron_mtp.checkpoint.hf.folder import drafter_kind
-    from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
     from megatron_mtp.checkpoint.verify.forms import verify_forms
     from megatron_mtp.checkpoint.verify.verify import verify
+    from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
     drafts = drafter_kind(source) is not None
     if text is not None and (drafts or is_checkpoint(source)):

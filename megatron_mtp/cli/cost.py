@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_mtp import cpu
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.engine import Generated, generate
 from megatron_mtp.decoding.requests import Update
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.megatron import cpu
 
 WARM_UP = 8
 """Tokens that are generated before the clock starts, so that no side pays for what is made only once."""

@@ -22,9 +22,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_mtp.cli.verbs import Verb
-from megatron_mtp.errors import Parser, sentences
-from megatron_mtp.registry import Registry
-from megatron_mtp.runtime import prepare, why_no_launcher, why_not
+from megatron_mtp.common.errors import Parser, sentences
+from megatron_mtp.megatron.runtime import prepare, why_no_launcher, why_not
+from megatron_mtp.spec.registry import Registry
 
 DISTRIBUTION = "megatron-mtp"
 FITS = "supported is"
@@ -178,7 +178,7 @@ def check_machine() -> list[Component]:
 
 def _installed(name: str) -> str | None:
     if name == "megatron-core":
-        from megatron_mtp.patches.patch import installed
+        from megatron_mtp.megatron.patches.patch import installed
 
         return version if (version := installed(name)) != "0" else None
     try:
@@ -258,8 +258,8 @@ def patch_rows(probe: bool) -> list[dict[str, str]]:
     """
     if _torch() is None or _installed("megatron-core") is None:
         return []
-    from megatron_mtp.patches.patch import is_known, state_of
-    from megatron_mtp.patches.table import LOOP, PATCHES
+    from megatron_mtp.megatron.patches.patch import is_known, state_of
+    from megatron_mtp.megatron.patches.table import LOOP, PATCHES
 
     if probe:
         with redirect_stdout(StringIO()), warnings.catch_warnings(), suppress(RuntimeError):  # a function is missing

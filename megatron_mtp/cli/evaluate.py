@@ -10,12 +10,12 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_mtp.acceptance import figures_of
 from megatron_mtp.cli import preprocess, train
-from megatron_mtp.config import flag_of
+from megatron_mtp.common.acceptance import figures_of
+from megatron_mtp.common.errors import Parser, check_counts, sentences
 from megatron_mtp.data.checks import read_sidecar
-from megatron_mtp.errors import Parser, check_counts, sentences
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
+from megatron_mtp.spec.config import flag_of
 from megatron_mtp.spec.kinds import BLOCKS
 from megatron_mtp.training.short_log import quiet
 
@@ -142,9 +142,9 @@ def _tokens(text: str) -> int:
 
 def _data_flags(args: Namespace, folder: Path, trust: list[str]) -> list[str]:
     """Flags for tokenizer and data; `--text` becomes a corpus in `folder`, made with the flags `trust`."""
-    from megatron_mtp.checkpoint.mcore.iterations import SENTENCE_PIECES, run_tokenizer
-    from megatron_mtp.checkpoint.mcore.reader import DistReader
     from megatron_mtp.data.sentence_pieces import model_in
+    from megatron_mtp.megatron.checkpoint.iterations import SENTENCE_PIECES, run_tokenizer
+    from megatron_mtp.megatron.checkpoint.reader import DistReader
 
     reader = DistReader(Path(args.load))
     stored = reader.common()["args"]

@@ -19,10 +19,10 @@ from megatron_mtp.cli.terminal import (
     read_prompts,
     say_if_lossy,
 )
+from megatron_mtp.common.errors import Parser, add_foreign_flags, check_counts, sentences
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, Settings, keys
-from megatron_mtp.errors import Parser, add_foreign_flags, check_counts, sentences
-from megatron_mtp.files import written_beside
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.config import flag_of
+from megatron_mtp.common.errors import Parser, status_of
+from megatron_mtp.common.files import one_writer
 from megatron_mtp.data.checks import read_sidecar
 from megatron_mtp.data.corpus import (
     TEXT_FILES,
@@ -23,8 +24,7 @@ from megatron_mtp.data.corpus import (
     write_corpus,
 )
 from megatron_mtp.data.tokenizer import SMALLEST_VOCAB, TOKENIZER_FILES, Encoder, train_bpe
-from megatron_mtp.errors import Parser, status_of
-from megatron_mtp.files import one_writer
+from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training.flags import CHAT_FLAGS, add_counting_arguments
 
 EXAMPLES = """examples:

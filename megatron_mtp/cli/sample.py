@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mtp.cli.terminal import add_checkpoint_flags, add_sampling_flags
+from megatron_mtp.common.errors import Parser, check_counts, status_of
+from megatron_mtp.common.files import one_writer, remove
+from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.data.checks import PARTS, read_sidecar
 from megatron_mtp.data.samples import Sample, appended, read_samples
 from megatron_mtp.data.sources import SOURCES
-from megatron_mtp.errors import Parser, check_counts, status_of
-from megatron_mtp.files import one_writer, remove
-from megatron_mtp.progress import progress_bar
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
 
 if TYPE_CHECKING:
     from megatron_mtp.cli.checkpoint_texts import Checkpoint

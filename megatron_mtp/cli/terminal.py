@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.errors import Parser, named
+from megatron_mtp.common.errors import Parser, named
 
 if TYPE_CHECKING:
     from argparse import _MutuallyExclusiveGroup

@@ -6,9 +6,9 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_mtp.errors import Parser, sentences
+from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.losses import listing
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, without_unset
 from megatron_mtp.training.short_log import quiet, say
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from megatron_mtp.registry import Registry
+from megatron_mtp.spec.registry import Registry
 
 PROGRAM = "megatron-mtp"
 

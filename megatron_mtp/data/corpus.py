@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from megatron_mtp.common.files import written_beside
+from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.data.checks import vocabulary_digest
 from megatron_mtp.data.sources import SOURCES, named_source, sources_of_files
 from megatron_mtp.data.tokenizer import Encode, Encoder
-from megatron_mtp.files import written_beside
-from megatron_mtp.progress import progress_bar
 
 # Longer files are encoded in parts of this size.
 PART_BYTES = 4 << 20

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.files import synced
+from megatron_mtp.common.files import synced
 
 
 @dataclass(frozen=True)

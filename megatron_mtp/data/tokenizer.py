@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.data.sentence_pieces import SentencePieces, model_in
-from megatron_mtp.files import written_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 import torch
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import MOST_DRAFTED
 
 RECENT = 32

@@ -32,7 +32,7 @@ from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.mtp import AttentionInputs, whole_states
-from megatron_mtp.registry import Registry
+from megatron_mtp.spec.registry import Registry
 
 
 class Unfit(Exception):  # noqa: N818 - no error, but an answer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto_count import AutoK
 from megatron_mtp.decoding.block_manager import BlockTable
 from megatron_mtp.decoding.config import VERIFIERS, SpeculativeConfig

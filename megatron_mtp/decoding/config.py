@@ -22,7 +22,7 @@ from math import inf
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from megatron_mtp.registry import Imported, Registry
+from megatron_mtp.spec.registry import Imported, Registry
 
 MOST_DRAFTED = 15
 """K + 1 rows of a chain at most 16: what fused decode kernels take."""

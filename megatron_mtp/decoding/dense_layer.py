@@ -37,9 +37,9 @@ from torch.linalg import vector_norm
 
 from megatron_mtp.decoding.block_tables import Places, write_rows
 from megatron_mtp.decoding.cached_attention import CachedAttention, StandIn, attended
+from megatron_mtp.megatron.runtime import why_no_launcher, why_not
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import RepeatedAttention
-from megatron_mtp.runtime import why_no_launcher, why_not
 
 Forward = Callable[[Tensor, "Angles | None"], Tensor]
 Multiply = Callable[[Tensor], Tensor]

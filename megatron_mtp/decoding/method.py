@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import (
     COMMON_KEYS,
     MOST_DRAFTED,
@@ -20,8 +20,8 @@ from megatron_mtp.decoding.config import (
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.sampling import Sampling, SamplingOfEach
 from megatron_mtp.decoding.verifiers import Verifier, VerifierRule
-from megatron_mtp.registry import Registry
 from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.registry import Registry
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.config import SpeculativeConfig
 from megatron_mtp.decoding.draft import Draft
 from megatron_mtp.decoding.sampling import NO_PENALTIES, Penalties, Sampling, TokenLogprob

@@ -21,8 +21,8 @@ mtp_loss.py              the depths' loss for training loops that are not Megatr
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_mtp.config import MTPConfig, flag_of
-from megatron_mtp.registry import Imported, Registry
+from megatron_mtp.spec.config import MTPConfig, flag_of
+from megatron_mtp.spec.registry import Imported, Registry
 
 if TYPE_CHECKING:
     from megatron_mtp.losses.token_loss import TokenLoss

@@ -37,8 +37,8 @@ from typing import ClassVar, Self, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.token_loss import Chunk, Joined, TokenLoss
+from megatron_mtp.spec.config import MTPConfig
 
 LARGEST_GAP = 40.0
 """The largest log q - log p in the computation: where p is 0, its exponential would overflow float32. With q exp(-40)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import (
     NO_DOCUMENT,
     depth_batch,
@@ -39,6 +38,7 @@ from megatron_mtp.model.attachment import Attachment, attached_of
 from megatron_mtp.model.head import Drafted, StageOutput
 from megatron_mtp.model.mtp import is_detached
 from megatron_mtp.model.packed_rows import bounds_of
+from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megatron_mtp.config import SCHEDULES, MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.selector import chosen_logits_, selector_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.head import NOT_DRAFTED, Drafted, Head, StageOutput
+from megatron_mtp.spec.config import SCHEDULES, MTPConfig
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.linear_cross_entropy import Targets
 from megatron_mtp.losses.mix import mix_weights
+from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)

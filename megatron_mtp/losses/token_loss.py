@@ -12,8 +12,8 @@ from typing import ClassVar, Self, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.head import NOT_DRAFTED, Vocabulary
+from megatron_mtp.spec.config import MTPConfig
 
 
 @dataclass(frozen=True)

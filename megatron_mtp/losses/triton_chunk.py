@@ -30,8 +30,8 @@ from megatron_mtp.losses.distillation import (
     TotalVariation,
 )
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
+from megatron_mtp.megatron.runtime import why_no_launcher, why_not
 from megatron_mtp.model.head import NOT_DRAFTED, Vocabulary
-from megatron_mtp.runtime import why_no_launcher, why_not
 
 logger = logging.getLogger(__name__)
 

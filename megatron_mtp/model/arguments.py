@@ -18,7 +18,8 @@ from megatron.training.models import gpt as megatron_gpt
 from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
-from megatron_mtp.config import (
+from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
+from megatron_mtp.spec.config import (
     BESIDE_MTP,
     DRAFTER_SETTINGS,
     SHARED_KEYS,
@@ -30,7 +31,6 @@ from megatron_mtp.config import (
     stands_beside,
     trained_depths,
 )
-from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.rope_scaling import MSCALES, megatrons_scaling, scaling_arguments, scaling_of, yarn_factor
 

@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
-from megatron_mtp import cpu
-from megatron_mtp.config import HeadSettings
+from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, symbols_of_a_layer, trunk_spec_of
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
@@ -44,7 +44,7 @@ from megatron_mtp.model.mtp import (
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trained_stage import TrainedStage
-from megatron_mtp.runtime import check_device
+from megatron_mtp.spec.config import HeadSettings
 from megatron_mtp.spec.head import HeadSpec
 
 

@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_mtp.model.head import DRAFTER, Head
+from megatron_mtp.megatron.checkpoint import DRAFTER
+from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.rope import latent_positions, rotary_of, yarn_settings

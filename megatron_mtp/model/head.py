@@ -26,12 +26,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_mtp.data.batch import DepthBatch
 
-DRAFT_VOCABULARY = "mtp.draft_vocabulary"
-"""The key of the drafted tokens [N] in state dicts and checkpoints: a buffer of the MTP block."""
-
-DRAFTER = "drafter."
-"""The prefix of a drafter's keys in checkpoints."""
-
 NOT_DRAFTED = -1
 """The index of a token outside of the draft vocabulary."""
 

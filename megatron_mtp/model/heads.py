@@ -16,8 +16,8 @@ from megatron_mtp.model.mtp import (
     MultiTokenPredictionLayerSubmodules,
     set_quantization,
 )
-from megatron_mtp.registry import Imported
 from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.registry import Imported
 
 if TYPE_CHECKING:
     from megatron_mtp.model.drafter import DrafterBlock

@@ -478,7 +478,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         """
         entries = self.entries(prefix, sharded_offsets, metadata)
         if self.absent:
-            from megatron_mtp.patches.saving import ABSENT  # a model with attached layers needs no patches
+            from megatron_mtp.megatron.patches.saving import ABSENT  # a model with attached layers needs no patches
 
             for name, entry in entries.items():
                 if name.removeprefix(prefix).startswith(self.absent):

@@ -16,10 +16,11 @@ from megatron.training import get_tokenizer
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-from megatron_mtp import cpu
-from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.losses import check_loss
+from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE
+from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.model.arguments import (
     APEX,
     CUDA,
@@ -31,8 +32,7 @@ from megatron_mtp.model.arguments import (
     flags_without,
     without_stages,
 )
-from megatron_mtp.patches.catalogue import CATALOGUE
-from megatron_mtp.runtime import fuses_weight_gradients, transformer_engine_works
+from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.training.checks import (
     OF_A_MODEL,
     OF_A_RUN,

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.files import remove, written_beside
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.files import remove, written_beside
+from megatron_mtp.megatron.checkpoint import TRACKER
 
 FILE = "best.json"
 

@@ -26,15 +26,8 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_h
 from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_mtp.config import (
-    BESIDE_MTP,
-    MTPConfig,
-    drafted_steps,
-    flag_of,
-    stands_beside,
-    trained_depths,
-)
 from megatron_mtp.data.checks import check_data_prefixes, check_split, check_tokenizer, check_weights, split_weights
+from megatron_mtp.megatron.runtime import transformer_engine_works
 from megatron_mtp.model.arguments import (
     MODEL_ARGUMENTS,
     RECURRENT,
@@ -42,8 +35,15 @@ from megatron_mtp.model.arguments import (
     layers_to_read,
     trunk_spec,
 )
-from megatron_mtp.runtime import transformer_engine_works
 from megatron_mtp.spec.attention import LATENT, own_sizes
+from megatron_mtp.spec.config import (
+    BESIDE_MTP,
+    MTPConfig,
+    drafted_steps,
+    flag_of,
+    stands_beside,
+    trained_depths,
+)
 from megatron_mtp.spec.head import drafts_of, layers_of, own_numbers
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.datasets import counted_part, example, read_answers

@@ -23,6 +23,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_mtp.common.files import one_writer
 from megatron_mtp.data.chat import (
     COUNTS,
     Counted,
@@ -37,7 +38,6 @@ from megatron_mtp.data.checks import read_index, read_sidecar
 from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
 from megatron_mtp.data.sources import first_number
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
-from megatron_mtp.files import one_writer
 from megatron_mtp.training.documents import named_prefixes
 from megatron_mtp.training.forward_step import reads_data
 

@@ -15,7 +15,7 @@ from megatron.core import mpu
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH, BySource, figures_of
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH, BySource, figures_of
 from megatron_mtp.data.sources import sources_of
 
 Documents = tuple[Tensor, Tensor]

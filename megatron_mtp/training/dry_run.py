@@ -43,13 +43,13 @@ from megatron.training.theoretical_memory_usage import (
 from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mtp.config import HEADS, flag_of, trained_depths
 from megatron_mtp.model import hybrid
 from megatron_mtp.model.arguments import CUDA, MTPModelConfig, arguments_without
 from megatron_mtp.model.build import build
 from megatron_mtp.model.linear import PortableLinear
 from megatron_mtp.model.recurrent import PortableGatedDeltaNet
 from megatron_mtp.model.specs import having
+from megatron_mtp.spec.config import HEADS, flag_of, trained_depths
 from megatron_mtp.training.arguments import checked_model_config, parse_run_args, true_vocab_size
 from megatron_mtp.training.checks import check_data, check_hub, check_trunk
 from megatron_mtp.training.documents import named_prefixes

@@ -23,7 +23,6 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_mtp.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.data.batch import (
     DepthBatch,
     depth_batch,
@@ -49,6 +48,7 @@ from megatron_mtp.losses.objective import (
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.packed_rows import PackedRows
+from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.training.documents import numbers_of_contexts
 from megatron_mtp.training.metrics import Metrics

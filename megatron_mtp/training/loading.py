@@ -16,8 +16,10 @@ from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoi
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.iterations import named_iteration, repair_tracker
-from megatron_mtp.checkpoint.mcore.reader import (
+from megatron_mtp.data.checks import FILE, SIZE, most_frequent
+from megatron_mtp.megatron.checkpoint.catalogue import FORMAT, read_catalogue
+from megatron_mtp.megatron.checkpoint.iterations import named_iteration, repair_tracker
+from megatron_mtp.megatron.checkpoint.reader import (
     DistReader,
     absent_layers,
     check_query_norms,
@@ -26,11 +28,9 @@ from megatron_mtp.checkpoint.mcore.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
-from megatron_mtp.data.checks import FILE, SIZE, most_frequent
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
-from megatron_mtp.patches.catalogue import FORMAT, read_catalogue
+from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say
 

@@ -4,7 +4,7 @@
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
 call of `pretrain()`. docs/training.md shows both lines in place. The first of these functions that is called makes
-Megatron runnable on this machine (`megatron_mtp.runtime`).
+Megatron runnable on this machine (`megatron_mtp.megatron.runtime`).
 """
 
 import sys
@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.config import PretrainConfigContainer
 
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPHybridModelConfig, MTPModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.runtime import prepare
 from megatron_mtp.training.arguments import (
     ArgumentsProvider,
     checked_model_config,

@@ -23,10 +23,10 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import is_last_rank
 from torch import Tensor
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.config import HEADS
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, record_of
+from megatron_mtp.common.files import written_beside
+from megatron_mtp.megatron.checkpoint import TRACKER
+from megatron_mtp.spec.config import HEADS
 from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.spec.kinds import kind_of
 from megatron_mtp.training.best_state import BestState

@@ -25,7 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from megatron_mtp.config import HEADS
+from megatron_mtp.spec.config import HEADS
 
 _IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: not HEADS.keys().isdisjoint(name.split(".")))
 

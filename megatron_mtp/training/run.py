@@ -23,19 +23,19 @@ from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import get_signal_handler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_mtp.acceptance import EXPECTED_LENGTH
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer
-from megatron_mtp.config import MTPConfig, trained_depths
-from megatron_mtp.errors import InputError
-from megatron_mtp.files import remove
+from megatron_mtp.common.acceptance import EXPECTED_LENGTH
+from megatron_mtp.common.errors import InputError
+from megatron_mtp.common.files import remove
 from megatron_mtp.losses.objective import scaling_factor
+from megatron_mtp.megatron.checkpoint import TRACKER
+from megatron_mtp.megatron.checkpoint.iterations import keep_tokenizer
+from megatron_mtp.megatron.patches import saving
+from megatron_mtp.megatron.patches.patch import Replace, State, installed, state_of, while_replaced
+from megatron_mtp.megatron.patches.table import CORE, LOOP
+from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import embedding_ranks
-from megatron_mtp.patches import saving
-from megatron_mtp.patches.patch import Replace, State, installed, state_of, while_replaced
-from megatron_mtp.patches.table import CORE, LOOP
-from megatron_mtp.runtime import check_device
+from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of
 from megatron_mtp.training.checks import check_precision, check_writable

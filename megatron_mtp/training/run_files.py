@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mtp import __version__
-from megatron_mtp.acceptance import AcceptanceStats, BySource
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.acceptance import AcceptanceStats, BySource
+from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.short_log import say
 
 METRICS, RECORD, DOCUMENTS = "metrics.jsonl", "run.json", "documents.json"

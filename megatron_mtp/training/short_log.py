@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO, override
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from megatron_mtp.acceptance import AcceptanceStats
+    from megatron_mtp.common.acceptance import AcceptanceStats
 
 MOST_HELD = 10_000
 """Pieces of a listing without a file that are kept in memory."""

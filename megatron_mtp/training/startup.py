@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.checkpoint.mcore.reader import root_of
-from megatron_mtp.errors import INTERRUPTED, REFUSED, UNREAD, InputError, sentence_of_the_machine, sentences
+from megatron_mtp.common.errors import INTERRUPTED, REFUSED, UNREAD, InputError, sentence_of_the_machine, sentences
+from megatron_mtp.megatron.checkpoint.reader import root_of
 from megatron_mtp.training.flags import all_parser
 from megatron_mtp.training.short_log import keep_traceback, last_words
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

@@ -30,9 +30,9 @@ from megatron_single import make_batch, megatron_name, our_model, relative_diffe
 from stock_models import KINDS, PACKED, VIRTUAL, chunks, draw, packed_batch
 
 from megatron_mtp.attach import Attached, attach
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss, own_positions
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 prepare()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

@@ -9,7 +9,7 @@ import json
 import sys
 
 if __name__ == "__main__":
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
 

@@ -38,7 +38,7 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import evaluate, train_step
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.training import checks
 from megatron_mtp.training.arguments import mtp_config_from_args, parse_checked_args, set_machine_flags
 from megatron_mtp.training.forward_step import ForwardStep

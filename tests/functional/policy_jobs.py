@@ -27,10 +27,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.data.batch import depth_batch, positions_of_ranks
 from megatron_mtp.losses.mtp_loss import logits_and_states, mtp_loss
+from megatron_mtp.spec.config import MTPConfig
 
 ROLLOUTS = [[(3, 9), (2, 4)], [(5, 17)], [(1, 2), (4, 3), (2, 11)], [(6, 2)]]
 """Tokens of prompt and answer of every rollout, microbatch by microbatch; these have 20, 24, 28 and 8 positions."""

@@ -33,7 +33,7 @@ def write_corpus(prefix: Path, line: Line) -> Path:
     """Enough texts for all steps."""
     import torch
 
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()  # here, since a framework is imported before it
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

@@ -208,7 +208,7 @@ def optimizer_of(model: Any, rate: float = RATE) -> Any:
 def attaching(**settings: Any) -> Hook:
     """A hook as integrations/README.md has it."""
     from megatron_mtp.attach import attach
-    from megatron_mtp.config import MTPConfig
+    from megatron_mtp.spec.config import MTPConfig
 
     return lambda chunks: attach(chunks, 1, MTPConfig(**settings), weight=WEIGHT) and chunks
 
@@ -335,7 +335,7 @@ def main(framework: str) -> None:
 def record_of(framework: str, job: str, folder: str, corpus: str, out: str, head: str) -> dict[str, Any]:
     torch.manual_seed(0)
     made = BUILDERS[framework](Path(folder))
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     cpu.install()
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]

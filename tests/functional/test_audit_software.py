@@ -18,7 +18,7 @@ from megatron_mtp.model.arguments import CUDA, TE, flags_without
 SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 ON_A_CPU = """
 import os
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 prepare()
 alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 os.environ.update(alone | {name: os.environ[name] for name in alone if name in os.environ})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiers import tiered
 
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 HALF, STEPS = 3, 6
 RUN = (

@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

@@ -14,7 +14,7 @@ import launch
 import pytest
 import torch
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
@@ -22,8 +22,8 @@ from hf_models import make, read
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import verify
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 prepare()
 

@@ -11,7 +11,7 @@ from megatron_mtp.checkpoint.inspecting import inspect
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter
 from megatron_mtp.checkpoint.inspecting import inspect
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import attach
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.runtime import prepare
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training import loading
 

@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

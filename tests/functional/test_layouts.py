@@ -25,7 +25,7 @@ from records import Records
 from torch import Tensor, equal, stack
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 TOLERANCE = 1e-5
 

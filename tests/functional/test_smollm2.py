@@ -11,7 +11,7 @@ import pytest
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.verify.verify import verify
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

@@ -94,7 +94,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
 
 
 def converted(folder: Path, checkpoint: Path) -> Path:
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()  # here, since Megatron would be imported for every test of this folder
     from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore

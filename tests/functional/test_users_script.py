@@ -26,7 +26,7 @@ from stack_rows import (
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 SCRIPT = (Path(__file__).parent / "users_pretrain_gpt.py").read_text(encoding="utf-8")
 LAST_IMPORT = "from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage\n"
@@ -75,7 +75,7 @@ ON_CPU = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
     "--no-masked-softmax-fusion --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion"
 ).split()
-PREPARED = "from megatron_mtp.runtime import prepare\n\nprepare()\n"
+PREPARED = "from megatron_mtp.megatron.runtime import prepare\n\nprepare()\n"
 """What this machine needs in the place of a GPU."""
 
 

@@ -66,7 +66,7 @@ def main(folder: Path, out: Path) -> None:
     sys.meta_path.insert(0, Away())
     import megatron.bridge  # noqa: F401  # before the CPU's substitutions
 
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     cpu.install()
     torch.cuda.mem_get_info = lambda *_: (0, 0)  # verl prints it

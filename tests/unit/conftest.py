@@ -3,7 +3,7 @@
 import pytest
 from quicker import parse_sources_once
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 parse_sources_once()

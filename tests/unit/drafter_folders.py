@@ -17,8 +17,8 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, attention_in, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint import EMBEDDING
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import trunk_spec
 from megatron_mtp.spec.head import HeadSpec
 

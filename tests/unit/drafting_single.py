@@ -15,8 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtp.acceptance import AcceptanceStats
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.decoding import backend, batch, dense_layer, scheduler
 from megatron_mtp.decoding import engine as engines
@@ -37,6 +36,7 @@ from megatron_mtp.decoding.sequences import BatchShapes, Sequences
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.head import Head, StageOutput
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
 POSITIONS = 160

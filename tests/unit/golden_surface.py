@@ -79,9 +79,9 @@ def _keys(keys: Iterable[str]) -> list[str]:
 
 def _config_keys() -> Names:
     """Of `--speculative-config`; the fields of MTPConfig, which are flags and stored arguments; names of losses."""
-    from megatron_mtp.config import MTPConfig
     from megatron_mtp.decoding.config import COMMON_KEYS, PROPOSERS, VERIFIERS, keys
     from megatron_mtp.losses import LOSSES
+    from megatron_mtp.spec.config import MTPConfig
 
     made = {"speculative config": COMMON_KEYS, "MTPConfig": [field.name for field in fields(MTPConfig)]}
     for kind, table in (("method", PROPOSERS), ("verifier", VERIFIERS)):
@@ -113,7 +113,7 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_mtp.runtime import prepare
+    from megatron_mtp.megatron.runtime import prepare
 
     prepare()
     from megatron_single import join_world_of_one

@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from megatron_single import LATENT, LENGTH, MOE, VOCABULARY, randomize, transformer_config
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import MTPHybridModelConfig
 from megatron_mtp.model.build import build
 from megatron_mtp.model.hybrid import stack_spec
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.spec.config import MTPConfig
 
 RECURRENT: dict[str, Any] = {
     "mamba_state_dim": 6,

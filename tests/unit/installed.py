@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_mtp import registry
-from megatron_mtp.registry import Registry
+from megatron_mtp.spec import registry
+from megatron_mtp.spec.registry import Registry
 
 
 def ask_again(table: Registry[Any]) -> None:

@@ -1,6 +1,6 @@
 """A small folder of every family, its bigram twin, and what transformers computes of both: one process judges all.
 
-Import it only after `megatron_mtp.runtime.prepare()` (conftest.py does that).
+Import it only after `megatron_mtp.megatron.runtime.prepare()` (conftest.py does that).
 """
 
 from collections.abc import Container, Iterable

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from megatron_mtp.checkpoint.convert.partial_folder import PLAN, RECORDS
 from megatron_mtp.cli import convert
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
 
 
 def main(folder: Path, kills: int, seed: int, commands: list[Any]) -> dict[str, dict[str, object]]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import megatron_mtp
-from megatron_mtp import cpu
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.runtime import prepare
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss, linear_cross_entropy
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.reference import plain_loss
 from megatron_mtp.model.head import DraftVocabulary, Vocabulary
+from megatron_mtp.spec.config import MTPConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ce": {},

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_mtp.cli import main as cli
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 warnings.filterwarnings("ignore")
 prepare()

@@ -1,6 +1,6 @@
 """One process, a world of one: tiny models of ours and of Megatron with the same weights, and batches for them.
 
-`megatron_mtp.runtime.prepare()` has to be called before a model is made (conftest.py does that).
+`megatron_mtp.megatron.runtime.prepare()` has to be called before a model is made (conftest.py does that).
 """
 
 import os
@@ -20,12 +20,12 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses.objective import HeadObjective, NextTokensObjective, ObjectiveOutput
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build, join_world
+from megatron_mtp.spec.config import MTPConfig
 
 VOCABULARY, LENGTH, ROWS = 96, 16, 3
 LAMBDA = 0.3

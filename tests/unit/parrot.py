@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 from openai import OpenAI
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import read_tokenizer, train_bpe
 from megatron_mtp.decoding.requests import Finish, Load, QueueFull, Request, Update
 from megatron_mtp.decoding.sampling import TokenLogprob

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_mtp import cpu
 from megatron_mtp.losses import linear_cross_entropy
+from megatron_mtp.megatron import cpu
 
 CUDA = torch.device("cuda", 0)
 READS = ("_local_scalar_dense", "nonzero", "_unique", "unique_", "masked_select", "is_nonzero", "equal")

@@ -20,8 +20,8 @@ VOCABULARY, LENGTH, ROWS = 32, 8, 2
 
 
 def on_cpu() -> None:
-    """What `megatron_mtp.cpu` substitutes, but for `megatron.training`, which a release may not have."""
-    from megatron_mtp import cpu
+    """What `megatron_mtp.megatron.cpu` substitutes, but for `megatron.training`, which a release may not have."""
+    from megatron_mtp.megatron import cpu
 
     stand_in = ModuleType("megatron.training")
     stand_in.training = ModuleType("megatron.training.training")  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
+from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
 from megatron_mtp.model import arguments
 from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.attachment import attached_of

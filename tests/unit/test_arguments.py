@@ -12,12 +12,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_mtp.checkpoint.mcore import reader
-from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.train import EXAMPLES
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.megatron.checkpoint import reader
+from megatron_mtp.megatron.checkpoint.reader import StoredDepths
 from megatron_mtp.model.arguments import APEX, CUDA, TE, flags_without
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import arguments
 from megatron_mtp.training.arguments import parse_checked_args, parse_run_args, set_machine_flags
 from megatron_mtp.training.flags import add_mtp_arguments

@@ -15,16 +15,16 @@ from hf_models import make
 from parrot import tokenizer_in
 from test_data_checks import write_dataset
 
-from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.checkpoint.hf import hub
-from megatron_mtp.checkpoint.mcore import TRACKER
 from megatron_mtp.cli import attach
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.attach_guard import Gain
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.training.run_files import write_documents
 

@@ -27,10 +27,10 @@ from megatron_mtp.checkpoint.convert.hybrid import plan_migration
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.inspecting import inspect
-from megatron_mtp.checkpoint.mcore import HF_FILES, RELEASE, TRACKER
-from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits
 from megatron_mtp.checkpoint.verify.verify import same_logits
 from megatron_mtp.cli import main as cli
+from megatron_mtp.megatron.checkpoint import HF_FILES, RELEASE, TRACKER
+from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -16,8 +16,8 @@ from trunk_models import LEFT, OTHERS
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.plan import HFModel
-from megatron_mtp.checkpoint.mcore import HF_FILES
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint import HF_FILES
 
 Spoil = Callable[[Path], None]
 WITH_DEPTHS = ("mimo_v2_flash", "longcat_flash", "step3p7", "ernie4_5_moe", "exaone_moe", "exaone4_5", "glm_ocr")

@@ -16,7 +16,7 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-from megatron_mtp.checkpoint.mcore import HF_FILES
+from megatron_mtp.megatron.checkpoint import HF_FILES
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

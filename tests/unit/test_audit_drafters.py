@@ -13,8 +13,8 @@ from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import changed_args, copied
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion
 from megatron_mtp.checkpoint.inspecting import inspect
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.audit import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

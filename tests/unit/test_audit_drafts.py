@@ -17,9 +17,9 @@ from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_drop
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.graft import plan_graft
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-from megatron_mtp.checkpoint.mcore.reader import StoredDepths
 from megatron_mtp.cli import audit as page
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import StoredDepths
 
 SIZE = 4
 

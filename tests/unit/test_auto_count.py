@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from drafting_single import model_of
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.auto_count import FIRST_REST_STEPS, FIRST_STEPS, SHARE, TRIAL_STEPS, AutoK
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner

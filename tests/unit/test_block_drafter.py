@@ -15,12 +15,12 @@ from tiers import tiered
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, silu
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import depth_batch, with_blocks
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.block_drafter import BlockAttention
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
 DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6

@@ -10,8 +10,8 @@ import pytest
 from hf_models import make
 from parrot import Parrot, Running, running, words
 
-from megatron_mtp.acceptance import RECORD, AcceptanceStats, record_of, resampled
 from megatron_mtp.cli import main as cli
+from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, record_of, resampled
 from megatron_mtp.data.tokenizer import train_bpe
 
 Run = Callable[..., tuple[int, str, str]]

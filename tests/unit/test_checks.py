@@ -10,9 +10,9 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
-from megatron_mtp.config import flag_of
+from megatron_mtp.megatron.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
 from megatron_mtp.model.build import join_world
-from megatron_mtp.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
+from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training import checks, run
 from megatron_mtp.training.arguments import set_connections
 from megatron_mtp.training.checks import RANGES, check_hub, check_ranges

@@ -102,7 +102,7 @@ from pkgutil import walk_packages
 
 sys.modules |= dict.fromkeys({OF_THE_SERVER.split()})  # None: their import fails
 import megatron_mtp
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 for _, name, _ in walk_packages(megatron_mtp.__path__, "megatron_mtp."):

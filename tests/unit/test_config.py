@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp.config import ARCHITECTURES, INITS, MTPConfig
+from megatron_mtp.spec.config import ARCHITECTURES, INITS, MTPConfig
 
 
 def test_the_defaults_change_nothing_of_a_run() -> None:

@@ -10,11 +10,11 @@ import torch
 from hf_models import make
 from test_frequent_tokens import dataset
 
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader, stored_draft_vocabulary
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main
-from megatron_mtp.model.head import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
+from megatron_mtp.megatron.checkpoint.reader import DistReader, stored_draft_vocabulary
 
 
 @pytest.fixture(scope="module")

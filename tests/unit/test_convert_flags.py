@@ -11,9 +11,9 @@ from test_hf_form import trained
 
 from megatron_mtp.checkpoint.convert.export_hf import with_dtype
 from megatron_mtp.checkpoint.convert.stream import Entry
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 
 def run(*arguments: object) -> int:

@@ -9,8 +9,8 @@ from hf_models import make, read
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.inspecting import names
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.main import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 LINES = [
     "model.mtp_layers.*.input_proj.weight [48, 96]"

@@ -15,8 +15,8 @@ from judged_models import QUIET
 from megatron_mtp.checkpoint.convert.import_hf import plan_import
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 Disk = namedtuple("Disk", "total used free")
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.hf.folder import INDEX
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.checkpoint.mcore.reader import CATALOGUE, DistReader
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.convert import COMMANDS
+from megatron_mtp.megatron.checkpoint.reader import CATALOGUE, DistReader
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint" / "convert.py"
 FIRST = "model-00001-of-00003.safetensors"

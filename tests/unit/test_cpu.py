@@ -14,9 +14,9 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils, router
 
-from megatron_mtp import cpu, runtime
-from megatron_mtp.patches import table
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron import cpu, runtime
+from megatron_mtp.megatron.patches import table
+from megatron_mtp.megatron.runtime import prepare
 
 pytestmark = pytest.mark.skipif(
     not cpu.installed(),
@@ -43,7 +43,7 @@ def test_caches_of_products_are_small_unless_the_user_sets_them(monkeypatch: pyt
 
 GROWTH = """
 import psutil, torch
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 prepare()
 weights, process = [torch.ones(n, 192, dtype=torch.bfloat16) for n in (192, 576, 1024)], psutil.Process()
 for rows in (*range(1, 33), *range(1, 513)):

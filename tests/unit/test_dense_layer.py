@@ -19,11 +19,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_mtp import cpu
 from megatron_mtp.cli.generate import main
 from megatron_mtp.decoding import dense_layer
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.megatron import cpu
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

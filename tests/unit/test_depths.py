@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import FAMILIES
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.mcore import HF_FILES, ORIGIN
+from megatron_mtp.megatron.checkpoint import HF_FILES, ORIGIN
 
 QUIET = Options(quiet=True, workers=1)
 CASES = [(name, 3, keep) for name in ("mimo_v2_flash", "step3p7", "nemotron_h") for keep in (0, 1)]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.errors import InputError
+from megatron_mtp.common.errors import InputError
+from megatron_mtp.megatron.checkpoint import TRACKER
 from megatron_mtp.training import disk, run
 from megatron_mtp.training.disk import check_room, checkpoint_bytes, gib
 from megatron_mtp.training.metrics import Metrics

@@ -10,12 +10,13 @@ from megatron.core import dist_checkpointing
 from megatron_single import VOCABULARY, forward_ours, make_batch, our_model, randomize
 from tiers import tiered
 
-from megatron_mtp.checkpoint.mcore.reader import stored_draft_vocabulary
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DraftVocabulary, tokens_of_file
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint.reader import stored_draft_vocabulary
+from megatron_mtp.model.head import DraftVocabulary, tokens_of_file
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -11,7 +11,6 @@ from megatron_single import LATENT, transformer_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.model.arguments import (
     MTPGPTModelConfig,
     layers_to_read,
@@ -28,6 +27,7 @@ from megatron_mtp.spec.attention import (
     size_settings,
     windows_of,
 )
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.rope_scaling import scaling_of
 from megatron_mtp.training.checks import drafter_arguments
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert import drafter_codecs
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

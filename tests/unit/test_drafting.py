@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding import backend
 from megatron_mtp.decoding.batch import step
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig

@@ -16,11 +16,11 @@ import torch
 from documents import ROOT
 from drafting_single import model_of, prompts_of, runner_of, trained_forward
 
-from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.cli import cost
 from megatron_mtp.cli.cost import Cost, Workload, summary, table
 from megatron_mtp.cli.generate import parser
 from megatron_mtp.cli.terminal import COLOR, PLAIN, Stream, cutter, read_prompts
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.tokenizer import load_tokenizer, train_bpe
 from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS, SpeculativeConfig, keys
 from megatron_mtp.decoding.draft import Draft

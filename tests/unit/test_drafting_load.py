@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.iterations import keep_tokenizer, run_tokenizer
 from megatron_mtp.cli import generate as verb
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding import generate, load
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.megatron.checkpoint.iterations import keep_tokenizer, run_tokenizer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

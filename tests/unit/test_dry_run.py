@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 from test_arguments import DEPTHS, MOCK, MODEL, ROPE, _in_no_job  # noqa: F401  # a fixture
 
-from megatron_mtp.runtime import transformer_engine_works
+from megatron_mtp.megatron.runtime import transformer_engine_works
 from megatron_mtp.training import checks
 from megatron_mtp.training.dry_run import OF_LIBRARIES, machine_of_the_job, plan
 

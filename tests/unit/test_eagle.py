@@ -10,7 +10,7 @@ from megatron_single import our_model
 from test_eagle3 import DRAFTED, RECOMPUTE, STEPS, Reference, losses
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, kl_div, silu
 
 from benchmarks.harness import MIB, allocated_peak
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS, engine_layers
 
 STEPS, LAYERS, READ, HEADS, GROUPS, CHANNELS = 3, 5, (1, 2, 4), 4, 2, 8

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp import errors
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
 from megatron_mtp.cli import main as cli
 from megatron_mtp.cli.terminal import OF_OTHER_ENGINES
 from megatron_mtp.cli.train import full_parser
 from megatron_mtp.cli.train import parser as train_parser
 from megatron_mtp.cli.verbs import VERBS, module_of
-from megatron_mtp.errors import (
+from megatron_mtp.common import errors
+from megatron_mtp.common.errors import (
     InputError,
     Parser,
     add_foreign_flags,
@@ -28,6 +27,7 @@ from megatron_mtp.errors import (
     sentences,
     status_of,
 )
+from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
 from megatron_mtp.training.flags import OF_OTHER_TRAINERS
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x")
@@ -250,7 +250,7 @@ def test_a_hugging_face_folder_is_named_before_anything_is_imported(
 
 def test_output_that_is_not_read_to_its_end() -> None:
     """As `| head` leaves it: neither a traceback, nor Python's own line on a flush that failed."""
-    code = "from megatron_mtp.errors import sentences\nwith sentences('x'): print('y')"
+    code = "from megatron_mtp.common.errors import sentences\nwith sentences('x'): print('y')"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)

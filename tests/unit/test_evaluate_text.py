@@ -8,8 +8,8 @@ import torch
 from test_hf_form import trained
 
 from megatron_mtp.cli import evaluate, preprocess
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.documents import MOST_CONTEXTS, by_context, numbers_of_contexts
 
 

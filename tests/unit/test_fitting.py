@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from megatron_mtp.checkpoint.convert import fitting
 from megatron_mtp.checkpoint.convert.edit import Template
 from megatron_mtp.checkpoint.convert.fitting import HELD_OUT, RIDGES, FitData, Moments, moments
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

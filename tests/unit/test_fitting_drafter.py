@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_mtp.checkpoint.convert.fitting import FitData
 from megatron_mtp.checkpoint.convert.fitting_drafter import RIDGE, SCORE
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.attachment import attached_of
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -25,13 +25,13 @@ from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.graft import plan_graft
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.cli.audit import main as audit_main
 from megatron_mtp.cli.convert import main
 from megatron_mtp.data.tokenizer import train_bpe
-from megatron_mtp.model.head import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 

@@ -16,9 +16,9 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import folder as folders
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Numbers
-from megatron_mtp.checkpoint.mcore import reader
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint import reader
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 QUIET = Options(quiet=True)
 NAME = "model.layers.1.mlp.down_proj.weight"

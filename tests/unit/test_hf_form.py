@@ -12,10 +12,10 @@ from megatron.core import dist_checkpointing
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore import HF_FILES, TRACKER
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.megatron.checkpoint import HF_FILES, TRACKER
 from megatron_mtp.model.arguments import completed, config_of, parse_flags, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import checkpoint_arguments

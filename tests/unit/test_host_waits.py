@@ -10,10 +10,10 @@ import torch
 from megatron.training import training
 from pretended_cuda import OnCuda, on_cuda, pretended_cuda
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import kept_positions
 from megatron_mtp.model.packed_rows import bounds_of
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import forward_step
 
 pytestmark = pytest.mark.usefixtures("megatron")

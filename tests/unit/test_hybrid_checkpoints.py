@@ -10,9 +10,9 @@ import torch
 from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401
 from test_hf_form import save
 
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import main as cli
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import MTPModelConfig, completed, config_of, parsed
 from megatron_mtp.model.build import build
 from megatron_mtp.training.arguments import parse_checked_args, set_machine_flags

@@ -28,13 +28,13 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify import reference_forms
 from megatron_mtp.checkpoint.verify.prompt import Prompt, random_tokens
 from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import Check, compare, logits_of, megatron_logits, rounding, verify
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.rope import place
 

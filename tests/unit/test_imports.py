@@ -12,56 +12,41 @@ import pytest
 import megatron_mtp
 
 PACKAGE = Path(megatron_mtp.__file__).parent
-LOW = {
-    "acceptance",
-    "config",
-    "errors",
-    "files",
-    "progress",
-    "registry",
-    "runtime",
-    "spec",
-}
-LOW |= {"cpu", "patches"}
-CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "mcore", "families", "convert", "verify", "audit")}
+LOW = {"common", "megatron", "megatron/checkpoint", "megatron/patches", "spec"}
+CHECKPOINT = {f"checkpoint/{room}" for room in ("hf", "families", "model", "convert", "verify", "audit")}
 ALLOWED: dict[str, set[str]] = {
-    "acceptance": set(),
-    "config": {"spec"},
-    "errors": set(),
-    "files": set(),
-    "progress": set(),
-    "registry": set(),
+    "common": set(),
     "spec": set(),
-    "patches": set(),
-    "cpu": set(),
-    "runtime": {"cpu", "patches"},
+    "megatron/checkpoint": {"common"},
+    "megatron/patches": {"megatron/checkpoint"},
+    "megatron": {"spec", "megatron/patches"},
     "data": LOW,
     "model": LOW | {"data"},
-    "losses": {"config", "registry", "runtime", "data", "model"},
+    "losses": {"spec", "megatron", "data", "model"},
     "checkpoint/hf": LOW | {"data"},
-    "checkpoint/mcore": LOW | {"data", "model", "checkpoint/hf"},
-    "checkpoint/families": LOW | {"registry", "checkpoint/hf", "checkpoint/mcore"},
-    "checkpoint/convert": LOW | {"data", "model", "checkpoint/hf", "checkpoint/mcore", "checkpoint/families"},
+    "checkpoint/model": LOW | {"model"},
+    "checkpoint/families": LOW | {"checkpoint/hf"},
+    "checkpoint/convert": LOW | {"data", "model", "checkpoint/hf", "checkpoint/model", "checkpoint/families"},
     "checkpoint/verify": LOW | {"data", "model"} | CHECKPOINT - {"checkpoint/audit"},
     "checkpoint/audit": LOW | {"data", "model"} | CHECKPOINT,
     "checkpoint": LOW | {"model"} | CHECKPOINT,
-    "decoding": LOW | {"data", "model", "losses", "checkpoint/mcore", "checkpoint/convert"},  # updates of the weights
-    "training": LOW | {"data", "model", "losses", "checkpoint/mcore"},
-    "attach": {"config", "data", "losses", "model", "patches"},
-    "server": {"errors", "files", "runtime", "data", "decoding"},
+    "decoding": LOW | {"data", "model", "losses", "checkpoint/convert", "checkpoint/model"},  # updates of the weights
+    "training": LOW | {"data", "model", "losses"},
+    "attach": {"spec", "megatron/patches", "data", "model", "losses"},
+    "server": {"common", "megatron", "data", "decoding"},
     "cli": LOW | {"data", "losses", "checkpoint", "decoding", "training", "server"} | CHECKPOINT,
     "__main__": {"cli"},
     "extensions": set(),
-    "extensions/cpu_rows": {"files", "model", "decoding"},
-    "extensions/kernels": {"cli", "config", "errors", "losses", "model", "progress", "runtime"},
-    "extensions/plan": {"cli", "config", "errors", "files", "checkpoint/hf", "checkpoint/families"},
+    "extensions/cpu_rows": {"common", "model", "decoding"},
+    "extensions/kernels": {"cli", "common", "spec", "losses", "model", "megatron"},
+    "extensions/plan": {"cli", "common", "spec", "checkpoint/hf", "checkpoint/families"},
     "extensions/predict": LOW | {"cli", "data", "model", "decoding"} | CHECKPOINT,
-    "extensions/report": {"cli", "errors", "files", "training"},
+    "extensions/report": {"cli", "common", "training"},
 }
 """Room to the other rooms that its files may import from."""
 
 WITHOUT_MEGATRON = [
-    "config.py",
+    "spec/config.py",
     "spec/attention.py",
     "spec/kinds.py",
     "spec/rope_scaling.py",
@@ -77,14 +62,14 @@ WITHOUT_MEGATRON = [
 
 
 MOST_IMPORTED = {
-    "losses.linear_cross_entropy": 18,
-    "losses.objective": 20,
-    "attach": 33,
-    "training.forward_step": 34,
+    "losses.linear_cross_entropy": 19,
+    "losses.objective": 21,
+    "attach": 34,
+    "training.forward_step": 35,
     "training.run": 61,
-    "checkpoint.convert.import_hf": 51,
-    "decoding.engine": 38,
-    "server.async_engine": 31,
+    "checkpoint.convert.import_hf": 52,
+    "decoding.engine": 40,
+    "server.async_engine": 32,
 }
 """Module to the files of the package that its import may bring along. Lower a number where one falls."""
 
@@ -235,7 +220,9 @@ def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None
     """A framework has its own trainer and builder, and releases of Megatron without `megatron.training` can attach."""
     at_once, found = at_import(), imported_with("attach")
     assert "megatron_mtp.model.mtp" in found
-    ours = {f"megatron_mtp.{name}" for name in ("patches", "model.build", "model.trained_stage", "model.arguments")}
+    ours = {
+        f"megatron_mtp.{name}" for name in ("megatron.patches", "model.build", "model.trained_stage", "model.arguments")
+    }
     assert [name for name in found if any(f"{name}.".startswith(f"{one}.") for one in ours)] == []
     modules = {".".join(("megatron_mtp", *Path(file).with_suffix("").parts)): file for file in at_once}
     imported = [
@@ -285,9 +272,9 @@ def test_the_plain_modules_are_where_this_test_looks_for_them() -> None:
             "from megatron_mtp.checkpoint.verify import verify",
             ["megatron_mtp.checkpoint.verify.verify"],
         ),
-        ("cpu.py", "from megatron_mtp.config import MTPConfig", ["megatron_mtp.config.MTPConfig"]),
+        ("megatron/cpu.py", "from megatron_mtp.data.batch import x", ["megatron_mtp.data.batch.x"]),
         ("model/mtp.py", "from megatron.core import mpu\nfrom . import sharing\nfrom ..data import batch", []),
-        ("training/run.py", "from megatron_mtp.checkpoint.mcore.iterations import x", []),
+        ("training/run.py", "from megatron_mtp.megatron.checkpoint.iterations import x", []),
         ("training/run.py", "from megatron_mtp.cli.main import main", ["megatron_mtp.cli.main.main"]),
         ("cli/main.py", "import megatron_mtp.extensions.report", ["megatron_mtp.extensions.report"]),
         ("server/api.py", "from megatron_mtp.extensions import report", ["megatron_mtp.extensions.report"]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.model.initialize import RandomWeights, _pass_hidden_state, fill_absent_layers
 
 QUIET = Options(quiet=True, workers=1)

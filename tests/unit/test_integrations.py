@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.attach import attach
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.spec.config import MTPConfig
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.checkpoint.mcore.iterations import (
+from megatron_mtp.megatron.checkpoint import TRACKER
+from megatron_mtp.megatron.checkpoint.iterations import (
     another,
     is_checkpoint,
     iteration_folder,

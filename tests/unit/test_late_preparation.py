@@ -12,7 +12,7 @@ from typing import Any
 import fork_server
 import pytest
 
-from megatron_mtp import cpu
+from megatron_mtp.megatron import cpu
 
 pytestmark = pytest.mark.skipif(not cpu.installed(), reason="there is a CUDA device here: nothing is substituted")
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify
 
 QUIET = Options(quiet=True, workers=1)

@@ -37,7 +37,7 @@ KERNELS = [
 def _machine_of_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as arguments are validated, an H100 with Transformer Engine."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr("megatron_mtp.cpu.installed", lambda: False)
+    monkeypatch.setattr("megatron_mtp.megatron.cpu.installed", lambda: False)
     monkeypatch.setattr("megatron.core.utils._te_version", Version("2.9.0"))
     for kernel in KERNELS:
         monkeypatch.setattr(f"megatron.core.{kernel}", object())

@@ -5,7 +5,6 @@ import torch
 from linear_cases import SETTINGS, Case, worst
 from tiers import tiered
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import depth_loss, linear_cross_entropy
 from megatron_mtp.losses.distillation import (
     AcceptedLength,
@@ -17,6 +16,7 @@ from megatron_mtp.losses.distillation import (
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.token_loss import Chunk, CrossEntropy, TokenLoss
 from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.spec.config import MTPConfig
 
 TOLERANCE = 2e-6
 

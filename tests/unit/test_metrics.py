@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtp.acceptance import RECORD, AcceptanceStats, read_record
-from megatron_mtp.checkpoint.mcore import TRACKER
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, read_record
+from megatron_mtp.megatron.checkpoint import TRACKER
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import metrics as metrics_module
 from megatron_mtp.training import run, run_files
 from megatron_mtp.training.documents import MOST_CONTEXTS

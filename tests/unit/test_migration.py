@@ -19,12 +19,12 @@ from tiers import tiered
 from megatron_mtp.checkpoint.convert import hybrid, stream
 from megatron_mtp.checkpoint.convert.hybrid import Halves, gpt_arguments, hybrid_arguments, plan_migration
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Group, Options
-from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, TRACKER
-from megatron_mtp.checkpoint.mcore.model import model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import model_of
 from megatron_mtp.checkpoint.verify.forms import verify_forms
 from megatron_mtp.checkpoint.verify.verify import Check
 from megatron_mtp.cli import convert
+from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, TRACKER
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import parsed
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -10,10 +10,10 @@ from megatron.core import parallel_state
 from megatron_single import ROWS, make_batch, our_model
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch, drawn_ages
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.model.mtp import Mixer
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics
 

@@ -9,11 +9,11 @@ from megatron.core import parallel_state
 from megatron_single import one_head
 from torch import Tensor
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions
 from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, StageOutput
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.metrics import stats_of
 
 pytestmark = pytest.mark.usefixtures("megatron")

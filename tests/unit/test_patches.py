@@ -22,11 +22,19 @@ from megatron.training import training
 
 import megatron_mtp
 from megatron_mtp.cli import main as cli
-from megatron_mtp.errors import InputError
-from megatron_mtp.patches import layers, saving
-from megatron_mtp.patches import patch as engine
-from megatron_mtp.patches.patch import Patch, State, apply, has_no_callbacks, original_of, state_of, while_replaced
-from megatron_mtp.patches.table import CORE, LOOP, PATCHES
+from megatron_mtp.common.errors import InputError
+from megatron_mtp.megatron.patches import layers, saving
+from megatron_mtp.megatron.patches import patch as engine
+from megatron_mtp.megatron.patches.patch import (
+    Patch,
+    State,
+    apply,
+    has_no_callbacks,
+    original_of,
+    state_of,
+    while_replaced,
+)
+from megatron_mtp.megatron.patches.table import CORE, LOOP, PATCHES
 from megatron_mtp.training.metrics import Metrics
 from megatron_mtp.training.run import observed
 
@@ -202,8 +210,8 @@ started = []
 torch.cuda._lazy_init = lambda: started.append("".join(traceback.format_stack()))
 torch.cuda.is_available = lambda: True
 from late_preparation import import_everything
-from megatron_mtp import cpu
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.runtime import prepare
 prepare()
 import_everything()
 from torch._dynamo.utils import counters
@@ -266,7 +274,7 @@ def test_the_version_is_that_of_the_checkout_on_the_path(tmp_path: Path) -> None
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise ImportError('nobody imports it')\n")
     (core / "package_info.py").write_text("__version__ = '0.20.0rc1+abc'\n")
-    code = "from megatron_mtp.patches.patch import installed; print(installed('megatron-core'))"
+    code = "from megatron_mtp.megatron.patches.patch import installed; print(installed('megatron-core'))"
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_mtp import progress
+from megatron_mtp.common import progress
 
 
 class Stream(io.StringIO):

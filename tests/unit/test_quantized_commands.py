@@ -12,9 +12,9 @@ import torch
 from hf_models import read, write
 from quantized_models import RUN, readable_pair, with_keys
 
-from megatron_mtp.acceptance import RECORD
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.cli.convert import main
+from megatron_mtp.common.acceptance import RECORD
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import megatron_mtp
-from megatron_mtp.registry import Imported, Registry
+from megatron_mtp.spec.registry import Imported, Registry
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hf_models import make
 
 from megatron_mtp.checkpoint.convert import stream
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.checkpoint.mcore.writer import write_chunk
 from megatron_mtp.cli import main as cli
+from megatron_mtp.megatron.checkpoint.writer import write_chunk
 
 
 def run(*arguments: object) -> int:

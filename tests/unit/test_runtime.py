@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp import runtime
+from megatron_mtp.megatron import runtime
 
 LOGGING = """
 import pathlib, sys
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
 quieten()  # as every verb does, before Megatron is imported
 from drafting_single import prompts_of, runner_of
 from megatron_single import join_world_of_one

@@ -13,7 +13,7 @@ from judged_models import QUIET
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import main as cli
 from megatron_mtp.data.checks import part_of, read_sidecar
 from megatron_mtp.data.prompts import Beginnings, UserTurns

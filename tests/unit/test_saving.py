@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_mtp.patches.saving import end_with_parent
+from megatron_mtp.megatron.patches.saving import end_with_parent
 
 
 @pytest.mark.usefixtures("megatron")
@@ -21,7 +21,7 @@ def test_an_iteration_that_is_saved_again_does_not_say_meanwhile_that_it_is_whol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Path] = []
-    monkeypatch.setattr("megatron_mtp.patches.saving.BEFORE_SAVES", [prepared.append])
+    monkeypatch.setattr("megatron_mtp.megatron.patches.saving.BEFORE_SAVES", [prepared.append])
 
     def save() -> None:
         tensor = torch.ones(3)

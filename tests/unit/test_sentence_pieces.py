@@ -16,10 +16,10 @@ from tokenizers.decoders import DecodeStream
 from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.iterations import SENTENCE_PIECES, keep_tokenizer, run_tokenizer
 from megatron_mtp.cli import evaluate, generate
 from megatron_mtp.data.tokenizer import Encoder, end_tokens, entries, read_tokenizer
 from megatron_mtp.decoding import load
+from megatron_mtp.megatron.checkpoint.iterations import SENTENCE_PIECES, keep_tokenizer, run_tokenizer
 from megatron_mtp.server.codec import Codec
 
 LINES = ["the cat sat on the mat", "a dog ran in the park", "some more words of text here"] * 5

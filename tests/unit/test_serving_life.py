@@ -16,7 +16,7 @@ import openai
 import pytest
 from parrot import NAME, Parrot, Running, Text, running, words
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.decoding.requests import Finish, Load, Request, Update
 from megatron_mtp.server import api, connections
 from megatron_mtp.server.api import Served, ServerSettings, listener

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.training import short_log
 from megatron_mtp.training.short_log import (
     ShortLog,

@@ -61,7 +61,7 @@ def test_a_run_keeps_what_it_ran_with(cluster: Cluster) -> None:
     cluster.submit("pretrain", "tiny")
     job = cluster.run / "jobs" / "123456"
     assert (job / "recipe.sh").read_bytes() == (JOBS / "recipes" / "tiny.sh").read_bytes()
-    assert (job / "code" / "megatron_mtp" / "config.py").read_bytes() == (ROOT / "megatron_mtp/config.py").read_bytes()
+    assert (job / "code" / "megatron_mtp" / "attach.py").read_bytes() == (ROOT / "megatron_mtp/attach.py").read_bytes()
     assert (job / "start-0" / "commands").read_text().split() == ["srun", *cluster.given()]
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

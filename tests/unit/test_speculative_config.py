@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron_mtp import registry
 from megatron_mtp.decoding.config import COMMON_KEYS, NO_SETTINGS, PROPOSERS, VERIFIERS, SpeculativeConfig, keys
 from megatron_mtp.decoding.method import _with_settings, config_from, is_lossless, parse_config
 from megatron_mtp.decoding.proposers.ngram import NgramSettings
 from megatron_mtp.decoding.proposers.tree import TreeSettings
 from megatron_mtp.decoding.verifiers import JointSettings
+from megatron_mtp.spec import registry
 
 
 def test_vllms_form() -> None:

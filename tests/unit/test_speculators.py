@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
-from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify import drafters as judge
 from megatron_mtp.checkpoint.verify.drafters import verify_drafter
+from megatron_mtp.megatron.checkpoint import EMBEDDING
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("megatron")
 S, F = "sliding_attention", "full_attention"

@@ -153,7 +153,7 @@ def ci(folder: Path, *arguments: str) -> list[str]:
     return [line.strip() for line in done.stdout.splitlines()]
 
 
-PLATFORM = "megatron_mtp/cpu.py"
+PLATFORM = "megatron_mtp/megatron/cpu.py"
 WHOLE = ["test_stacks.sh --install megatron_bridge", "test.sh --all"]
 
 
@@ -183,7 +183,7 @@ def test_what_ci_looks_for_exists() -> None:
     folders = (ROOT / "megatron_mtp", ROOT / "tests")
     files = [ROOT / "constraints.txt", *(path for folder in folders for path in folder.rglob("*.py"))]
     found = [str(path.relative_to(ROOT)) for path in files if re.match(pattern, str(path.relative_to(ROOT)))]
-    of_package = ("cpu", "patches/__init__", "model/mtp", "data/batch")
+    of_package = ("megatron/cpu", "megatron/patches/__init__", "model/mtp", "data/batch")
     of_tests = ("fork_server", *(f"functional/{name}" for name in ("layouts", "layout_jobs", "launch", "records")))
     wanted = {f"megatron_mtp/{name}.py" for name in of_package} | {f"tests/{name}.py" for name in of_tests}
     assert wanted | {"constraints.txt"} <= set(found)

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from te_cases import FIRST_PASS, KINDS, OF_MEGATRON, STATES, WEIGHTS, passes
 
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.main import main
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.runner import Runner
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.loading import plan_load
 
 try:

@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Rule, Then, Transposed
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, logits_of, verify
 from megatron_mtp.cli.convert import main
 from megatron_mtp.decoding.engine import generate

@@ -13,12 +13,12 @@ from test_attach import settings
 from test_graft import OF_DEPTHS, lost, tensors
 from tiers import tiered
 
-from megatron_mtp.acceptance import RECORD
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli import attach
 from megatron_mtp.cli.convert import main
+from megatron_mtp.common.acceptance import RECORD
 
 pytestmark = pytest.mark.usefixtures("megatron", "forked_python")
 

@@ -14,14 +14,14 @@ from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, set_passes
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
-from megatron_mtp.checkpoint.mcore.iterations import iteration_folder
-from megatron_mtp.checkpoint.mcore.model import model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import MTPConfig, trained_depths
+from megatron_mtp.checkpoint.model import model_of
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
+from megatron_mtp.megatron.checkpoint.iterations import iteration_folder
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import CUDA, flags_without, parsed
+from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_run_args
 
 FLAGS = (

@@ -30,11 +30,11 @@ from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.rules import Piece, Rule, Same, SwapHalves, Then
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.reference import all_logits
 from megatron_mtp.checkpoint.verify.verify import Check, acceptance, reference_logits, round_trip, verify
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

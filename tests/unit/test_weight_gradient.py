@@ -13,12 +13,12 @@ from tiers import tiered
 from torch import Tensor
 
 from benchmarks import loss_alone
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.losses import linear_cross_entropy, weight_gradient
 from megatron_mtp.losses.linear_cross_entropy import linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy
 from megatron_mtp.losses.weight_gradient import keeps_factors
 from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.spec.config import MTPConfig
 
 FEW, MANY = Case(6, 2, 12, 50, 4, 0.5, 3), Case(7, 2, 12, 50, 4, 0.5, 3)
 """As many rows as the hidden state is wide, and two more."""

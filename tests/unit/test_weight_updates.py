@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.stream import Options
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from

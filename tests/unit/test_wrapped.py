@@ -17,9 +17,9 @@ from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.wrapped import WRAPPERS
-from megatron_mtp.checkpoint.mcore.reader import DistReader
 from megatron_mtp.checkpoint.verify.verify import all_reference_logits, compare, megatron_logits, verify
 from megatron_mtp.cli.convert import main
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 TRAINED = [name for name in SEEING if name not in ("exaone4_5", "glm_ocr")]

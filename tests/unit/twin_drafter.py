@@ -13,13 +13,13 @@ from megatron_single import join_world_of_one, make_batch, one_head, our_model
 
 import megatron_mtp
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.config import MTPConfig
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import depth_weights
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
+from megatron_mtp.spec.config import MTPConfig
 
 STEPS, LAYERS = 3, (1, 2, 4)
 

@@ -12,7 +12,7 @@ import pdoc
 
 import megatron_mtp
 from megatron_mtp import decoding
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

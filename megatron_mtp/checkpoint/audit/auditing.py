@@ -40,8 +40,8 @@ from megatron_mtp.checkpoint.families import Layout
 from megatron_mtp.checkpoint.families.flags import UntrainableError
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import ADAPTER
-from megatron_mtp.checkpoint.mcore import HF_FILES
-from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
+from megatron_mtp.megatron.checkpoint import HF_FILES
+from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
 KNOWN = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", CONFIG, ADAPTER)
 """Files that show that a folder is a model's."""

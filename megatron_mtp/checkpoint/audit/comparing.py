@@ -34,9 +34,9 @@ from megatron_mtp.checkpoint.convert.plan import RuleSides, unnumbered
 from megatron_mtp.checkpoint.families.rules import Computed, Piece, Rule
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
-from megatron_mtp.checkpoint.mcore.reader import equal_bits
-from megatron_mtp.files import default_workers
+from megatron_mtp.common.files import default_workers
+from megatron_mtp.megatron.checkpoint import EMBEDDING, FUSED_NORM, OUTPUT, OWN_NORM
+from megatron_mtp.megatron.checkpoint.reader import equal_bits
 
 PADDED = (EMBEDDING, OUTPUT)
 """Megatron's tensors that have rows of padding, by the layout of the run."""

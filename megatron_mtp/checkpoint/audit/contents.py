@@ -26,7 +26,7 @@ from megatron_mtp.checkpoint.families.inside import HEADS_OF_STAGES, METHOD, TIT
 from megatron_mtp.checkpoint.families.naming import renaming
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import INDEX_SHARE, INDEXER, text_key
-from megatron_mtp.checkpoint.mcore import EMBEDDING, HF_FILES, OUTPUT
+from megatron_mtp.megatron.checkpoint import EMBEDDING, HF_FILES, OUTPUT
 
 GRAFT = "graft those of the model that it was made from (megatron-mtp convert graft)"
 LOST, FETCH = f"export the MTP layers as well, or {GRAFT}", f"fetch the MTP layers, or {GRAFT}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore.reader import bounds
+from megatron_mtp.megatron.checkpoint.reader import bounds
 
 WORDS = 2**18
 """Words that are multiplied at a time: their factors stay in a processor's cache."""

@@ -17,11 +17,11 @@ import yaml
 
 from megatron_mtp.checkpoint.audit.side import HFSide, Opened, Parts, StoredTensor, is_count
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json
-from megatron_mtp.checkpoint.mcore import EMBEDDING, HF_FILES, OUTPUT, RELEASE
-from megatron_mtp.checkpoint.mcore.iterations import another, named_iteration
-from megatron_mtp.checkpoint.mcore.reader import DistReader, check_files
-from megatron_mtp.config import BESIDE_MTP
-from megatron_mtp.patches.catalogue import read_catalogue
+from megatron_mtp.megatron.checkpoint import EMBEDDING, HF_FILES, OUTPUT, RELEASE
+from megatron_mtp.megatron.checkpoint.catalogue import read_catalogue
+from megatron_mtp.megatron.checkpoint.iterations import another, named_iteration
+from megatron_mtp.megatron.checkpoint.reader import DistReader, check_files
+from megatron_mtp.spec.config import BESIDE_MTP
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm

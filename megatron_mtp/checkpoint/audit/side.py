@@ -33,8 +33,8 @@ from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import HFConfig, counted_elsewhere
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, Quantized
-from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm

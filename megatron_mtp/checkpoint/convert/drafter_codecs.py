@@ -17,8 +17,8 @@ from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, 
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.model.arguments import layers_to_read
-from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.attention import CAUSAL, CAUSAL_IN_WINDOWS, AttentionSizes
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 from megatron_mtp.spec.kinds import (

@@ -42,10 +42,9 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
-from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING, OUTPUT
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import trunk_spec
-from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import DRAFTERS, engine_layers

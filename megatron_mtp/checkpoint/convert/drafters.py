@@ -26,10 +26,9 @@ from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Opt
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with
-from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.kinds import DRAFTERS
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------

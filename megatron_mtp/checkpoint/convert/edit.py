@@ -33,14 +33,14 @@ from megatron_mtp.checkpoint.families import CARRIED, family_of
 from megatron_mtp.checkpoint.families.inside import INNER_KEYS, STAGES, InnerDrafter, check_no_drafter
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json, text_key
-from megatron_mtp.checkpoint.mcore import HF_FILES, ORIGIN
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, depth_of
-from megatron_mtp.config import BESIDE_MTP
 from megatron_mtp.data.checks import FILE, SIZE, check_data_prefixes, most_frequent
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, HF_FILES, ORIGIN
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, without_stages
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER, tokens_of_file
+from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
+from megatron_mtp.spec.config import BESIDE_MTP
 
 ONE_PASS: dict[str, Any] = {UNROLL: None, SHARES: False}
 """Arguments of MTP layers that are no repeated layer."""

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.computation import check_config
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
@@ -56,13 +55,13 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
-from megatron_mtp.checkpoint.mcore import EMBEDDING, HF_FILES, ORIGIN, RELEASE
-from megatron_mtp.checkpoint.mcore.iterations import has_tokenizer, run_tokenizer
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
+from megatron_mtp.common.acceptance import RECORD, carry_record
+from megatron_mtp.common.files import without_weights
 from megatron_mtp.data.sentence_pieces import model_in
 from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
-from megatron_mtp.files import without_weights
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDING, HF_FILES, ORIGIN, RELEASE
+from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, run_tokenizer
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
 """What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""

@@ -25,11 +25,11 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
-from megatron_mtp import cpu
-from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import fill, model_of
+from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.data.checks import check_data_prefixes, part_of
-from megatron_mtp.progress import progress_bar
+from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Times the mean of the diagonal of sum_i u_i u_i^T."""

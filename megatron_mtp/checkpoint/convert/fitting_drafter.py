@@ -33,13 +33,12 @@ from megatron_mtp.checkpoint.convert.edit import changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore import EMBEDDING
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.common.progress import progress_bar
+from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import check_trainable, stored_with, trunk_spec
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
-from megatron_mtp.progress import progress_bar
 from megatron_mtp.spec.attention import AttentionSizes
 from megatron_mtp.spec.head import HeadSpec
 from megatron_mtp.spec.kinds import FITTED

@@ -58,12 +58,11 @@ from megatron_mtp.checkpoint.families.wrapped import PREFIXES
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.forms import by
-from megatron_mtp.checkpoint.mcore import HF_FILES, other_key
-from megatron_mtp.checkpoint.mcore.iterations import has_tokenizer, is_checkpoint, run_tokenizer
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
 from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, other_key
+from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, is_checkpoint, run_tokenizer
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, trunk_and_depths
-from megatron_mtp.model.head import DRAFT_VOCABULARY
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 DEPTHS = "mtp."

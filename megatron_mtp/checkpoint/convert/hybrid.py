@@ -36,8 +36,8 @@ from megatron_mtp.checkpoint.convert.stream import (
     keep_files,
 )
 from megatron_mtp.checkpoint.families.blocks import mlp_norm_keys
-from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM, RELEASE
-from megatron_mtp.checkpoint.mcore.reader import (
+from megatron_mtp.megatron.checkpoint import FUSED_NORM, OWN_NORM, RELEASE
+from megatron_mtp.megatron.checkpoint.reader import (
     BY_PARAMETER,
     HEAD_STATE,
     STATE,

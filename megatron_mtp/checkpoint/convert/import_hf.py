@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.acceptance import RECORD, carry_record
 from megatron_mtp.checkpoint.convert.plan import HFModel, carried, moved, parts_of, sides
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Entry, Group, Options
 from megatron_mtp.checkpoint.families import Layout
@@ -21,11 +20,12 @@ from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import CONFIG, DRAFTED, INDEX_SHARE, HFConfig, counted_elsewhere, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, QuantizationSettings
-from megatron_mtp.checkpoint.mcore import HF_FILES, ORIGIN
-from megatron_mtp.config import SHARED_KEYS, trained_depths
-from megatron_mtp.files import without_weights
+from megatron_mtp.common.acceptance import RECORD, carry_record
+from megatron_mtp.common.files import without_weights
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, ORIGIN
 from megatron_mtp.model.arguments import parsed
-from megatron_mtp.model.head import DRAFT_VOCABULARY, tokens_of_file
+from megatron_mtp.model.head import tokens_of_file
+from megatron_mtp.spec.config import SHARED_KEYS, trained_depths
 
 TRUNK_ONLY = "trunk only"
 """In the record of an import: the MTP layers were left out, whatever the kept config counts."""

@@ -22,8 +22,8 @@ from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 
 _HERE = Path("the model")
 

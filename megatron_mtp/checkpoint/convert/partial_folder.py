@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.files import check_outside, is_inside, one_writer, sync, written_beside
+from megatron_mtp.common.files import check_outside, is_inside, one_writer, sync, written_beside
 
 RECORDS = "progress"
 PLAN = "progress.json"

@@ -29,8 +29,8 @@ from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
 from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 

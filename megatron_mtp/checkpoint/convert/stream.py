@@ -28,11 +28,11 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder, check_free, check_place, resolved
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
-from megatron_mtp.checkpoint.mcore.reader import bounds
-from megatron_mtp.checkpoint.mcore.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
-from megatron_mtp.files import default_workers, synced
-from megatron_mtp.progress import progress_bar
+from megatron_mtp.common.files import default_workers, synced
+from megatron_mtp.common.progress import progress_bar
+from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
+from megatron_mtp.megatron.checkpoint.reader import bounds
+from megatron_mtp.megatron.checkpoint.writer import chunks_are_in, read_chunk, write_catalogue, write_chunk
 
 STAYS_WIDE = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
 """Endings of the tensors that models keep in float32 beside bfloat16 weights."""

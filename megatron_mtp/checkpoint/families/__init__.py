@@ -35,7 +35,7 @@ from megatron_mtp.checkpoint.families.moe import MOE
 from megatron_mtp.checkpoint.families.trained import TrainedForm
 from megatron_mtp.checkpoint.families.wrapped import TEXTS, WRAPPERS, wrapped
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.registry import Registry
+from megatron_mtp.spec.registry import Registry
 
 OWN: tuple[Family, ...] = (*LATENT, *MOE, *DENSE, *HYBRID, *DEPTHS_ONLY)
 """The families of this package, in the order of tables; the first that fits is the form of a trained model."""

@@ -1,7 +1,7 @@
 """Rules of the parts of a model: attention, MLPs, experts, norms, and the frame of a depth.
 
 Megatron's keys are those of its `sharded_state_dict`. Transformer Engine fuses some norms into the projections after
-them and names them differently from Megatron's own modules; the second name is an alias (`mcore/__init__.py`).
+them and names them differently from Megatron's own modules; the second name is an alias, as in `megatron/checkpoint/`.
 Letters in comments: H hidden, E experts, F width of an MLP.
 """
 
@@ -24,7 +24,7 @@ from megatron_mtp.checkpoint.families.rules import (
     zeros,
 )
 from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore import FUSED_NORM, OWN_NORM, other_key
+from megatron_mtp.megatron.checkpoint import FUSED_NORM, OWN_NORM, other_key
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from megatron_mtp.checkpoint.families.blocks import GQA, MLA, MoE, Place, depth_
 from megatron_mtp.checkpoint.families.family import Depths, Layout
 from megatron_mtp.checkpoint.families.rules import Copies, HFTensor, Piece, Rule, rename
 from megatron_mtp.checkpoint.hf.config import EXPERTS, ConfigError, HFConfig
-from megatron_mtp.checkpoint.mcore import EMBEDDING, OUTPUT
+from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
 
 ZERO_QKV_BIAS, ZERO_ROUTER_BIAS = "zero biases of queries, keys and values", "zero biases of routers"
 """Forms of an export whose model has no such biases."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.folder import INDEX, KINDS, SINGLE
-from megatron_mtp.patches.catalogue import crc32_of
+from megatron_mtp.megatron.checkpoint.catalogue import crc32_of
 
 DescribedTensor = tuple[str, Shape, torch.dtype]
 """Name, shape and type of a tensor."""

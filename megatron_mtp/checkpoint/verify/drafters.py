@@ -34,14 +34,14 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
 )
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.mcore.model import load_model
-from megatron_mtp.checkpoint.mcore.reader import DistReader
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
+from megatron_mtp.megatron.checkpoint import DRAFTER
+from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import symbols_of_a_layer
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.head import DRAFTER
 from megatron_mtp.spec.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]

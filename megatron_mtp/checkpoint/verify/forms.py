@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.hybrid import BY_BUCKET, Halves, hybrid_arguments
-from megatron_mtp.checkpoint.mcore.model import fill, model_of
-from megatron_mtp.checkpoint.mcore.reader import DistReader, equal_bits, sharding_type, stored_draft_vocabulary
+from megatron_mtp.checkpoint.model import fill, model_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of
+from megatron_mtp.megatron.checkpoint.catalogue import DamagedError
+from megatron_mtp.megatron.checkpoint.reader import DistReader, equal_bits, sharding_type, stored_draft_vocabulary
 from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.patches.catalogue import DamagedError
 
 TOLERANCE = 1e-6
 """Largest difference, relative to the largest number; for one rank in float32 none was seen."""

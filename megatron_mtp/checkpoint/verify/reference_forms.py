@@ -23,8 +23,8 @@ from megatron_mtp.checkpoint.families.family import NAMES_ALONE, computing
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
-from megatron_mtp.registry import Registry
 from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.registry import Registry
 
 FolderTensors = dict[str, Tensor]
 

@@ -28,10 +28,10 @@ from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.mcore import HF_FILES
-from megatron_mtp.checkpoint.mcore.reader import DistReader, StoredDepths, equal_bits
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32, random_tokens
 from megatron_mtp.data.tokenizer import read_tokenizer
+from megatron_mtp.megatron.checkpoint import HF_FILES
+from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, equal_bits
 from megatron_mtp.model.arguments import parsed
 from megatron_mtp.model.rope import place
 
@@ -301,7 +301,7 @@ def megatron_logits(folder: Path, prompt: Prompt, nudged: bool = False) -> dict[
         prompt: the tokens.
         nudged: whether to change the last bit of the embedding.
     """
-    from megatron_mtp.checkpoint.mcore.model import load_model
+    from megatron_mtp.checkpoint.model import load_model
 
     model = load_model(folder)
     place(model, prompt.positions_S.tolist())

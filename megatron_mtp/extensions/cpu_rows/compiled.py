@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.files import written_beside
 
 SWITCH = "MEGATRON_MTP_COMPILED"
 """Set to 0 in the environment, nothing is built and nothing of it is run."""

@@ -3,8 +3,8 @@
 import json
 import os
 
-from megatron_mtp.errors import sentences
-from megatron_mtp.runtime import quieten, why_not
+from megatron_mtp.common.errors import sentences
+from megatron_mtp.megatron.runtime import quieten, why_not
 
 
 def main(arguments: list[str], program: str) -> int:

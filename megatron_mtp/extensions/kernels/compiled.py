@@ -20,11 +20,11 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from megatron_mtp.config import MTPConfig
 from megatron_mtp.extensions.kernels.cards import CARDS, H200
 from megatron_mtp.losses import LOSSES, depth_loss, triton_chunk, triton_kernels
 from megatron_mtp.losses.token_loss import TokenLoss
 from megatron_mtp.model.head import DraftVocabulary, Vocabulary
+from megatron_mtp.spec.config import MTPConfig
 
 TOKENS, ENTRIES = 16_384, 131_072
 """Rows and entries of the vocabulary: the sizes of the H200's record in docs/gpu.md."""

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from megatron_mtp.common.progress import progress_bar
 from megatron_mtp.extensions.kernels.cards import CARDS, H200, Card
 from megatron_mtp.extensions.kernels.compiled import ENTRIES, TOKENS, Kernel, kernels, launches, loss_of, names
 from megatron_mtp.extensions.kernels.roofline import (
@@ -17,7 +18,6 @@ from megatron_mtp.extensions.kernels.roofline import (
     seconds_of,
 )
 from megatron_mtp.losses.linear_cross_entropy import chunks
-from megatron_mtp.progress import progress_bar
 
 Table = dict[str, Any]
 """Title, header and rows, as the records in benchmarks/results have them."""

@@ -4,8 +4,8 @@ import json
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from megatron_mtp.errors import Parser, check_counts, from_extra, named, status_of
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.errors import Parser, check_counts, from_extra, named, status_of
+from megatron_mtp.common.files import written_beside
 
 if TYPE_CHECKING:
     from megatron_mtp.extensions.plan.hardware import Card

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_mtp.checkpoint.families import Layout, family_of
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.config import MTPConfig, flag_of
+from megatron_mtp.spec.config import MTPConfig, flag_of
 
 
 @dataclass(frozen=True)

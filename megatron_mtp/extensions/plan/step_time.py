@@ -12,12 +12,12 @@ their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (d
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_mtp.config import loss_parts
 from megatron_mtp.extensions.plan.hardware import Card
 from megatron_mtp.extensions.plan.memory import States, sequence_ranks, tokens_of
 from megatron_mtp.extensions.plan.placement import Loads, Placement, StageChunk
 from megatron_mtp.extensions.plan.schedule import Pipeline, simulate
 from megatron_mtp.extensions.plan.sizes import EXPERTS, TENSOR, WHOLE, LayerSizes, Model, local_size, work
+from megatron_mtp.spec.config import loss_parts
 
 PARTS = ("products", "attention", "between products", "head and losses", "tensor parallel", "experts' exchange")
 """Parts of a microbatch's time in a chunk."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.extensions.predict.engines import WORDS, Difference, Feeding, differences
 from megatron_mtp.extensions.predict.rows import Text, drafts, read_text, trained_feeding
 

@@ -6,10 +6,10 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 from itertools import product
 
+from megatron_mtp.common.errors import Parser, check_counts, named, sentences
 from megatron_mtp.decoding.config import MOST_DRAFTED
-from megatron_mtp.errors import Parser, check_counts, named, sentences
 from megatron_mtp.extensions.predict.engines import ENGINES
-from megatron_mtp.runtime import quieten
+from megatron_mtp.megatron.runtime import quieten
 
 INCOMPLETE = 1
 """Exit status where a row of the table is missing."""

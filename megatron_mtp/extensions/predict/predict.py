@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.extensions.predict.acceptance import Foretold, foretell
 from megatron_mtp.extensions.predict.engines import Engine
 from megatron_mtp.extensions.predict.report import Case

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
-from megatron_mtp.acceptance import AcceptanceStats
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.extensions.predict.acceptance import Cause, Foretold
 from megatron_mtp.extensions.predict.engines import DrafterRules, Engine
 from megatron_mtp.spec.kinds import DRAFTERS

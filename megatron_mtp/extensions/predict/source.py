@@ -12,21 +12,21 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megatron_mtp.acceptance import AcceptanceStats
 from megatron_mtp.checkpoint.convert.export_hf import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import family_of
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.checkpoint.mcore.iterations import is_checkpoint
-from megatron_mtp.checkpoint.mcore.reader import DistReader
-from megatron_mtp.config import stands_beside
+from megatron_mtp.common.acceptance import AcceptanceStats
 from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
 from megatron_mtp.data.tokenizer import end_tokens, entries, read_tokenizer
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import Loaded, load_checkpoint
 from megatron_mtp.extensions.predict.acceptance import Sample
+from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
+from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.spec.config import stands_beside
 
 BATCH = 8
 """Texts that are continued together."""

@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
-from megatron_mtp.errors import Parser, from_extra, named, status_of
-from megatron_mtp.files import written_beside
+from megatron_mtp.common.errors import Parser, from_extra, named, status_of
+from megatron_mtp.common.files import written_beside
 
 PAGE = "report.html"
 

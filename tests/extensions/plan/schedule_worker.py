@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 if __name__ == "__main__":
     on_cpu = prepare()

@@ -33,8 +33,8 @@ print("LOADED", *sys.modules)
 """
 ALLOWED = """
 import sys
-import megatron_mtp.config, megatron_mtp.checkpoint.families
-import megatron_mtp.cli.verbs, megatron_mtp.errors, megatron_mtp.files
+import megatron_mtp.spec.config, megatron_mtp.checkpoint.families
+import megatron_mtp.cli.verbs, megatron_mtp.common.errors, megatron_mtp.common.files
 print("LOADED", *sys.modules)
 """
 """Config and families, and what every verb is made of."""

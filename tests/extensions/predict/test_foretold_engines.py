@@ -12,13 +12,13 @@ from test_vllm import EXPERTS, LATENT
 
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted, rounds
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import drafts, greedy, read_text
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

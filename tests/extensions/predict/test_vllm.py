@@ -28,7 +28,7 @@ from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
-from megatron_mtp.checkpoint.mcore.model import load_model
+from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
@@ -36,7 +36,7 @@ from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.extensions.predict.acceptance import Sample, accepted
 from megatron_mtp.extensions.predict.engines import ENGINES
 from megatron_mtp.extensions.predict.rows import greedy, read_text
-from megatron_mtp.runtime import prepare
+from megatron_mtp.megatron.runtime import prepare
 
 prepare()
 

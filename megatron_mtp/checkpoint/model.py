@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
-from megatron_mtp.checkpoint.mcore import other_key
-from megatron_mtp.checkpoint.mcore.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
+from megatron_mtp.megatron.checkpoint import other_key
+from megatron_mtp.megatron.checkpoint.reader import DistReader, check_query_norms, read_errors, stored_draft_vocabulary
 from megatron_mtp.model.arguments import alone, check_trainable, completed, config_of
 from megatron_mtp.model.build import build, join_world
 

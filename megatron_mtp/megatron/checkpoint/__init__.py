@@ -1,9 +1,9 @@
 """Distributed checkpoints of Megatron.
 
+catalogue.py   what an iteration holds, read without running code; checksums, made and compared
 iterations.py  a folder's newest whole iteration, the tracker, and the tokenizer that is kept beside them
 reader.py      tensors, piece by piece without a model; whole files; the MTP layers, counted
 writer.py      the same, written
-model.py       its model, built from its arguments: for proofs
 
 Below are names of files, and keys of tensors. A norm has two keys: Megatron's own modules and Transformer Engine's put
 some norms into other modules. Both are checkpoints of the same model. Which name is whose depends on the layer: a dense
@@ -22,6 +22,11 @@ KEPT_TOKENIZER = "tokenizer"
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORM, OWN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+DRAFT_VOCABULARY = "mtp.draft_vocabulary"
+"""The key of the drafted tokens [N]: a buffer of the MTP block."""
+DRAFTER = "drafter."
+"""The prefix of a drafter's keys."""
 
 _PAIRS = (
     (OWN_NORM, FUSED_NORM),

@@ -37,11 +37,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore.iterations import another, iteration_folder
-from megatron_mtp.files import default_workers
-from megatron_mtp.model.head import DRAFT_VOCABULARY, DRAFTER
-from megatron_mtp.patches.catalogue import (
+from megatron_mtp.common.files import default_workers
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER
+from megatron_mtp.megatron.checkpoint.catalogue import (
     CATALOGUE,
     FORMAT,
     DamagedError,
@@ -50,6 +48,7 @@ from megatron_mtp.patches.catalogue import (
     foreign,
     read_catalogue,
 )
+from megatron_mtp.megatron.checkpoint.iterations import another, iteration_folder
 
 COMMON = "common_state/shard_0_1"
 """Megatron's key for everything beside tensors."""
@@ -123,8 +122,8 @@ class DistReader:
         """True if there is a drafter beside the trunk."""
         return self.holds(f"{DRAFTER}fc.weight")
 
-    def shape(self, key: str) -> Shape:
-        """Shape of a whole tensor."""
+    def shape(self, key: str) -> tuple[int, ...]:
+        """tuple[int, ...] of a whole tensor."""
         if key in self._layers:
             return tuple(self._tensors[self._layers[key][0]].size)[1:]
         return tuple(self._tensors[key].size)
@@ -143,7 +142,7 @@ class DistReader:
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         }
 
-    def read(self, key: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+    def read(self, key: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Read a tensor, or the slab of `shape` at `offset`; ValueError where chunks are damaged or missing."""
         whole = self.shape(key)
         offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
@@ -152,7 +151,7 @@ class DistReader:
             return self._slab(stacked, (layer, *offset), (1, *shape)).squeeze(0)
         return self._slab(key, offset, shape)
 
-    def slabs(self, key: str) -> list[tuple[Shape, Shape]]:
+    def slabs(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offset and shape of every stored piece of a tensor."""
         stacked, layer = self._layers.get(key, (key, None))
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self._tensors[stacked].chunks]
@@ -184,7 +183,7 @@ class DistReader:
             torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
         return held
 
-    def _slab(self, key: str, offset: Shape, shape: Shape) -> Tensor:
+    def _slab(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype(key))
         whole = self._chunks.get((key, offset))
         if whole is not None and tuple(whole.sizes) == shape:  # one expert of many: do not search all their chunks

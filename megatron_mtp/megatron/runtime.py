@@ -43,7 +43,7 @@ def prepare() -> bool:
     """
     import torch
 
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     on_cpu = cpu.installed() or not torch.cuda.is_available()
     if on_cpu or why_not("transformer_engine.pytorch") is not None:
@@ -54,7 +54,7 @@ def prepare() -> bool:
         cpu.install()
         if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()) < torch.get_num_threads():
             torch.set_num_threads(max(int(quota), 1))
-    from megatron_mtp.patches import table
+    from megatron_mtp.megatron.patches import table
 
     table.install()
     return on_cpu
@@ -128,8 +128,8 @@ def hide_transformer_engine() -> None:
     wrapper = sys.modules.get("megatron.core.extensions.transformer_engine")
     if getattr(wrapper, "HAVE_TE", False):
         raise ImportError(
-            "Megatron was imported before megatron_mtp.runtime.prepare() and took modules of Transformer Engine, which "
-            "cannot be used on this machine; call prepare() first."
+            "Megatron was imported before megatron_mtp.megatron.runtime.prepare() and took modules of Transformer "
+            "Engine, which cannot be used on this machine; call prepare() first."
         )
     modules: dict[str, ModuleType | None] = cast("dict[str, ModuleType | None]", sys.modules)
     modules["transformer_engine"] = None  # the import system raises ImportError for None
@@ -137,7 +137,7 @@ def hide_transformer_engine() -> None:
 
 def transformer_engine_works() -> bool:
     """True if Megatron can build its layers with it; they need a CUDA device."""
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     return not cpu.installed() and why_not("transformer_engine.pytorch") is None
 
@@ -158,6 +158,6 @@ def delta_rule_works() -> bool:
 
 
 def _all_usable(*modules: str) -> bool:
-    from megatron_mtp import cpu
+    from megatron_mtp.megatron import cpu
 
     return not cpu.installed() and all(why_not(module) is None for module in modules)

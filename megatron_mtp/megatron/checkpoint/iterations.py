@@ -8,9 +8,9 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_mtp.checkpoint.mcore import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
-from megatron_mtp.files import without_weights, written_beside
-from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT
+from megatron_mtp.common.files import without_weights, written_beside
+from megatron_mtp.megatron.checkpoint import HF_FILES, KEPT_TOKENIZER, RELEASE, TRACKER
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT
 
 SENTENCE_PIECES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Values of Megatron's --tokenizer-type whose --tokenizer-model is a SentencePiece model."""

@@ -7,8 +7,9 @@ The sources of megatron-core 0.19.0, 0.19.1 and 0.19.2 are the same in everythin
 torch's faults in 2.11 and in 2.15.
 """
 
-from megatron_mtp.patches import catalogue, layers, saving
-from megatron_mtp.patches.patch import (
+from megatron_mtp.megatron.checkpoint import catalogue
+from megatron_mtp.megatron.patches import layers, saving
+from megatron_mtp.megatron.patches.patch import (
     Patch,
     Probe,
     State,

@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.mcore.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE
-from megatron_mtp.files import synced
-from megatron_mtp.patches.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal
+from megatron_mtp.common.files import synced
+from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE, FORMAT, Summed, crc32_of, seal
+from megatron_mtp.megatron.checkpoint.reader import COMMON, HEAD_STATE, HYBRID_NORM, STATE
 
 _KERNEL = re.compile(r"(.+\.)(linear_\w+|eh_proj|in_proj|out_proj|fc\d_latent_proj|fc|\w*norm)\.weight(?:\.\w+)?")
 
@@ -39,9 +38,9 @@ class StoredChunk:
     """A chunk that was written; `asdict` makes JSON of it for the records of a conversion."""
 
     key: str
-    whole: Shape
-    offset: Shape
-    shape: Shape
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: str
     file: str
     start: int
@@ -49,7 +48,9 @@ class StoredChunk:
     crc32: int
 
 
-def write_chunk(stream: IO[bytes], file: str, key: str, whole: Shape, offset: Shape, tensor: Tensor) -> StoredChunk:
+def write_chunk(
+    stream: IO[bytes], file: str, key: str, whole: tuple[int, ...], offset: tuple[int, ...], tensor: Tensor
+) -> StoredChunk:
     """Append a tensor to a `.distcp` file, or the slab at `offset` of one whose shape is `whole`."""
     start, summed = stream.tell(), Summed(stream)
     own = tensor.contiguous()

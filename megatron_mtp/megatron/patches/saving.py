@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_mtp.patches.catalogue import CHECKSUMS, FORMAT, seal
-from megatron_mtp.patches.patch import Function, names_in, with_globals
+from megatron_mtp.megatron.checkpoint.catalogue import CHECKSUMS, FORMAT, seal
+from megatron_mtp.megatron.patches.patch import Function, names_in, with_globals
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent has ended (prctl(2))."""

@@ -1,0 +1,45 @@
+"""Documented imports of the release before keep working for one release, with a warning that names the new place."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import override
+
+OLD_NAMES = {
+    "megatron_mtp.config": "megatron_mtp.spec.config",
+    "megatron_mtp.runtime": "megatron_mtp.megatron.runtime",
+    "megatron_mtp.files": "megatron_mtp.common.files",
+    "megatron_mtp.acceptance": "megatron_mtp.common.acceptance",
+    "megatron_mtp.checkpoint.mcore": "megatron_mtp.megatron.checkpoint",
+    "megatron_mtp.checkpoint.mcore.iterations": "megatron_mtp.megatron.checkpoint.iterations",
+    "megatron_mtp.checkpoint.mcore.reader": "megatron_mtp.megatron.checkpoint.reader",
+    "megatron_mtp.checkpoint.mcore.model": "megatron_mtp.checkpoint.model",
+}
+"""A module's name in the release before, and its name now."""
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Makes a module of an old name, which has what the module of the new name has."""
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in OLD_NAMES:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(name.startswith(f"{fullname}.") for name in OLD_NAMES))
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        moved = import_module(OLD_NAMES[module.__name__])
+        warnings.warn(f"{module.__name__} is {moved.__name__} now; import that.", DeprecationWarning, stacklevel=2)
+        vars(module).update({name: value for name, value in vars(moved).items() if not name.startswith("__")})
+
+
+def keep_old_names() -> None:
+    """Let imports of `OLD_NAMES` find the modules that moved."""
+    sys.meta_path.append(_Moved())

@@ -1,0 +1,7 @@
+"""All that is about Megatron's own code: a new release of Megatron is read here first.
+
+runtime.py       prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
+cpu.py           what Megatron needs to run without CUDA
+patches/         faults of the published megatron-core that are put right
+checkpoint/      its distributed checkpoints: names, iterations, tensors, integrity
+"""

@@ -2,6 +2,7 @@
 
 runtime.py       prepare(): Megatron made runnable on this machine; which libraries of kernels can be used
 cpu.py           what Megatron needs to run without CUDA
+layer_config.py  the configuration of a drafter's dense layers, on a trunk of any kind
 patches/         faults of the published megatron-core that are put right
 checkpoint/      its distributed checkpoints: names, iterations, tensors, integrity
 """

@@ -44,8 +44,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from megatron_mtp.data.batch import DepthBatch, to_device
+from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
-from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm

@@ -6,7 +6,7 @@ runs one layer in K passes, block_drafter.py several layers once for K tokens.
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
 
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from typing import Any, ClassVar, override
 
 import torch
@@ -17,75 +17,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.functional import silu
 
 from megatron_mtp.megatron.checkpoint import DRAFTER
+from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.rope import latent_positions, rotary_of, yarn_settings
+from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.model.specs import with_modules, with_portable_modules
 from megatron_mtp.spec.head import HeadSpec
-
-
-def layer_config(config: TransformerConfig, drafter: HeadSpec, **others: Any) -> TransformerConfig:
-    """The trunk's configuration with the drafter's sizes, for dense layers as in Llama.
-
-    Args:
-        others: further settings.
-    """
-    sizes, latents = drafter.attention, drafter.attention.latents
-    made = object.__new__(TransformerConfig if latents is None else MLATransformerConfig)
-    of_latents = {one.name for one in fields(config)} - {one.name for one in fields(TransformerConfig)}
-    kept = {name: value for name, value in vars(config).items() if name not in of_latents and name[:5] != "yarn_"}
-    has_own_width = sizes.channels != config.kv_channels or config.multi_latent_attention
-    changes: dict[str, Any] = {
-        "num_attention_heads": sizes.heads,
-        "num_query_groups": sizes.groups,
-        "kv_channels": sizes.channels,
-        "layernorm_epsilon": sizes.epsilon,
-        "softmax_scale": None if has_own_width else config.softmax_scale,
-        "multi_latent_attention": latents is not None,
-        "apply_rope_fusion": config.apply_rope_fusion and latents is None,
-        "experimental_attention_variant": None,
-        "is_hybrid_model": False,
-        "no_rope_freq": None,
-        "rotary_interleaved": False,
-        "num_moe_experts": None,
-        "ffn_hidden_size": drafter.ffn,
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False,
-        "gated_linear_unit": True,
-        "activation_func": silu,
-        "activation_func_clamp_value": None,
-        "glu_linear_offset": 0.0,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": latents is not None,
-        "qk_l2_norm": False,
-        "attention_output_gate": False,
-        "softmax_type": "learnable" if drafter.has_sinks else "vanilla",
-        "window_size": drafter.windows[0],
-        "window_attn_skip_freq": None,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "transformer_impl": "local",
-        "gradient_accumulation_fusion": False,
-        "recompute_granularity": "full" if config.recompute_granularity == "full" else None,
-        "fp8": None,
-        "fp4": None,
-        "mtp_use_repeated_layer": True,
-        "mtp_detach_heads": False,
-    }
-    if latents is not None:
-        changes |= asdict(latents) | latent_positions(sizes)
-    elif sizes.scaling is not None and sizes.scaling["rope_type"] == "yarn":
-        changes |= yarn_settings(sizes.scaling)
-    vars(made).update(kept | changes | others)
-    return made
 
 
 def layer_spec(config: TransformerConfig, swaps: dict[Any, Any], **of_layer: Any) -> ModuleSpec:

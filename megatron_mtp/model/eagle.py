@@ -18,7 +18,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.model.drafter import layer_config, layer_spec
+from megatron_mtp.megatron.layer_config import layer_config
+from megatron_mtp.model.drafter import layer_spec
 from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm

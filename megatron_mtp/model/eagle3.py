@@ -28,7 +28,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
-from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_config, layer_spec
+from megatron_mtp.megatron.layer_config import layer_config
+from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_keys import WITH_CHAIN, ChainedLatentAttention, recomputed

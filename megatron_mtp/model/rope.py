@@ -12,8 +12,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
+from megatron_mtp.megatron.layer_config import yarn_settings
 from megatron_mtp.spec.attention import AttentionSizes
-from megatron_mtp.spec.rope_scaling import SCALINGS
 
 
 def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
@@ -40,21 +40,6 @@ def rotary_of(sizes: AttentionSizes, config: TransformerConfig, cp_group: Proces
         numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
         made.inv_freq = made._apply_scaling(made.inv_freq, **numbers)
     return made
-
-
-def latent_positions(sizes: AttentionSizes) -> dict[str, Any]:
-    """Megatron's settings of rotary positions in latent attention of these sizes."""
-    plain = {"rope_type": "rope", "rotary_base": sizes.theta, "rotary_percent": 1.0, "rotary_scaling_factor": 1.0}
-    if sizes.scaling is None:
-        return plain
-    row = SCALINGS[sizes.scaling["rope_type"]]
-    return {**plain, "rope_type": row.positions, **row.to_megatron(sizes.scaling, is_latent=True)}
-
-
-def yarn_settings(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's settings of YaRN, which its attention reads from the configuration as well."""
-    made = SCALINGS["yarn"].to_megatron(scaling, is_latent=False)
-    return {f"yarn_{name.removeprefix('yarn_')}": value for name, value in made.items()}
 
 
 def place(module: torch.nn.Module, positions: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ data/          text to tokens to batches; the shifts of every depth
 model/         from arguments to a model: the trunk, the MTP block, sharing, freezing, initialization
 losses/        what the MTP layers are trained on
 checkpoint/    checkpoints read, converted between Hugging Face and Megatron, and proved equal
+heads/         kinds of drafters, a folder each; registered by entry points, and imported by no file
 decoding/      speculative decoding with the trained MTP layers
 training/      one run on Megatron's training loop
 attach.py      MTP layers on a model that Megatron or a framework has built, for training loops of its own

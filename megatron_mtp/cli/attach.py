@@ -37,7 +37,7 @@ from megatron_mtp.data.checks import check_split
 from megatron_mtp.losses import LOSSES
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.config import flag_of, loss_parts, number_of
-from megatron_mtp.spec.kinds import DRAFTERS, FITTED
+from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 RECORD = "attach.json"
 """In RUN: the settings of its first start, on which finished steps depend."""
@@ -174,9 +174,9 @@ def parser(program: str) -> Parser:
     drafter = "train a drafter instead of MTP layers (train --drafter)"
     add("--drafter", choices=DRAFTERS, help=drafter)
     begins = (
-        f"initialization of the drafter: {FITTED.name} fitted to the corpus (convert fit-drafter), or random weights; "
+        f"initialization of the drafter: {fitted_kind().name} fitted to the corpus (convert fit-drafter), or random "
+        "weights; default: fitted; for chats or other drafters: random"
     )
-    begins += "default: fitted; for chats or other drafters: random"
     add("--drafter-init", choices=("fitted", "random"), help=begins)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
@@ -285,8 +285,8 @@ def _check(args: Namespace) -> None:
     kind = DRAFTERS.get(args.drafter)
     if args.drafter_init == "fitted" and (kind is None or not kind.can_be_fitted or is_chat_file(args.corpus)):
         raise ValueError(
-            f"--drafter-init is fitted, which {FITTED.called} (--drafter {FITTED.name}) on a text alone can be; give "
-            "random."
+            f"--drafter-init is fitted, which {fitted_kind().called} (--drafter {fitted_kind().name}) on a text alone "
+            "can be; give random."
         )
     if kind is not None and kind.fills_blocks and number_of(args.token_fraction) != 1:
         raise ValueError(

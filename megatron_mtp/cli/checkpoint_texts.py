@@ -112,7 +112,7 @@ def _default_method(runner: "Runner") -> "SpeculativeConfig | None":
     """Drafts of the MTP layers or of a drafter as they were trained, where there are any; None for plain decoding."""
     from megatron_mtp.decoding.config import SpeculativeConfig
 
-    if runner.kind in DRAFTERS:
+    if runner.kind and runner.kind in DRAFTERS:
         return SpeculativeConfig(runner.kind)
     if not (runner.depths and runner.sequential):
         return None

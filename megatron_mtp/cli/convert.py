@@ -23,7 +23,7 @@ from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.common.errors import Parser, check_counts, named, sentences, status_of
 from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.runtime import quieten
-from megatron_mtp.spec.kinds import DRAFTERS, FITTED
+from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 if TYPE_CHECKING:
     from megatron_mtp.checkpoint.convert.edit import Init
@@ -497,7 +497,7 @@ COMMANDS = {
         WRITES | COUNTS_LAYERS,
     ),
     "fit-drafter": Command(
-        f"Copy a Megatron checkpoint with {FITTED.called} fitted to text instead of its MTP layers.",
+        f"Copy a Megatron checkpoint with {fitted_kind().called} fitted to text instead of its MTP layers.",
         IN_OUT,
         WRITES | FITS,
     ),

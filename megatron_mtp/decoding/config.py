@@ -22,6 +22,7 @@ from math import inf
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.registry import Imported, Registry
 
 MOST_DRAFTED = 15
@@ -159,13 +160,7 @@ PROPOSERS: Registry[Any] = Registry(
             "mtp_eagle": "megatron_mtp.decoding.proposers.mtp:ReusedLayer",
             "mtp_tree": "megatron_mtp.decoding.proposers.tree:Tree",
             "mtp_beam": "megatron_mtp.decoding.proposers.tree:Beam",
-            "eagle": "megatron_mtp.decoding.proposers.eagle:EagleChain",
-            "eagle_tree": "megatron_mtp.decoding.proposers.eagle:EagleTree",
-            "eagle3": "megatron_mtp.decoding.proposers.eagle:Eagle3Chain",
-            "eagle3_tree": "megatron_mtp.decoding.proposers.eagle:Eagle3Tree",
-            "dflash": "megatron_mtp.decoding.proposers.block_drafter:DFlash",
-            "dspark": "megatron_mtp.decoding.proposers.block_drafter:DSpark",
-            "dflash2": "megatron_mtp.decoding.proposers.block_drafter:DFlash2",
+            **{name: part for row in DRAFTERS.values() for name, part in row.methods.items()},
             "parallel_heads": "megatron_mtp.decoding.proposers.mtp:ParallelHeads",
             "draft_model": "megatron_mtp.decoding.proposers.draft_model:DraftModel",
             "draft_model_tree": "megatron_mtp.decoding.proposers.draft_model:DraftModelTree",
@@ -178,8 +173,8 @@ PROPOSERS: Registry[Any] = Registry(
 )
 """Methods, each a class of `Proposer`: what drafts.
 
-A row is written as an entry point is, and imported when it is looked up, so that a list of names does not wait for
-torch. Other packages add rows under the group `megatron_mtp.proposers`.
+Those of drafters are named by the drafter's kind. A row is written as an entry point is, and imported when it is looked
+up, so that a list of names does not wait for torch. Other packages add rows under the group `megatron_mtp.proposers`.
 """
 
 VERIFIERS: Registry[Any] = Registry(

@@ -86,7 +86,7 @@ class Loaded:
         repeats = runner.depths > 1 and runner.model.config.mtp_use_repeated_layer
         many = f"1 MTP layer in {runner.depths} passes" if repeats else f"{runner.depths} MTP layers"
         depths = {0: "no MTP layers", 1: "1 MTP layer"}.get(runner.depths, many)
-        depths = DRAFTERS[runner.kind].called if runner.kind in DRAFTERS else depths
+        depths = DRAFTERS[runner.kind].called if runner.kind and runner.kind in DRAFTERS else depths
         iteration, dtype = iteration_folder(Path(folder)).name, str(runner.dtype).removeprefix("torch.")
         return f"{folder}, {iteration}: {size:,} parameters{share}, {depths}, {dtype}, on {device}"
 

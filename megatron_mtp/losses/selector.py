@@ -1,4 +1,4 @@
-"""Drafts that are chosen among the likeliest tokens: their logits, and the loss of the choice (model/dflash2.py).
+"""Drafts that are chosen among the likeliest tokens: their logits, and the loss of the choice (heads/dflash2/).
 
     S_n(b) = s <h_n, w_b> + <x_n, v_b>          of the candidates b of row n, s the factor of all logits
 

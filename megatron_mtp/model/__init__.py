@@ -14,10 +14,9 @@ mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, se
                      a depth continues from in training (--mtp-hidden-state-mixing)
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
-eagle3.py            EAGLE-3: one layer in K passes
-eagle.py             EAGLE: the same on the trunk's last state
-block_drafter.py     DFlash and DSpark: a block of K tokens in one pass
-dflash2.py           DFlash2: the same with convolutions along a block, and a choice among likely tokens
+one_layer.py         drafters of one layer in K passes, as EAGLE
+block_drafter.py     drafters of a block of K tokens in one pass, as DFlash
+biased_blocks.py     the same with a bias by the token before, as DSpark
 head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
                      vocabulary, and those of a smaller one that the MTP layers draft from; softmax, argmax and sums
                      over slices of the vocabulary

@@ -1,25 +1,21 @@
-"""DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): drafters that fill a block of tokens in one pass.
-
-dflash2.py has a third kind.
+"""Drafters that fill a block of K tokens in one pass, as DFlash does (arXiv:2602.06036).
 
 Let t_a be the newest token. The trunk's states before it make the context, and the block's rows begin at t_a:
 
     f_j   = hidden_norm(fc([state after layer ..; after layer ..; ..]))    j < a: keys and values of every layer
     rows    t_a  mask  mask  ..     at positions a, a + 1, ..     each attends to the context and to all of these rows
 
-    DFlash   the row at a + k drafts t_{a+k}, the token of its own place: K + 1 rows for K drafts
-    DSpark   the row at a + k - 1 drafts t_{a+k}, the token after it: K rows. A draft knows the one before it:
-             (with an idle row, as in DFlash: the row at a + k)
-             logits  head(norm(x)) + W2 W1[t_{a+k-1}]     confidence  sigmoid(w [norm(x); W1[t_{a+k-1}]] + b)
+The last K rows draft. With an idle row, as DFlash has it, the row at a + k drafts t_{a+k}, the token of its own place;
+without one the row at a + k - 1 does, as DSpark's.
 
-The layers are Qwen3's; the embedding and, without a draft vocabulary, the head are the trunk's. The confidence learns
-the rate at which sampled drafts are accepted. In training a block begins behind position i as depth 1 does: a = i + 1,
-and its k-th draft is t_{i+k+1}, that of depth k. So the losses, the metrics and the acceptance are those of MTP.
+The layers are Qwen3's; the embedding and, without a draft vocabulary, the head are the trunk's. In training a block
+begins behind position i as depth 1 does: a = i + 1, and its k-th draft is t_{i+k+1}, that of depth k. So the losses,
+the metrics and the acceptance are those of MTP.
 
     K = 2, i = 2     context  f_0 f_1 f_2     rows  t_3 mask mask (DFlash), t_3 mask (DSpark)     drafts  t_4 t_5
 
 Letters in names: S positions (rows of a layer), B batch, H hidden, A blocks, K drafts of a block, D the same as depths,
-X states of several layers side by side, G key heads, C channels, R rank of the bias, V vocabulary, W slice of it.
+X states of several layers side by side, G key heads, C channels.
 """
 
 import copy
@@ -52,7 +48,6 @@ from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSub
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.packed_rows import offsets_of
 from megatron_mtp.spec.head import HeadSpec
-from megatron_mtp.spec.kinds import DRAFTERS
 
 BLOCKS_AT_ONCE = 64
 """Blocks whose attention is one call, which computes the scores of every row with the rows of all these blocks."""
@@ -169,14 +164,7 @@ class BlockDrafterLayer(DrafterLayer):
     Attributes:
         hidden_norm: of the features.
         layers: its transformer layers.
-        markov_w1, markov_w2: W1 [V, R] and W2, with the rows of the head; None without a bias.
-        confidence_weight, confidence_bias: of the confidence; None without.
     """
-
-    markov_w1: Tensor | None
-    markov_w2: Tensor | None
-    confidence_weight: Tensor | None
-    confidence_bias: Tensor | None
 
     def __init__(
         self,
@@ -195,14 +183,6 @@ class BlockDrafterLayer(DrafterLayer):
             build_module(submodules.tf_layer, layer_number=number, is_mtp_layer=True, **{**made, "config": own})
             for number, own in enumerate(_windowed(config, drafter), start=1)
         )
-        rank = drafter.markov_rank
-        sizes: dict[str, tuple[int, ...]] = {}
-        if rank is not None:
-            sizes = {"markov_w1": (drafter.vocabulary, rank), "markov_w2": (drafted or drafter.vocabulary, rank)}
-            if DRAFTERS[drafter.kind].has_confidence:
-                sizes |= {"confidence_weight": (1, config.hidden_size + rank), "confidence_bias": (1,)}
-        for name in ("markov_w1", "markov_w2", "confidence_weight", "confidence_bias"):
-            self.register_parameter(name, self.whole_on_every_rank(*sizes[name]) if name in sizes else None)
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
@@ -222,16 +202,6 @@ class BlockDrafterLayer(DrafterLayer):
         for layer in self.layers:
             state_SBH = layer(hidden_states=state_SBH, attention_mask=None, rotary_pos_emb=attention.rotary_pos_emb)[0]
         return state_SBH
-
-    def before(self, state: Tensor, token: Tensor) -> Tensor:
-        """What the token before a draft gives the bias, [..., R], for a state [..., H] after the norm: W1[token]."""
-        assert self.markov_w1 is not None
-        return self.markov_w1[token]
-
-    def confidence(self, state_and_token: Tensor) -> Tensor:
-        """The logit that a draft is accepted, from [norm(x); W1[token before]] [..., H + R]."""
-        assert self.confidence_weight is not None
-        return linear(state_and_token, self.confidence_weight, self.confidence_bias).squeeze(-1)
 
     @override
     def sharded_state_dict(
@@ -271,14 +241,15 @@ class BlockDrafter(DrafterBlock):
 
     @override
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs of the head for draft 1 .. K, each [A, B, H], or [A, B, H + R] with the bias; and the confidence.
+        """Inputs of the head for draft 1 .. K, each [A, B, H].
 
         Args:
             trunk: its states that are read, as this rank has them; its attention, whose masks say what a block may see.
             batch: `blocks_A` says where blocks begin; None for everywhere.
 
         Returns:
-            The states, and the confidence's logits [K, A, B], which only DSpark has.
+            The states, with what a bias reads beside them where the kind has one; and the logits [K, A, B] of its
+            confidence, or None.
         """
         assert batch.tokens_DBS is not None
         states_SBX = self.read_states(trunk)
@@ -293,12 +264,11 @@ class BlockDrafter(DrafterBlock):
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
         made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], trunk.frozen_embedding), rotary))
         states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
-        if self.layer.markov_w1 is None:
-            return list(states_ADBH.unbind(1)), None
-        both_ADBX = torch.cat([states_ADBH, self.layer.before(states_ADBH, before_DBA.permute(2, 0, 1))], dim=-1)
-        has_confidence = self.layer.confidence_weight is not None
-        confidence_DAB = self.layer.confidence(both_ADBX).transpose(0, 1) if has_confidence else None
-        return list(both_ADBX.unbind(1)), confidence_DAB
+        return self.with_bias(states_ADBH, before_DBA)
+
+    def with_bias(self, states_ADBH: Tensor, before_DBA: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """What `drafts` returns, of the states and the tokens before each draft."""
+        return list(states_ADBH.unbind(1)), None
 
     def _whole(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
         """States of all positions in their order, on every rank; they are frozen, and no gradient is sent back."""
@@ -336,17 +306,7 @@ class BlockDrafter(DrafterBlock):
 
     @override
     def head_of(self, head: Head) -> Head:
-        head = replace(super().head_of(head), takes_slices=False)
-        if self.layer.markov_w2 is None:
-            return head
-        rows_NR = copy_to_tensor_model_parallel_region(self.layer.markov_w2, group=self.tp_group)
-        if head.draft_vocabulary is not None:
-            first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
-        else:
-            count = len(head.weight)
-            first = count * self.tp_group.rank()
-            rows_NR = pad(rows_NR, (0, 0, 0, count * self.tp_group.size() - len(rows_NR)))
-        return replace(head, bias_rows=rows_NR[first : first + count])
+        return replace(super().head_of(head), takes_slices=False)
 
 
 def _visible(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, positions: int) -> Tensor:

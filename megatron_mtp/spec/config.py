@@ -397,7 +397,8 @@ class MTPConfig:
             readers = readers_of(one.name)
             if one.name.startswith("drafter_") and value is not None and self.drafter not in readers:
                 given = "without --drafter" if self.drafter is None else f"with --drafter {self.drafter}"
-                raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {readers[0]}, or drop it.")
+                kinds = " or ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
+                raise ValueError(f"{flag_of(one.name)} was given {given}; give --drafter {kinds}, or drop it.")
         if self.drafter_multi_latent_attention:
             LatentSizes.given(self.drafter_multi_latent_attention)
         if self.drafter_rope_scaling is not None:

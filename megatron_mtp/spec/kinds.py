@@ -1,44 +1,27 @@
-"""Kinds of drafters, a row of plain facts each; a new kind is a row here, and the parts that the row names.
+"""Kinds of drafters, a row of plain facts each.
 
 A drafter reads the trunk's states after some of its layers, or its last state. It stands in the place of MTP layers or
-with them, and to a model, a loss and a folder it is what they are: a head that drafts. This file imports nothing of the
-package.
+with them, and to a model, a loss and a folder it is what they are: a head that drafts.
 
-    the row                    names, what it reads and learns by default, its settings
-    model/                     its block, which the row names
-    decoding/proposers/        its method, a row in decoding/config.py
-    checkpoint/convert/        its folder's form: a class and a row in drafter_codecs.py
+A kind is a folder of `heads/`, or of another package, whose row names its parts; an entry point registers the row:
+
+    [project.entry-points."megatron_mtp.heads"]
+    echo = "my_package.echo.row:ROW"
 
 Letters in names: K drafts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from megatron_mtp.spec.registry import Registry
 
 STEPS = 7
 """Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
 
 BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
 """Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
-
-TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
-"""Sizes of every published DFlash2: rows that a convolution adds up, channels that share what a row adds to
-its kernel, and tokens that a draft is chosen from."""
-
-EAGLE3_LAYERS, EAGLE3_DECAY = 3, 0.8
-"""Layers of the trunk that EAGLE-3 reads, and the weight of a step's loss over that of the step before."""
-
-
-def engine_layers(layers: int) -> tuple[int, ...]:
-    """The layers that engines read for an EAGLE-3 drafter that names none: after 2, after half and all but three."""
-    return 2, layers // 2, layers - 3
-
-
-def eagle3_layers(layers: int, _: int | None = None) -> tuple[int, ...]:
-    """The layers of engines; of a trunk that is too short for them, the first, the middle one and the last but one."""
-    chosen = engine_layers(layers)
-    return chosen if sorted(set(chosen)) == [*chosen] and chosen[0] >= 1 else (1, layers // 2, layers - 1)
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
@@ -55,12 +38,14 @@ class DrafterKind:
 
     Attributes:
         name: of --drafter, and of the method that drafts with it.
-        called: what a sentence calls it.
+        called: what a sentence calls it, with its article.
         architecture, model_type: of its folder's config.
         also_called: other architectures of folders with the same computation.
         published_as: the architecture in other published folders, which is that of whole models too: there `fc.weight`
             and a layer without a model around it tell the drafter.
-        block: its module in a model, "module:class".
+        block: its module in a model, a `DrafterBlock`, written as an entry point is, "module:class".
+        folder: the form of its folder, a `DrafterCodec`, written likewise.
+        methods: its drafting methods by name, `Proposer`s written likewise; the first one has the kind's name.
         default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1; none
             for a drafter that reads the trunk's last state, after its norm.
         weights: from K to the weights of the losses of draft 1 .. K.
@@ -79,6 +64,8 @@ class DrafterKind:
     architecture: str
     model_type: str
     block: str
+    folder: str
+    methods: Mapping[str, str]
     default_layers: Callable[[int, int | None], tuple[int, ...]]
     weights: Callable[[int], list[float]]
     loss: dict[str, str]
@@ -127,12 +114,17 @@ class DrafterKind:
             )
 
 
-def _halving(drafts: int) -> list[float]:
+def weights_of_passes(drafts: int) -> list[float]:
+    """Weights of passes of one layer: each is 0.8 of the one before, as EAGLE-3 is trained."""
+    return [0.8**draft for draft in range(drafts)]
+
+
+def weights_of_blocks(drafts: int) -> list[float]:
     """Weights that fall by the factor e in half of a block, as published for blocks of 8 and 10."""
     return [math.exp(-2 * draft / (drafts + 1)) for draft in range(drafts)]
 
 
-_OF_BLOCKS: dict[str, int | None] = {
+SETTINGS_OF_BLOCKS: dict[str, int | None] = {
     "drafter_layers": None,
     "drafter_num_layers": BLOCK_LAYERS,
     "drafter_mask_token": None,
@@ -141,82 +133,10 @@ _OF_BLOCKS: dict[str, int | None] = {
     "drafter_full_layers": None,
     "drafter_softmax_type": None,
 }
+"""Settings of kinds that fill blocks, with their defaults."""
 
-_OF_LAYERS: dict[str, int | None] = {"drafter_layers": None}
-
-_ROWS = (
-    DrafterKind(
-        name="eagle3",
-        called="an EAGLE-3 drafter",
-        architecture="LlamaForCausalLMEagle3",
-        model_type="llama",
-        block="megatron_mtp.model.eagle3:Eagle3Block",
-        default_layers=eagle3_layers,
-        weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
-        loss={"mtp_loss": "kd"},
-        settings={**_OF_LAYERS, "drafter_norm_before_residual": 0, "drafter_multi_latent_attention": None},
-        also_called=("Eagle3Speculator", "Eagle3DraftModel"),
-        latent_architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
-        reads=EAGLE3_LAYERS,
-        can_be_fitted=True,
-    ),
-    DrafterKind(
-        name="eagle",
-        called="an EAGLE drafter",
-        architecture="LlamaForCausalLMEagle",
-        model_type="llama",
-        block="megatron_mtp.model.eagle:EagleBlock",
-        default_layers=lambda *_: (),
-        weights=lambda drafts: [EAGLE3_DECAY**draft for draft in range(drafts)],
-        loss={"mtp_loss": "kd"},
-        reads=0,
-        published_as="LlamaForCausalLM",
-    ),
-    DrafterKind(
-        name="dflash",
-        called="a DFlash drafter",
-        architecture="DFlashDraftModel",
-        model_type="qwen3",
-        block="megatron_mtp.model.block_drafter:BlockDrafter",
-        default_layers=spread_layers,
-        weights=_halving,
-        loss={"mtp_loss": "ce"},
-        settings=_OF_BLOCKS,
-        also_called=("DFlashSpeculator",),
-        idle_rows=1,
-    ),
-    DrafterKind(
-        name="dspark",
-        called="a DSpark drafter",
-        architecture="Qwen3DSparkModel",
-        model_type="qwen3",
-        block="megatron_mtp.model.block_drafter:BlockDrafter",
-        default_layers=spread_layers,
-        weights=_halving,
-        loss={"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
-        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
-        also_called=("DSparkSpeculator", "DSparkDraftModel"),
-        has_confidence=True,
-    ),
-    DrafterKind(
-        name="dflash2",
-        called="a DFlash2 drafter",
-        architecture="DFlash2DraftModel",
-        model_type="qwen3",
-        block="megatron_mtp.model.dflash2:DFlash2Block",
-        default_layers=spread_layers,
-        weights=_halving,
-        loss={"mtp_loss": "kd"},
-        settings={**_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
-        idle_rows=1,
-    ),
-)
-
-DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in _ROWS}
-"""Kinds by name."""
-
-FITTED = next(row for row in _ROWS if row.can_be_fitted)
-"""The kind that `fit-drafter` makes."""
+DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})
+"""Kinds by name. All of them, ours too, are registered by entry points."""
 
 
 CALLED_ELSEWHERE = {
@@ -227,8 +147,18 @@ CALLED_ELSEWHERE = {
 """Names of drafters that are no kinds here, in small letters and digits, and what they are."""
 
 
+def fitted_kind() -> DrafterKind:
+    """The kind that `fit-drafter` makes."""
+    return next(row for row in DRAFTERS.values() if row.can_be_fitted)
+
+
 def kind_of(name: str) -> DrafterKind:
     """The kind of a name. Raises ValueError where there is none."""
+    if not DRAFTERS:
+        raise ValueError(
+            "no kind of drafter is registered, since megatron-mtp is not installed here; run pip install -e . in its "
+            "checkout."
+        )
     if name not in DRAFTERS:
         plain = "".join(filter(str.isalnum, name.lower()))
         meant = f"did you mean {plain}?" if plain in DRAFTERS else CALLED_ELSEWHERE.get(plain)
@@ -238,4 +168,4 @@ def kind_of(name: str) -> DrafterKind:
 
 def readers_of(setting: str) -> list[str]:
     """Names of the kinds that read a setting: those whose row has it, or all."""
-    return [row.name for row in _ROWS if setting in row.settings] or [*DRAFTERS]
+    return [row.name for row in DRAFTERS.values() if setting in row.settings] or [*DRAFTERS]

@@ -13,7 +13,7 @@ from judged_models import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
+from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, attention_in, sizes_of
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore

@@ -26,7 +26,7 @@ from megatron_mtp.decoding.draft import Draft, Round
 from megatron_mtp.decoding.engine import Engine, generate
 from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.method import config_from, make_method
-from megatron_mtp.decoding.proposers import block_drafter, mtp
+from megatron_mtp.decoding.proposers import blocks, mtp
 from megatron_mtp.decoding.proposers.proposer import Proposer
 from megatron_mtp.decoding.requests import Request
 from megatron_mtp.decoding.rows import Rows
@@ -414,7 +414,7 @@ class Recorder:
             self.drafts.append((round.noise.position_B.tolist(), position, logits_BV.clone()))
             return real(logits_BV, round, position)
 
-        for module in (mtp, block_drafter):
+        for module in (mtp, blocks):
             monkeypatch.setattr(module, "pick", pick)
 
 

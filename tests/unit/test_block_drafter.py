@@ -374,7 +374,7 @@ def test_a_confidence_without_rates_to_learn_from_is_refused() -> None:
     [
         (
             {"drafter": "dflash", "drafter_markov_rank": 4},
-            "--drafter-markov-rank was given with --drafter dflash; give --drafter dspark",
+            "--drafter-markov-rank was given with --drafter dflash; give --drafter dflash2 or dspark, or drop it",
         ),
         (
             {"drafter": "eagle3", "drafter_blocks": 4},

@@ -1,4 +1,4 @@
-"""model/dflash2.py and losses/selector.py: DFlash at the start, convolutions within blocks, choices among 16 tokens.
+"""heads/dflash2/ and losses/selector.py: DFlash at the start, convolutions within blocks, choices among 16 tokens.
 
 Losses and gradients of whole blocks against the definition are in test_block_drafter.py.
 """
@@ -19,9 +19,9 @@ from megatron_mtp.decoding.draft import Round
 from megatron_mtp.decoding.method import config_from, make_method
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Noise, Sampling
+from megatron_mtp.heads.dflash2.block import Convolution
 from megatron_mtp.losses.linear_cross_entropy import Targets
 from megatron_mtp.losses.selector import candidate_logits, chosen_logits_, selector_loss
-from megatron_mtp.model.dflash2 import Convolution
 from megatron_mtp.model.head import Head, Vocabulary
 from megatron_mtp.model.initialize import RandomWeights
 

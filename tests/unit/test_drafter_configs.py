@@ -528,7 +528,7 @@ def test_keys_that_contradict_one_another_are_refused_by_their_names(
 @pytest.mark.parametrize("architecture", ["K3DSparkModel", "DFlashLagunaForCausalLM", "PEagleDraftModel"])
 def test_another_architecture_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
     keys = {**K3, "architectures": [architecture]}
-    with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a LlamaForCausalLMEagle3"):
+    with pytest.raises(ValueError, match=f"has architectures .*{architecture}.*; give a .*LlamaForCausalLMEagle3"):
         read(tmp_path, keys, DEEPSEEK)
     assert drafter_kind(tmp_path) is None
 

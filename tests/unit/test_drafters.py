@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from tiers import tiered
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert import drafter_codecs
+from megatron_mtp.checkpoint.convert import drafter_codec
 from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.checkpoint.model import load_model
@@ -140,12 +140,12 @@ def test_a_fault_of_the_rules_shows_in_the_drafts(
     pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both conversions share it, so that tensors go there and back."""
-    rules = drafter_codecs.mlp_rules
+    rules = drafter_codec.mlp_rules
 
     def exchanged(*given: object) -> list[Rule]:
         return [replace(rule, hf=rule.hf[::-1]) for rule in rules(*given)]
 
-    monkeypatch.setattr(drafter_codecs, "mlp_rules", exchanged)
+    monkeypatch.setattr(drafter_codec, "mlp_rules", exchanged)
     checks = verify_drafter(*make_drafter(tmp_path, "dspark", pairs["trunk"][1]))
     assert [check.name.split(",")[0] for check in checks if not check.ok] == [
         "logits of drafts",

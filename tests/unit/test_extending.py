@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -31,6 +30,7 @@ from megatron_mtp.decoding.method import config_from
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.model.head import Vocabulary
 from megatron_mtp.server.protocol import CompletionBody
+from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.rope_scaling import SCALINGS, scaling_of
 
 
@@ -238,62 +238,42 @@ def test_a_rope_variant_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling_of({"rope_type": "doubled", "factor": 8.0}) == {"rope_type": "doubled", **keys}
 
 
-# --- a kind of drafters: what its row of the table names, edited in a copy of the package -----------------------------
-
-TWIN_ROW = """    DrafterKind(
-        name="twin",
-        called="a twin",
-        architecture="TwinDraftModel",
-        model_type="llama",
-        block="megatron_mtp.model.twin:TwinBlock",
-        default_layers=eagle3_layers,
-        weights=lambda drafts: [1.0] * drafts,
-        loss={"mtp_loss": "tv"},
-        settings={"drafter_layers": None},
-        reads=3,
-    ),
-)
-
-DRAFTERS: """
-TWIN = {
-    "spec/kinds.py": (")\n\nDRAFTERS: ", TWIN_ROW),
-    "model/twin.py": "from megatron_mtp.model.eagle3 import Eagle3Block\n\n\nclass TwinBlock(Eagle3Block): ...\n",
-    "checkpoint/convert/drafter_codecs.py": (
-        '"dspark": BiasedBlocks()',
-        '"dspark": BiasedBlocks(), "twin": OneLayer()',
-    ),
-    "decoding/proposers/twin.py": (
-        "from megatron_mtp.decoding.proposers.eagle import Eagle3Chain\n\n\n"
-        'class Twin(Eagle3Chain):\n    line, depths = "a twin", "twin"\n'
-    ),
-    "decoding/config.py": (
-        '            "eagle3": "',
-        '            "twin": "megatron_mtp.decoding.proposers.twin:Twin",\n            "eagle3": "',
-    ),
-}
-"""By file: a new file's text, or what stands there and what replaces it."""
+# --- a kind of drafters: the page's files, in a package outside of this one -------------------------------------------
 
 
-@pytest.mark.matrix
-def test_a_kind_of_drafters_is_added_by_what_its_row_names(tmp_path: Path) -> None:
-    """It is trained, attached, exported and drafts; and no other file of the package knows of it."""
-    package = tmp_path / "megatron_mtp"
-    shutil.copytree(ROOT / "megatron_mtp", package)
-    for name, change in TWIN.items():
-        file = package / name
-        if isinstance(change, str):
-            file.write_text(change, encoding="utf-8")
-            continue
-        before, after = change
-        text = file.read_text(encoding="utf-8")
-        assert text.count(before) == 1, name
-        file.write_text(text.replace(before, after), encoding="utf-8")
-    (row,) = (edit for task, _, edit in tasks() if task == "a kind of drafters")
-    named = re.findall(r"`([\w/]+\.py|[\w/]+/)`", row)
-    assert {name if name in named else f"{name.rpartition('/')[0]}/" for name in TWIN} == set(named)
-    worker = Path(__file__).with_name("twin_drafter.py")
+def install(folder: Path, heading: str) -> None:
+    """Write the files that a section prints, each under the name in its first line, and its entry points."""
+    for _, code in blocks(section(heading), "python"):
+        name = code.splitlines()[0].removeprefix("# ")
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code, encoding="utf-8")
+    ((_, project),) = blocks(section(heading), "toml")
+    groups = tomllib.loads(project)["project"]["entry-points"]
+    lines = [line for group, rows in groups.items() for line in (f"[{group}]", *map(" = ".join, rows.items()))]
+    installed = folder / "adder-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: adder\nVersion: 1.0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_another_package_adds_a_kind_of_drafters(tmp_path: Path) -> None:
+    """It is trained, converted there and back, and drafts; no file of this package knows its name."""
+    install(tmp_path, "A kind of drafters")
+    assert not any("adder" in path.read_text(encoding="utf-8") for path in (ROOT / "megatron_mtp").rglob("*.py"))
+    worker = Path(__file__).with_name("added_drafter.py")
     paths = os.pathsep.join(map(str, (tmp_path, Path(__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(worker), str(tmp_path / "made")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_kind_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(tmp_path, "A kind of drafters")
+    (tmp_path / "adder/row.py").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ask_again(DRAFTERS)
+    with pytest.raises(ValueError, match=r"'adder' registers 'adder' in megatron_mtp.heads, but adder.row:ROW cannot"):
+        list(DRAFTERS.values())
+    monkeypatch.undo()
+    ask_again(DRAFTERS)

@@ -13,7 +13,8 @@ fitting.py          eh_proj of new MTP layers, fitted to text
 fitting_drafter.py  fit-drafter: an EAGLE-3 drafter, fitted to text
 edit.py             attach-mtp, drop-mtp and draft-vocab
 graft.py            the MTP layers of a donor on another trunk
-drafter_codecs.py   keys and tensors of a drafter's folder, one class a kind
+drafter_codec.py    keys and tensors of a drafter's folder: what the forms of all kinds share
+drafter_views.py    what a drafter's layers attend to, by the keys of its config
 drafter_form.py     the form of a drafter's folder, read and checked, and its rules
 drafters.py         drafter-to-hf and attach-drafter
 hybrid.py           gpt-to-hybrid and hybrid-to-gpt

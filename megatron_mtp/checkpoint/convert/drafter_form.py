@@ -1,19 +1,13 @@
 """The form of a drafter's folder, which engines load beside the trunk's: what it says, and the rule of every tensor.
 
-    config.json          LlamaForCausalLMEagle3, LlamaForCausalLMEagle, DFlashDraftModel, Qwen3DSparkModel or
-                         DFlash2DraftModel, with the keys below
-    model.safetensors    fc, norm (not of EAGLE) and
-        EAGLE-3          midlayer.*, lm_head; with a reduced vocabulary d2t and t2d
-        EAGLE            layers.0.*, a copy of the trunk's embedding; with a reduced vocabulary lm_head, d2t and t2d
-        DFlash, DSpark   hidden_norm, layers.*; with a reduced vocabulary lm_head, d2t and t2d
-        DSpark           markov_head.markov_w1, markov_w2, confidence_head.proj
-        DFlash2          as DFlash, with layers.*.attention_conv, layers.*.mlp_conv and candidate_selector.*
+    config.json          the architecture of its kind, and the keys below
+    model.safetensors    what its kind has (`heads/KIND/folder.py`); with a reduced vocabulary lm_head, d2t and t2d
 
 `eagle_aux_hidden_state_layer_ids` has the number of trunk layers before each state that is read, as vLLM counts;
 `eagle_config` has the number of the layer that returns it, from 0, as SGLang and SpecForge count, and so has
 `target_layer_ids`. `block_size` counts rows: the newest token's drafts in DSpark, and not in DFlash. d2t is what is
 added to a draft index for its token, and t2d says of every token whether it is drafted. Letters in names: N drafted
-tokens, V vocabulary, H hidden, M rank of the bias.
+tokens, V vocabulary, H hidden.
 """
 
 import sys
@@ -26,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import (
+from megatron_mtp.checkpoint.convert.drafter_codec import (
     CODECS,
     INNER,
     KV_RANK,
@@ -36,18 +30,18 @@ from megatron_mtp.checkpoint.convert.drafter_codecs import (
     STATE_KEYS,
     TokenOrder,
     by_token,
-    kind_in,
     with_inner,
 )
+from megatron_mtp.checkpoint.convert.drafter_views import layers_in
 from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json, rope_said_twice
 from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING, OUTPUT
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import trunk_spec
+from megatron_mtp.model.arguments import layers_to_read, trunk_spec
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.head import HeadSpec
-from megatron_mtp.spec.kinds import DRAFTERS, engine_layers
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
+from megatron_mtp.spec.kinds import DRAFTERS, DrafterKind
 from megatron_mtp.spec.rope_scaling import scaling_of
 
 ROPE, SIZES = ("rope_scaling", "rope_parameters"), ("hidden_size", "num_attention_heads")
@@ -148,7 +142,8 @@ class DrafterForm:
         """Kind, layers that are read, tokens and blocks, in a line."""
         kind, drafted = self.kind, len(self.order_N)
         tokens = "all" if drafted == self.kind.vocabulary else drafted
-        layers = "engines' default" if kind.layers == engine_layers(sys.maxsize) else " ".join(map(str, kind.layers))
+        is_default = [*kind.layers] == CODECS[kind.kind].layers({}, sys.maxsize, None)
+        layers = "engines' default" if kind.layers and is_default else " ".join(map(str, kind.layers))
         reads = f"the trunk after {layers} layers" if layers else "the trunk's last state"
         block = "" if kind.mask_token is None else f", {kind.drafts} at once behind mask token {kind.mask_token}"
         return f"{kind.kind}, reads {reads}, drafts {tokens} tokens{block}"
@@ -248,6 +243,54 @@ def form_in(path: Path, args: Namespace, names: Collection[str], count: str | No
     held = (one for one in codec.layer_names if any(name.startswith(one) for name in names))
     layer = next(held, codec.layer_names[0])
     return DrafterForm(kind, keys["hidden_size"], torch.arange(drafted), has_head, lists, layer, WORDS in names)
+
+
+def kind_in(
+    path: Path,
+    row: DrafterKind,
+    keys: dict[str, Any],
+    attention: AttentionSizes,
+    args: Namespace,
+    count: str | None = None,
+) -> HeadSpec:
+    """The drafter that the keys of a config describe, on the trunk of these arguments.
+
+    Args:
+        attention: what the keys say of its attention.
+        count: what its layer ids count, of `COUNTS`; None for what their key says.
+
+    Raises:
+        ValueError: a key is missing, or the drafter is of another trunk.
+    """
+    codec = CODECS[row.name]
+    if lacks := [key for key in codec.whole_numbers if type(keys.get(key)) is not int]:
+        raise ValueError(f"{path / CONFIG} lacks {lacks[0]}; fetch the folder again.")
+    layers = layers_to_read(args) or sys.maxsize
+    try:
+        found = codec.layers(keys, layers, count)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} {error}") from None
+    if row.reads is not None and len(found) != row.reads:
+        raise ValueError(
+            f"{path / CONFIG} reads {len(found)} layers ({' '.join(map(str, found))}), and {row.called} here reads "
+            f"{row.reads}; give another."
+        )
+    if not row.can_read(found, layers):
+        raise ValueError(
+            f"{path / CONFIG} reads the layers {' '.join(map(str, found))}, and the trunk has {layers} layers; give a "
+            "drafter of this trunk."
+        )
+    given = {
+        "drafter_layers": found,
+        **codec.sizes(path, row, keys, args),
+        **layers_in(path, row, keys),
+        **({} if attention.latents is None else {"drafter_multi_latent_attention": []}),
+    }
+    own = TrunkSpec(layers, args.vocab_size, keys["hidden_size"], keys["intermediate_size"], attention)
+    try:
+        return HeadSpec.resolve(row.name, given, own)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG} has sizes that no drafter has: {error}") from None
 
 
 def in_order(form: DrafterForm, lists: Mapping[str, Tensor]) -> DrafterForm:

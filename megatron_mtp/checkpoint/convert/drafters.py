@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codecs import CODECS
+from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import (
     VOCABULARY,
     WORDS,

@@ -41,7 +41,7 @@ from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.initialize import RandomWeights, normal_by_name
 from megatron_mtp.spec.attention import AttentionSizes
 from megatron_mtp.spec.head import HeadSpec
-from megatron_mtp.spec.kinds import FITTED
+from megatron_mtp.spec.kinds import fitted_kind
 
 LAYER = f"{DRAFTER}tf_layer."
 QKV, PROJ = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_proj.weight"
@@ -76,9 +76,9 @@ def plan_fitting(
     if not is_same or trunk.num_experts or trunk.add_bias_linear or getattr(trunk, "hybrid_layer_pattern", None):
         raise ValueError(
             f"{source} does not end with a dense layer as Llama's, which alone is copied; begin with random weights "
-            f"(train --drafter {FITTED.name}, attach --drafter-init random)."
+            f"(train --drafter {fitted_kind().name}, attach --drafter-init random)."
         )
-    kind = HeadSpec.resolve(FITTED.name, {"drafter_layers": layers}, trunk_spec(trunk))
+    kind = HeadSpec.resolve(fitted_kind().name, {"drafter_layers": layers}, trunk_spec(trunk))
     plain = {"drafter": None, "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_unroll": None}
     trunk = changed_args(reader, **plain)["args"]
     fit = Fit(reader, trunk, trunk.num_layers - 1, data, seed)

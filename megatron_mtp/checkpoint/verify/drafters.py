@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_mtp.checkpoint.convert.computation import differences
-from megatron_mtp.checkpoint.convert.drafter_codecs import layer_views, with_inner
+from megatron_mtp.checkpoint.convert.drafter_codec import with_inner
 from megatron_mtp.checkpoint.convert.drafter_form import (
     DrafterForm,
     head_key,
@@ -32,6 +32,7 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
     stored_form,
     trunk_of,
 )
+from megatron_mtp.checkpoint.convert.drafter_views import layer_views
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.model import load_model

@@ -1,6 +1,6 @@
-"""A drafter of the kind that test_extending.py adds to a copy of the package: trained, attached, exported, drafting.
+"""A drafter of the kind that docs/extending.md adds from another package: trained, attached, exported, drafting.
 
-PYTHONPATH=COPY:tests/unit python tests/unit/twin_drafter.py FOLDER
+PYTHONPATH=PACKAGES:tests/unit python tests/unit/added_drafter.py FOLDER
 """
 
 import json
@@ -11,7 +11,6 @@ from drafter_folders import DRAFTED, KINDS, READ, make_drafter, make_trunk
 from megatron.core import parallel_state
 from megatron_single import join_world_of_one, make_batch, one_head, our_model
 
-import megatron_mtp
 from megatron_mtp.checkpoint.hf.folder import drafter_kind
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import generate
@@ -21,14 +20,14 @@ from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.config import MTPConfig
 
-STEPS, LAYERS = 3, (1, 2, 4)
+STEPS, LAYERS = 3, (1, 4)
 
 
 def train() -> None:
-    settings = MTPConfig(drafter="twin", drafter_steps=STEPS, mtp_loss="tv")
+    settings = MTPConfig(drafter="adder", drafter_steps=STEPS, mtp_loss="kd")
     weights = depth_weights(settings, STEPS, 1.0)
-    assert weights == [1.0] * STEPS
-    model = our_model(STEPS, num_layers=5, drafter_layers=LAYERS, drafter={"drafter": "twin"})
+    assert weights == [1.0, 0.8, 0.8**2]
+    model = our_model(STEPS, num_layers=5, drafter_layers=LAYERS, drafter={"drafter": "adder"})
     batch = make_batch(STEPS)
     group = parallel_state.get_context_parallel_group()
     output = model(
@@ -44,21 +43,20 @@ def train() -> None:
 
 
 def convert_and_draft(folder: Path) -> None:
-    KINDS["twin"] = "twin", READ, DRAFTED
+    KINDS["adder"] = "adder", {**READ, "drafter_layers": [*LAYERS]}, DRAFTED
     folder.mkdir()
     _, trunk = make_trunk(folder)
-    exported, saved = make_drafter(folder, "twin", trunk)
-    assert drafter_kind(exported) == "twin"
-    assert json.loads((exported / "config.json").read_text())["architectures"] == ["TwinDraftModel"]
+    exported, saved = make_drafter(folder, "adder", trunk)
+    assert drafter_kind(exported) == "adder"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["AdderDraftModel"]
     prompts, runner = [[5, 6, 7], [1, 2, 3, 4]], Runner(load_model(saved))
-    assert runner.kind == "twin"
-    texts = generate(runner, prompts, 8, speculative={"method": "twin", "num_speculative_tokens": 2})
+    assert runner.kind == "adder"
+    texts = generate(runner, prompts, 8, speculative={"method": "adder", "num_speculative_tokens": 2})
     assert texts.stats.drafted
     assert texts.token_ids == generate(runner, prompts, 8).token_ids
 
 
 if __name__ == "__main__":
-    assert not Path(megatron_mtp.__file__).is_relative_to(Path(__file__).parents[2])
     quieten()
     join_world_of_one()
     train()

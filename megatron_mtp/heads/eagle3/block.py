@@ -17,24 +17,23 @@ It is an MTP block of K passes of one layer. Letters in names: S sequence, B bat
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, override
+from typing import Any, override
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.heads.eagle3.row import READS
 from megatron_mtp.megatron.layer_config import layer_config
-from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
+from megatron_mtp.model.drafter import layer_spec
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, whole_states
 from megatron_mtp.model.norms import PortableNorm
-from megatron_mtp.model.shared_keys import WITH_CHAIN, ChainedLatentAttention, recomputed
+from megatron_mtp.model.one_layer import OneLayer, OneLayerBlock
+from megatron_mtp.model.shared_keys import WITH_CHAIN, ChainedLatentAttention
 from megatron_mtp.spec.head import HeadSpec
-from megatron_mtp.spec.kinds import EAGLE3_LAYERS
 
 
 class InputNorms(torch.nn.Module):
@@ -93,81 +92,25 @@ def _of_both(layer: ModuleSpec, trunk: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(layer.module, submodules=replace(layer.submodules, self_attention=wide))
 
 
-class Eagle3Layer(DrafterLayer):
-    """All weights of the drafter.
+class Eagle3Layer(OneLayer):
+    """All weights of the drafter."""
 
-    Attributes:
-        inputs: the states that `fc` takes side by side.
-    """
-
-    inputs: ClassVar[int] = EAGLE3_LAYERS
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        drafted: int | None,
-        submodules: MultiTokenPredictionLayerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        vp_stage: int | None = None,
-    ) -> None:
-        super().__init__(config, self.inputs, drafted, pg_collection)
-        self.tf_layer = build_module(
-            submodules.tf_layer,
-            config=config,
-            vp_stage=vp_stage,
-            layer_number=layer_number,
-            is_mtp_layer=True,
-            pg_collection=pg_collection,
-        )
-
-    @property
-    def mtp_model_layer(self) -> torch.nn.Module:
-        """`tf_layer`, by the name under which Megatron's schedule looks for it."""
-        return self.tf_layer
+    states_read = READS
 
     @override
     def feature(self, states_SBX: Tensor) -> Tensor:
         part, _ = self.fc(states_SBX)
         return whole_states(part, self.config, self.tp_group)
 
+    @override
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
-        """The input of `tf_layer`'s next call, whose input norms take the embeddings."""
         norms = self.tf_layer.input_layernorm
         norms.embedded_SBH = embedded_SBH
         normed_SBH: Tensor = norms.hnorm(given_SBH) if norms.before_residual else given_SBH
         return normed_SBH
 
-    def forward(
-        self,
-        hidden_SBH: Tensor,
-        embedded_SBH: Tensor,
-        attention: AttentionInputs,
-        padding_mask_BS: Tensor | None = None,
-    ) -> Tensor:
-        """The state of a step, before the norm.
 
-        Args:
-            hidden_SBH: the feature, or the state of the step before.
-            embedded_SBH: embedding of the next token.
-            padding_mask_BS: not read; there are no experts.
-        """
-
-        def run(given_SBH: Tensor, following_SBH: Tensor) -> Tensor:
-            made_SBH: Tensor = self.tf_layer(
-                hidden_states=self.merge(following_SBH, given_SBH),
-                attention_mask=attention.attention_mask,
-                rotary_pos_emb=attention.rotary_pos_emb,
-                packed_seq_params=attention.packed_seq_params,
-            )[0]
-            return made_SBH
-
-        if self.training and self.config.recompute_granularity == "full":
-            return recomputed(self.tf_layer.self_attention.core_attention, run, hidden_SBH, embedded_SBH)
-        return run(hidden_SBH, embedded_SBH)
-
-
-class Eagle3Block(DrafterBlock):
+class Eagle3Block(OneLayerBlock):
     """K steps of the drafter."""
 
     @classmethod
@@ -181,24 +124,3 @@ class Eagle3Block(DrafterBlock):
     @override
     def make_layer(self, *args: Any) -> Eagle3Layer:
         return Eagle3Layer(self.config, self.drafted, *args)
-
-    @override
-    def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
-        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding
-        if self.rotary is None:
-            attention = replace(trunk.attention, rotary_pos_emb=None)
-            return self(self.read_states(trunk), *given, attention), None
-        packed = trunk.attention.packed_seq_params
-        length = self.groups.cp.size() * trunk.position_ids_BS.size(1) if packed is None else packed.max_seqlen_q
-
-        def turned(later: int) -> Tensor:
-            return self.angles(length, offset=later, packed_seq=packed is not None)[0]
-
-        attention = replace(trunk.attention, rotary_pos_emb=turned(0))
-        return self(self.read_states(trunk), *given, attention, angles=turned), None
-
-    @override
-    def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:
-        """Inputs of the head at step 1 .. K, each [S, B, H], from the trunk's states [S, B, 3 H]."""
-        states = super().forward(self.layer.feature(hidden_SBH), *args, **others)
-        return [self.layer.norm(state_SBH) for state_SBH in states]

@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, pad
 
-from megatron_mtp.model.block_drafter import BlockDrafter, BlockDrafterLayer
+from megatron_mtp.heads.dflash2.row import CANDIDATES, CHANNELS_OF_A_KERNEL, TAPS
+from megatron_mtp.model.biased_blocks import BiasedBlocks, BiasedLayer
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.spec.head import HeadSpec
-from megatron_mtp.spec.kinds import CANDIDATES, CHANNELS_OF_A_KERNEL, TAPS
 
 
 class Convolution(MegatronModule):
@@ -106,7 +106,7 @@ class ConvolvedMLP(Convolved, MLP):
     """An MLP of rows of blocks."""
 
 
-class DFlash2Layer(BlockDrafterLayer):
+class DFlash2Layer(BiasedLayer):
     """All weights of the drafter.
 
     Attributes:
@@ -124,7 +124,7 @@ class DFlash2Layer(BlockDrafterLayer):
         return super().before(state, token) * linear(state, self.markov_projection)
 
 
-class DFlash2Block(BlockDrafter):
+class DFlash2Block(BiasedBlocks):
     """K drafts at once, each a choice among the likeliest tokens.
 
     Raises:

@@ -11,7 +11,7 @@ one step on the trunk's states with noise.
 Letters in names: S sequence, B batch, H hidden.
 """
 
-from typing import Any, ClassVar, override
+from typing import Any, override
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.drafter import layer_spec
-from megatron_mtp.model.eagle3 import Eagle3Block, Eagle3Layer
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.one_layer import OneLayer, OneLayerBlock
 from megatron_mtp.model.shared_keys import WITH_CHAIN
 from megatron_mtp.spec.head import HeadSpec
 
 
-class EagleLayer(Eagle3Layer):
+class EagleLayer(OneLayer):
     """All weights of the drafter."""
 
-    inputs: ClassVar[int] = 2
+    states_read = 2
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -46,7 +46,7 @@ class EagleLayer(Eagle3Layer):
         return whole_states(part, self.config, self.tp_group)
 
 
-class EagleBlock(Eagle3Block):
+class EagleBlock(OneLayerBlock):
     """K steps of the drafter."""
 
     @classmethod

@@ -1,0 +1,251 @@
+"""What the folder of a drafter says and holds: what its kind makes its own form of, and the rules that forms share.
+
+A kind's row names its form; `CODECS` has all of them. Letters in names: N drafted tokens, H hidden.
+"""
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, override
+
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.drafter_views import FULL, NON_CAUSAL, SLIDING
+from megatron_mtp.checkpoint.families.blocks import GQA, MLA, Place, gqa_rules, mla_rules, mlp_rules
+from megatron_mtp.checkpoint.families.rules import HFTensor, Piece, Rule, rename
+from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.megatron.checkpoint import DRAFTER
+from megatron_mtp.spec.attention import CAUSAL_IN_WINDOWS
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DRAFTERS, DrafterKind
+from megatron_mtp.spec.registry import Imported
+
+AUX_LAYERS, TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+STATE_KEYS, OUTPUT_KEYS = (AUX_LAYERS, "aux_hidden_state_layer_ids"), (TARGET_LAYERS, "dspark_target_layer_ids")
+"""Config keys with the layers that are read. The first two count states: the number is that of the layers before the
+state, as vLLM and speculators count. The others, and `AUX_LAYERS` within `eagle_config`, count outputs: the number is
+that of the layer that returns the state, from 0, as SGLang and SpecForge count."""
+INNER = OF_ONE_LAYER, OF_BLOCKS, OF_LAYERS = "eagle_config", "dflash_config", "transformer_layer_config"
+"""Config keys with further keys in them: SpecForge's, z-lab's and speculators'."""
+KV_RANK = "kv_lora_rank"
+LATENT_KEYS = "q_lora_rank", KV_RANK, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+"""Config keys of `LatentSizes`, in its order."""
+COUNTS = {"outputs": 1, "states": 0}
+"""What layer ids may count, and what makes the layers before a state of one."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Rows in the order of a folder's drafts, to the order of their tokens; `order_N` has the row of each token."""
+
+    order_N: Tensor
+    what = "by ascending token"
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as a checkpoint has them."""
+        return [rows[self.order_N] for rows in tensors]
+
+    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The rows as the folder has them."""
+        return [rows[self.order_N.argsort()] for rows in tensors]
+
+
+class DrafterCodec(ABC):
+    """A kind's keys of config.json and tensors.
+
+    Attributes:
+        has_own_head: whether the folder always has a head, which is otherwise the trunk's without a draft vocabulary.
+        has_embedding: whether an exported folder has a copy of the trunk's embedding.
+        stores_steps: whether the folder has the number of drafts.
+        whole_numbers: config keys that it must have as integers.
+        layer_names: beginnings of the names of its one layer: as it is written, and others that are read.
+        own_forms: config keys that other kinds do not have, with the value that it must have; None for any.
+    """
+
+    has_own_head = False
+    has_embedding = False
+    stores_steps = True
+    whole_numbers: tuple[str, ...] = ("hidden_size", "intermediate_size")
+    layer_names: tuple[str, ...] = ("midlayer.", "layers.0.")
+    own_forms: ClassVar[dict[str, Any]] = {}
+
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
+        """Keys beside those of the sizes."""
+        if kind.window is None:
+            return {}
+        types = [FULL if number in kind.full_layers else SLIDING for number in range(1, kind.depth + 1)]
+        return {"layer_types": types, "sliding_window": kind.window, "use_sliding_window": True}
+
+    @abstractmethod
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        """The rules of what only drafters of this kind have.
+
+        Args:
+            kind: the drafter.
+            sizes: of `drafter_form.sizes_of`.
+            layer: the name of its one layer in the folder.
+            rows: the order of the drafted tokens.
+        """
+
+    def layers(self, keys: dict[str, Any], layers: int, count: str | None) -> list[int]:
+        """Numbers of the layers that are read of a trunk of so many, from any of the keys.
+
+        Args:
+            count: of `COUNTS`, what the numbers count; None for what their key says.
+
+        Raises:
+            ValueError: the key says one and the numbers look like the other.
+        """
+        for names, says in ((STATE_KEYS, "states"), (OUTPUT_KEYS, "outputs")):
+            for name in names:
+                if keys.get(name):
+                    return [number + COUNTS[count or says] for number in keys[name]]
+        return []
+
+    @abstractmethod
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        """Settings that drafters of this kind have and others do not, by the names of their flags.
+
+        Raises:
+            ValueError: the trunk of these arguments has no such drafter.
+        """
+
+    def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
+        """Return whether it has more layers than drafters of its kind have."""
+        return False
+
+
+class OneLayerCodec(DrafterCodec):
+    """Of drafters of one layer, which do not say with how many steps they were trained."""
+
+    stores_steps = False
+
+    @override
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        return {}
+
+    @override
+    def has_unknown_layers(self, keys: dict[str, Any]) -> bool:
+        return bool(keys.get("num_hidden_layers", 1) != 1)
+
+
+class BlockCodec(DrafterCodec):
+    """Of drafters that fill blocks; `block_size` counts the rows that draft nothing too."""
+
+    whole_numbers: tuple[str, ...] = (*DrafterCodec.whole_numbers, "num_hidden_layers", "block_size", "mask_token_id")
+
+    @override
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
+        rows = kind.drafts + kind.idle_rows
+        is_causal: dict[str, Any] = {"is_causal": bool(kind.causal)}
+        inner = {**self.inner(kind), "causal": bool(kind.causal)}
+        if kind.causal == CAUSAL_IN_WINDOWS:  # engines take layers so where no key is for them all
+            is_causal = {NON_CAUSAL: False}
+            del inner["causal"]
+        if kind.window is not None:
+            inner |= {"swa_window_size": kind.window, **({} if kind.full_layers else {"use_swa": True})}
+        if kind.has_sinks:
+            inner["attention_sink_bias"] = True
+        return super().keys(kind) | {"block_size": rows, **is_causal, OF_BLOCKS: inner}
+
+    def inner(self, kind: HeadSpec) -> dict[str, Any]:
+        """What engines look for in `OF_BLOCKS`."""
+        return {TARGET_LAYERS: [number - 1 for number in kind.layers], "mask_token_id": kind.mask_token}
+
+    @override
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        rules = input_and_output(sizes, len(kind.layers))
+        rules.append(rename("hidden_norm.weight", f"{DRAFTER}hidden_norm.weight", (sizes["hidden_size"],)))
+        for number in range(kind.depth):
+            place = Place(f"layers.{number}.", f"{DRAFTER}layers.{number}.")
+            norms = {"input_layernorm": "input_layernorm"}
+            rules += layer_rules(place, sizes, kind, norms, normalizes_heads=True)
+        return rules
+
+    @override
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        mask, has_choice = keys["mask_token_id"], "drafter_idle_rows" in row.settings
+        if keys.get("sample_from_anchor") and not has_choice:
+            raise ValueError(
+                f"{path / CONFIG} has sample_from_anchor, and the newest token's row of {row.called} drafts nothing; "
+                "give another."
+            )
+        idle = int(has_choice and keys.get("sample_from_anchor") is False)
+        steps = keys["block_size"] - row.idle_rows - idle
+        if not 0 <= mask < args.vocab_size:
+            raise ValueError(
+                f"{path / CONFIG} has mask_token_id {mask}, and the vocabulary has {args.vocab_size} tokens; give a "
+                "drafter of this trunk."
+            )
+        if not 1 <= steps <= args.max_position_embeddings:
+            raise ValueError(
+                f"{path / CONFIG} has block_size {keys['block_size']}, of {steps} drafts, and the trunk has "
+                f"{args.max_position_embeddings} positions; fetch the folder again."
+            )
+        return {
+            "drafter_steps": steps,
+            "drafter_num_layers": keys["num_hidden_layers"],
+            "drafter_mask_token": mask,
+            "drafter_markov_rank": keys.get("markov_rank"),
+            "drafter_idle_rows": idle if has_choice else None,
+        }
+
+
+CODECS: Imported[DrafterCodec] = Imported({row.name: row.folder for row in DRAFTERS.values()})
+"""Forms of folders by kind."""
+
+
+def with_inner(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config with those that some forms have one level down."""
+    return {**(keys.get(OF_LAYERS) or {}), **keys, **(keys.get(OF_BLOCKS) or {})}
+
+
+def _own_key(rule: Rule) -> Rule:
+    """The rule without the keys of Transformer Engine's modules, which drafters do not have."""
+    return replace(rule, mcore=tuple(replace(piece, aliases=()) for piece in rule.mcore))
+
+
+def by_token(name: str, key: str, shape: Shape, rows: TokenOrder) -> Rule:
+    """A matrix with a row for each draft; the trunk's head may have more rows."""
+    return Rule((HFTensor(name, shape),), (Piece(key, shape, padded=True),), rows)
+
+
+def input_and_output(sizes: dict[str, Any], inputs: int) -> list[Rule]:
+    """Rules of what makes a feature of so many states, and of the norm before the head."""
+    hidden = sizes["hidden_size"]
+    return [
+        rename("fc.weight", f"{DRAFTER}fc.weight", (hidden, inputs * hidden)),
+        rename("norm.weight", f"{DRAFTER}norm.weight", (hidden,)),
+    ]
+
+
+def layer_rules(
+    place: Place,
+    sizes: dict[str, Any],
+    kind: HeadSpec,
+    norms: dict[str, str],
+    inputs: int = 1,
+    normalizes_heads: bool = False,
+) -> list[Rule]:
+    """Rules of one layer, whose attention takes so many inputs of the hidden size side by side."""
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if KV_RANK in sizes:
+        latents = [sizes[name] for name in LATENT_KEYS]
+        attention, channels = mla_rules(place, MLA(inputs * hidden, heads, *latents)), latents[-1]
+    else:
+        groups, channels = sizes["num_key_value_heads"], sizes["head_dim"]
+        attention = gqa_rules(place, GQA(inputs * hidden, heads, groups, (channels,) * 3, norms=normalizes_heads))
+    output, sink = (
+        f"{place.mcore}self_attention.{name}" for name in ("linear_proj.weight", "core_attention.softmax_offset")
+    )
+    named = {**norms, "post_attention_layernorm": "pre_mlp_layernorm"}
+    return [
+        *(rename(f"{place.hf}{a}.weight", f"{place.mcore}{b}.weight", (hidden,)) for a, b in named.items()),
+        *(_own_key(rule) for rule in attention if rule.mcore[0].key != output),
+        rename(f"{place.hf}self_attn.o_proj.weight", output, (hidden, heads * channels)),
+        *mlp_rules(f"{place.hf}mlp.", f"{place.mcore}mlp.", hidden, kind.ffn),
+        *([rename(f"{place.hf}self_attn.attention_sink_bias", sink, (heads,))] if kind.has_sinks else []),
+    ]

@@ -1,0 +1,5 @@
+"""The folder of a DFlash drafter: `fc`, `hidden_norm`, `layers.*`, `norm`."""
+
+from megatron_mtp.checkpoint.convert.drafter_codec import BlockCodec
+
+FOLDER = BlockCodec()

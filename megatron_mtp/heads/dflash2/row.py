@@ -1,0 +1,22 @@
+"""DFlash2 in a row: what it reads, learns and has, and where its parts are."""
+
+from megatron_mtp.spec.kinds import MARKOV_RANK, SETTINGS_OF_BLOCKS, DrafterKind, spread_layers, weights_of_blocks
+
+TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
+"""Sizes of every published one: rows that a convolution adds up, channels that share what a row adds to its kernel, and
+tokens that a draft is chosen from."""
+
+ROW = DrafterKind(
+    name="dflash2",
+    called="a DFlash2 drafter",
+    architecture="DFlash2DraftModel",
+    model_type="qwen3",
+    block="megatron_mtp.heads.dflash2.block:DFlash2Block",
+    folder="megatron_mtp.heads.dflash2.folder:FOLDER",
+    methods={"dflash2": "megatron_mtp.heads.dflash2.propose:DFlash2"},
+    default_layers=spread_layers,
+    weights=weights_of_blocks,
+    loss={"mtp_loss": "kd"},
+    settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
+    idle_rows=1,
+)

@@ -1,0 +1,19 @@
+"""DSpark in a row: what it reads, learns and has, and where its parts are."""
+
+from megatron_mtp.spec.kinds import MARKOV_RANK, SETTINGS_OF_BLOCKS, DrafterKind, spread_layers, weights_of_blocks
+
+ROW = DrafterKind(
+    name="dspark",
+    called="a DSpark drafter",
+    architecture="Qwen3DSparkModel",
+    model_type="qwen3",
+    block="megatron_mtp.heads.dspark.block:DSparkBlock",
+    folder="megatron_mtp.heads.dspark.folder:FOLDER",
+    methods={"dspark": "megatron_mtp.heads.dspark.propose:DSpark"},
+    default_layers=spread_layers,
+    weights=weights_of_blocks,
+    loss={"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
+    settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
+    also_called=("DSparkSpeculator", "DSparkDraftModel"),
+    has_confidence=True,
+)

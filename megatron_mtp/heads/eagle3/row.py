@@ -1,0 +1,39 @@
+"""EAGLE-3 in a row: what it reads, learns and has, and where its parts are."""
+
+from megatron_mtp.spec.kinds import DrafterKind, weights_of_passes
+
+READS = 3
+"""Layers of the trunk that it reads."""
+
+
+def engine_layers(layers: int) -> tuple[int, ...]:
+    """The layers that engines read for a folder that names none: after 2, after half and all but three."""
+    return 2, layers // 2, layers - 3
+
+
+def default_layers(layers: int, _: int | None = None) -> tuple[int, ...]:
+    """The layers of engines; of a trunk that is too short for them, the first, the middle one and the last but one."""
+    chosen = engine_layers(layers)
+    return chosen if sorted(set(chosen)) == [*chosen] and chosen[0] >= 1 else (1, layers // 2, layers - 1)
+
+
+ROW = DrafterKind(
+    name="eagle3",
+    called="an EAGLE-3 drafter",
+    architecture="LlamaForCausalLMEagle3",
+    model_type="llama",
+    block="megatron_mtp.heads.eagle3.block:Eagle3Block",
+    folder="megatron_mtp.heads.eagle3.folder:FOLDER",
+    methods={
+        "eagle3": "megatron_mtp.heads.eagle3.propose:Eagle3Chain",
+        "eagle3_tree": "megatron_mtp.heads.eagle3.propose:Eagle3Tree",
+    },
+    default_layers=default_layers,
+    weights=weights_of_passes,
+    loss={"mtp_loss": "kd"},
+    settings={"drafter_layers": None, "drafter_norm_before_residual": 0, "drafter_multi_latent_attention": None},
+    also_called=("Eagle3Speculator", "Eagle3DraftModel"),
+    latent_architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+    reads=READS,
+    can_be_fitted=True,
+)

@@ -1,0 +1,65 @@
+"""Block drafters whose drafts know the token before: a bias of low rank is added to their logits, as DSpark does.
+
+    logits of draft k    head(h) + W2 W1[t_{a+k-1}]     h the row's state after the norm
+
+Letters in names: A blocks, D drafts of a block, B batch, H hidden, R rank of the bias, X both side by side, V
+vocabulary, N drafted tokens.
+"""
+
+from dataclasses import replace
+from typing import Any, override
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_mtp.model.block_drafter import BlockDrafter, BlockDrafterLayer
+from megatron_mtp.model.head import Head
+from megatron_mtp.spec.head import HeadSpec
+
+
+class BiasedLayer(BlockDrafterLayer):
+    """All weights of the drafter.
+
+    Attributes:
+        markov_w1: W1 [V, R].
+        markov_w2: W2 [N, R], with the rows of the head.
+    """
+
+    def __init__(self, drafter: HeadSpec, config: TransformerConfig, drafted: int | None, *others: Any) -> None:
+        super().__init__(drafter, config, drafted, *others)
+        assert drafter.markov_rank is not None
+        self.markov_w1 = self.whole_on_every_rank(drafter.vocabulary, drafter.markov_rank)
+        self.markov_w2 = self.whole_on_every_rank(drafted or drafter.vocabulary, drafter.markov_rank)
+
+    def before(self, state: Tensor, token: Tensor) -> Tensor:
+        """What the token before a draft gives the bias, [..., R], for a state [..., H] after the norm: W1[token]."""
+        return self.markov_w1[token]
+
+
+class BiasedBlocks(BlockDrafter):
+    """K drafts at once, whose logits have the bias by the token before."""
+
+    @override
+    def with_bias(self, states_ADBH: Tensor, before_DBA: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        read_ADBR = self.layer.before(states_ADBH, before_DBA.permute(2, 0, 1))
+        both_ADBX = torch.cat([states_ADBH, read_ADBR], dim=-1)
+        return list(both_ADBX.unbind(1)), self.confidence(both_ADBX)
+
+    def confidence(self, both_ADBX: Tensor) -> Tensor | None:
+        """Logits [D, A, B] that the drafts are accepted, of a kind that learns them."""
+        return None
+
+    @override
+    def head_of(self, head: Head) -> Head:
+        head = super().head_of(head)
+        rows_NR = copy_to_tensor_model_parallel_region(self.layer.markov_w2, group=self.tp_group)
+        if head.draft_vocabulary is not None:
+            first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
+        else:
+            count = len(head.weight)
+            first = count * self.tp_group.rank()
+            rows_NR = pad(rows_NR, (0, 0, 0, count * self.tp_group.size() - len(rows_NR)))
+        return replace(head, bias_rows=rows_NR[first : first + count])

@@ -276,7 +276,7 @@ def spoiled(folder: Path, made: Path, **changes: Any) -> Path:
         ({"norm_output": True}, "has norm_output, a form of drafters that is not known here"),
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "give a LlamaForCausalLMEagle3, .*DFlashDraftModel, Qwen3DSparkModel",
+            "give a DFlashDraftModel, .*LlamaForCausalLMEagle3",
         ),
     ],
 )

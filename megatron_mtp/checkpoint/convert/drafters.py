@@ -29,7 +29,7 @@ from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.megatron.checkpoint import DRAFTER, EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import check_trainable, layers_to_read, stored_with
-from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 # --- a folder of a checkpoint's drafter -------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
     reader = DistReader(source)
     if not reader.has_drafter:
         raise ValueError(
-            f"{source} has no drafter; train one with megatron-mtp train --drafter {next(iter(DRAFTERS))} --load "
+            f"{source} has no drafter; train one with megatron-mtp train --drafter {fitted_kind().name} --load "
             f"{source}."
         )
     args = reader.common()["args"]

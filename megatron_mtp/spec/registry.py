@@ -9,12 +9,13 @@ parts by the same entry points. One whose folder was taken away is skipped: the 
 """
 
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-EXTENSIONS = "megatron_mtp.extensions."
+NAME, EXTENSIONS = "megatron-mtp", "megatron_mtp.extensions."
 
 
 class Registry[T](Mapping[str, T]):
@@ -76,7 +77,22 @@ def _points(group: str) -> tuple[EntryPoint, ...]:
 @cache
 def _points_on(path: tuple[str, ...], group: str) -> tuple[EntryPoint, ...]:
     """Entry points of the packages on a path; kept, since every package has a file to read."""
-    return tuple(point for point in entry_points(group=group) if _is_there(point.module))
+    points, own = [*entry_points(group=group)], _of_checkout()
+    if own is not None:
+        points = [*own.get(group, ()), *(point for point in points if _package(point) != NAME)]
+    return tuple(point for point in points if _is_there(point.module))
+
+
+def _of_checkout() -> dict[str, list[EntryPoint]] | None:
+    """What a checkout registers, which need not be installed, nor installed anew after a change; None of a wheel."""
+    project = Path(sys.modules["megatron_mtp"].__path__[0]).parent / "pyproject.toml"
+    if not project.is_file():
+        return None
+    found = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+    if found.get("name") != NAME:
+        return None
+    groups: dict[str, dict[str, str]] = found["entry-points"]
+    return {group: [EntryPoint(name, value, group) for name, value in rows.items()] for group, rows in groups.items()}
 
 
 def _is_there(module: str) -> bool:

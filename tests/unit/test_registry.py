@@ -97,3 +97,22 @@ def test_rows_that_are_imported_when_looked_up(outside: Path) -> None:
     assert lazy["focal"] == "outside focal", "imported once"
     with pytest.raises(ModuleNotFoundError):
         lazy["bad"]
+
+
+def test_a_checkout_registers_what_its_pyproject_names_installed_or_not(
+    outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a checkout on the path works as it is, and one that was installed before a change knows what is new."""
+    project = '[project]\nname = "megatron-mtp"\n'
+    rows = '[project.entry-points."megatron_mtp.tested"]\nfocal = "outside_parts:focal"\n'
+    (outside / "pyproject.toml").write_text(project + rows, encoding="utf-8")
+    monkeypatch.setattr(megatron_mtp, "__path__", [str(outside / "megatron_mtp")])
+    assert dict(table()) == {"ce": "our ce", "focal": "outside focal"}
+
+
+def test_another_project_around_an_installed_package_registers_nothing(
+    outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (outside / "pyproject.toml").write_text('[project]\nname = "theirs"\n', encoding="utf-8")
+    monkeypatch.setattr(megatron_mtp, "__path__", [str(outside / "megatron_mtp")])
+    assert dict(table()) == {"ce": "our ce"}

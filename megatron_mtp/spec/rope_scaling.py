@@ -14,7 +14,7 @@ from typing import Any, ClassVar, override
 LARGEST = 2**31
 """Numbers of a scaling are below it."""
 
-WITHOUT_EFFECT = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
+OTHER_KEYS = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "finetuned")
 """Keys beside those of a scaling; a drafter has the positions of text, which are the same in all sections."""
 
 MSCALES = ("mscale", "mscale_all_dim")
@@ -247,7 +247,7 @@ def scaling_of(keys: Mapping[str, Any], is_latent: bool = False) -> dict[str, An
     further = MSCALES if is_latent and row.numbers else row.further
     if keys.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(f"a partial_rotary_factor of {keys['partial_rotary_factor']}; a drafter turns whole heads")
-    known = {*row.numbers, *further, *WITHOUT_EFFECT, "partial_rotary_factor"}
+    known = {*row.numbers, *further, *OTHER_KEYS, "partial_rotary_factor"}
     if unknown := sorted(keys.keys() - known):
         says = ", ".join(sorted(known))
         raise ValueError(f"a setting '{unknown[0]:.40}' of rope_type '{kind}'; known are {says}{WHERE[is_latent]}")

@@ -5,6 +5,8 @@ run.py               one run: arguments, model configuration, Megatron's pretrai
 flags.py             flags of the MTP layers, for any parser of Megatron's flags, and flags from a YAML file (--config)
 dry_run.py           the plan of a job of any size (--dry-run)
 arguments.py         Megatron's parser with our flags and those of this machine, and the order of all checks
+needed.py            flags that a run needs
+settings.py          arguments that follow from others
 checks.py            flags that are refused: ours, those that Megatron takes in silence, those that crash it
 startup.py           how a run ends that cannot start: one sentence, and the traceback in a log file
 loading.py           whether what --load names can be loaded; the draft vocabulary that it or the flags give

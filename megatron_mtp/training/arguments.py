@@ -20,11 +20,11 @@ from megatron_mtp.losses import check_loss
 from megatron_mtp.megatron import cpu
 from megatron_mtp.megatron.checkpoint.catalogue import CATALOGUE
 from megatron_mtp.megatron.checkpoint.reader import DistReader
+from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
 from megatron_mtp.megatron.runtime import fuses_weight_gradients, transformer_engine_works
 from megatron_mtp.model.arguments import (
     APEX,
     CUDA,
-    MODEL_ARGUMENTS,
     TE,
     MTPModelConfig,
     check_trainable,
@@ -33,18 +33,12 @@ from megatron_mtp.model.arguments import (
     without_stages,
 )
 from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, drafted_steps, heads_of, trained_depths
-from megatron_mtp.training.checks import (
-    OF_A_MODEL,
-    OF_A_RUN,
-    OF_DATA,
-    Needed,
-    check_data,
-    check_flags,
-    check_hub,
-    check_needed,
-    check_ranges,
-    check_supported,
-    check_trunk,
+from megatron_mtp.training.checks import check_data, check_flags, check_hub, check_ranges, check_supported, check_trunk
+from megatron_mtp.training.datasets import make_chats, reads_chats
+from megatron_mtp.training.flags import add_mtp_arguments
+from megatron_mtp.training.loading import check_load, plan_load
+from megatron_mtp.training.needed import OF_A_MODEL, OF_A_RUN, OF_DATA, Needed, check_needed
+from megatron_mtp.training.settings import (
     counted_depths,
     drafter_arguments,
     leave_out_evaluations,
@@ -52,9 +46,6 @@ from megatron_mtp.training.checks import (
     with_changes,
     without_depths,
 )
-from megatron_mtp.training.datasets import make_chats, reads_chats
-from megatron_mtp.training.flags import add_mtp_arguments
-from megatron_mtp.training.loading import check_load, plan_load
 from megatron_mtp.training.short_log import say
 
 ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]

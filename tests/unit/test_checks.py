@@ -10,12 +10,13 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
+from megatron_mtp.megatron.flags import RANGES
 from megatron_mtp.megatron.runtime import ALLOW_CPU, GIVEN_GPUS, check_device
 from megatron_mtp.model.build import join_world
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training import checks, run
 from megatron_mtp.training.arguments import set_connections
-from megatron_mtp.training.checks import RANGES, check_hub, check_ranges
+from megatron_mtp.training.checks import check_hub, check_ranges
 
 PATTERN = "--hybrid-layer-pattern"
 HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
@@ -75,10 +76,10 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --mock-data or chats"),
         (f"{DEPTHS} --seq-length 2", "--mtp-num-layers is 2 (--mtp-unroll None), but sequences of --seq-length 2 have"),
         ("--drafter eagle2 --load x", "EAGLE-2 is --drafter eagle, drafted with the method eagle_tree"),
-        ("--drafter EAGLE-3 --load x", "choose one of eagle3, eagle, dflash, dspark, dflash2; did you mean eagle3?"),
+        ("--drafter EAGLE-3 --load x", "choose one of dflash, dflash2, dspark, eagle, eagle3; did you mean eagle3?"),
         (
             "--drafter lookahead --load x",
-            "--drafter is 'lookahead'; choose one of eagle3, eagle, dflash, dspark, dflash2.",
+            "--drafter is 'lookahead'; choose one of dflash, dflash2, dspark, eagle, eagle3.",
         ),
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],

@@ -29,7 +29,7 @@ from megatron_mtp.spec.attention import (
 )
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.rope_scaling import scaling_of
-from megatron_mtp.training.checks import drafter_arguments
+from megatron_mtp.training.settings import drafter_arguments
 
 TRUNK = AttentionSizes(16, 2, 256, 1e-6, 1e7)
 LATENTS = LatentSizes(24, 512, 128, 64, 128)

@@ -15,7 +15,8 @@ from megatron_mtp.checkpoint import families
 from megatron_mtp.checkpoint.convert.computation import LAYERS_BESIDE, settings_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits
-from megatron_mtp.model.arguments import MODEL_ARGUMENTS, MTPGPTModelConfig, completed, config_of, parse_flags, parsed
+from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
+from megatron_mtp.model.arguments import MTPGPTModelConfig, completed, config_of, parse_flags, parsed
 from megatron_mtp.model.build import build
 
 HARMLESS = {

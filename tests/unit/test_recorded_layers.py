@@ -16,7 +16,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron_single import LENGTH, MOE, ROWS, our_model
 from torch.nn import Module
 
-from megatron_mtp.training.checks import UNSUPPORTED
+from megatron_mtp.megatron.flags import UNSUPPORTED
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -10,8 +10,9 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mtp.losses.objective import scaling_factor
+from megatron_mtp.megatron.refusals import DIVERGED
 from megatron_mtp.training.short_log import keep_listing, quiet
-from megatron_mtp.training.startup import DIVERGED, explained
+from megatron_mtp.training.startup import explained
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

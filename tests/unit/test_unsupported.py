@@ -13,8 +13,9 @@ from documents import ROOT
 from megatron.training.arguments import add_megatron_arguments
 from test_arguments import DEPTHS, MOCK, ROPE, _in_no_job, refusal  # noqa: F401  # a fixture
 
+from megatron_mtp.megatron.flags import UNSUPPORTED, Unsupported
 from megatron_mtp.model.arguments import parse_flags
-from megatron_mtp.training.checks import UNSUPPORTED, Unsupported, check_supported
+from megatron_mtp.training.checks import check_supported
 
 sys.path.append(str(Path(__file__).parents[1] / "functional"))
 

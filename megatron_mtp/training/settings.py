@@ -1,0 +1,162 @@
+"""Arguments that follow from others: of a drafter, of --mtp-num-layers 0, of a pattern, of data without validation."""
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_mtp.data.checks import split_weights
+from megatron_mtp.model.arguments import as_mtp_layers, layers_to_read, trunk_spec
+from megatron_mtp.spec.attention import LATENT, own_sizes
+from megatron_mtp.spec.config import BESIDE_MTP, MTPConfig, flag_of, stands_beside
+from megatron_mtp.spec.head import drafts_of, layers_of, own_numbers
+from megatron_mtp.spec.kinds import kind_of
+from megatron_mtp.training.short_log import say
+
+PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
+FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
+
+WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
+"""Settings of ours that a run without MTP layers has a use for."""
+
+
+def with_changes(args: Namespace, changes: dict[str, Any]) -> Namespace:
+    """A copy of the arguments with others in the place of some."""
+    return Namespace(**{**vars(args), **changes})
+
+
+def of_drafter(args: Namespace) -> dict[str, Any]:
+    """The arguments that follow from --drafter (ours).
+
+    Raises:
+        ValueError: it was given with what a run with a drafter cannot have.
+    """
+    is_beside = args.drafter is not None and bool(args.mtp_num_layers)
+    if args.drafter is None:
+        return {BESIDE_MTP: is_beside}
+    is_alone = not is_beside
+    for given, flag, why in (
+        (is_alone and args.mtp_unroll, "--mtp-unroll", "its passes are --drafter-steps"),
+        (is_alone and args.mtp_init, "--mtp-init", "a new drafter is drawn"),
+        (is_alone and args.mtp_hidden_state_mixing, "--mtp-hidden-state-mixing", "a step reads its own states"),
+        (is_alone and args.mtp_repeated_layer_shares_kv, SHARES, "its steps always do"),
+        (is_alone and args.mtp_repeated_layer_first_pass_kv, FIRST_PASS, "its steps attend to their own chain too"),
+        (
+            args.overlap_moe_expert_parallel_comm,
+            "--overlap-moe-expert-parallel-comm",
+            "its schedule takes apart the layers whose states are read",
+        ),
+    ):
+        if given:
+            raise ValueError(f"--drafter {args.drafter} was given with {flag}, but {why}; drop one of the two.")
+    return {BESIDE_MTP: is_beside, **drafter_arguments(with_changes(args, {BESIDE_MTP: is_beside}))}
+
+
+def drafter_arguments(args: Namespace) -> dict[str, Any]:
+    """The arguments of a run with a drafter: in the place of MTP layers it is one in K passes on a frozen trunk.
+
+    Raises:
+        ValueError: the trunk does not have the layers that are to be read.
+    """
+    kind, given, chosen = kind_of(args.drafter), vars(args), args.drafter_layers
+    if (layers := layers_to_read(args)) is not None:
+        chosen = [*layers_of(kind, given, layers)]
+        _check_heads(args)
+    return {
+        "drafter_layers": chosen or None,
+        **own_numbers(kind, given),
+        **({} if stands_beside(args) else _in_their_place(args)),
+    }
+
+
+def _in_their_place(args: Namespace) -> dict[str, Any]:
+    loss = kind_of(args.drafter).loss if args.mtp_loss == "ce" else {}
+    return loss | as_mtp_layers(drafts_of(vars(args)), args)
+
+
+def _check_heads(args: Namespace) -> None:
+    """Raises ValueError where tensor-parallel ranks cannot share out the drafter's heads, or what it compresses to."""
+    if args.num_attention_heads is None:
+        return
+    sizes = own_sizes(args.hidden_size, trunk_spec(args).attention, vars(args))
+    ranks = args.tensor_model_parallel_size
+    shared = [(sizes.heads, "heads", "--drafter-num-attention-heads")]
+    if sizes.latents is None:
+        shared.append((sizes.groups, "key heads", "--drafter-num-query-groups"))
+    else:
+        keys = sizes.latents.kv_lora_rank + sizes.latents.qk_pos_emb_head_dim
+        shared.append((sizes.latents.q_lora_rank or 0, "channels of compressed queries", f"another Q in {LATENT}"))
+        shared.append((keys, "channels of compressed keys (KV + ROPE)", f"others in {LATENT}"))
+    for number, what, remedy in shared:
+        if number % ranks:
+            raise ValueError(
+                f"the drafter has {number} {what}, which {ranks} tensor-parallel ranks cannot share; give {remedy}."
+            )
+
+
+def without_depths(args: Namespace) -> dict[str, Any]:
+    """The defaults of what --mtp-num-layers 0 leaves without a use, in a line of flags that has MTP layers (ours).
+
+    Raises:
+        ValueError: nothing would be left to train.
+    """
+    if args.mtp_train_only:
+        raise ValueError(
+            "--mtp-train-only was given with --mtp-num-layers 0, which leaves nothing to train; give 1 or more MTP "
+            "layers, or train the trunk, without --mtp-train-only."
+        )
+    own = [one for one in fields(MTPConfig) if one.name not in WITHOUT_DEPTHS and "drafter" not in one.name]
+    defaults = {one.name: one.default for one in own} | {"mtp_use_repeated_layer": False, "mtp_detach_heads": False}
+    given = [flag_of(name) for name, default in defaults.items() if getattr(args, name) != default]
+    if given and args.rank == 0:
+        say(f"> --mtp-num-layers is 0: training without MTP layers, and without {' '.join(given)}")
+    return defaults
+
+
+def counted_depths(args: Namespace) -> int | None:
+    """--mtp-num-layers, or the MTP layers of --hybrid-layer-pattern, as Megatron counts later; None for none (ours).
+
+    Raises:
+        ValueError: the pattern cannot be read, or --mtp-num-layers is another number.
+    """
+    for old in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
+        if getattr(args, old) is not None:
+            raise ValueError(f"{flag_of(old)} is deprecated; give {PATTERN}, as '<trunk>/<depth>/...'.")
+    if args.hybrid_layer_pattern is None or (args.drafter is not None and not stands_beside(args)):
+        return args.mtp_num_layers or None
+    depths = parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
+    if args.mtp_num_layers == 0 and depths:
+        trunk = args.hybrid_layer_pattern.partition(Symbols.MTP_SEPARATOR)[0]
+        raise ValueError(
+            f"--mtp-num-layers is 0, but {PATTERN} has MTP layers behind its trunk; give {PATTERN} '{trunk}'."
+        )
+    if args.mtp_num_layers not in (None, depths):
+        raise ValueError(
+            f"--mtp-num-layers is {args.mtp_num_layers}, but {PATTERN} {args.hybrid_layer_pattern} has {depths} MTP "
+            "layers behind its trunk, one after each '/'; give as many, or leave --mtp-num-layers out."
+        )
+    return depths or None
+
+
+def leave_out_evaluations(args: Namespace) -> None:
+    """Evaluate nothing (--eval-iters 0) where the flags name data for training alone: Megatron would read from none.
+
+    Raises:
+        ValueError: an evaluation of other data was asked for, and the flags name none for validation.
+    """
+    if args.mock_data or not (args.eval_iters or args.full_validation):
+        return
+    blend, per_split = get_blend_and_blend_per_split(args)
+    weights = split_weights(args.split) if args.split is not None and blend is not None else [1, 1, 1]
+    parts = per_split if per_split is not None else (*weights, 0, 0)
+    training, validation, test = [bool(part) for part in parts[:3]]
+    if validation:
+        return
+    said = f"--split is {args.split}" if args.data_path is not None else "--valid-data-path is missing"
+    if test or not training or args.full_validation or args.skip_train:
+        raise ValueError(f"{said}, which leaves nothing to validate on; give validation data, or --eval-iters 0.")
+    args.eval_iters = 0
+    if args.rank == 0:
+        say(f"> {said}, which leaves nothing to evaluate on: training without evaluations, as with --eval-iters 0")

@@ -7,6 +7,7 @@ layer_settings.py  settings that change nothing in a dense layer's forward
 model_arguments.py  arguments that describe a model
 flags.py         flags and values that Megatron takes and should not
 refusals.py      what Megatron says where a run cannot start, and what is told instead
+patterns.py      patterns of hybrids, a symbol a layer
 patches/         faults of the published megatron-core that are put right
 checkpoint/      its distributed checkpoints: names, iterations, tensors, integrity
 """

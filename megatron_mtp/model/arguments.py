@@ -19,6 +19,7 @@ from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp.megatron.model_arguments import MODEL_ARGUMENTS
+from megatron_mtp.megatron.patterns import symbols_of_a_layer, trunk_and_depths, without_stages
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import (
     BESIDE_MTP,
@@ -202,47 +203,6 @@ def config_of(args: Namespace, **given: Any) -> MTPModelConfig:
 # `--hybrid-layer-pattern`: a symbol a layer, the trunk's, and after each `/` a depth's.
 #
 #     M*-|M*-/*-    a trunk of six layers on two pipeline stages, and one depth
-
-RECURRENT = (Symbols.MAMBA, Symbols.GDN)
-"""Layers with states."""
-KINDS = {
-    Symbols.ATTENTION: "attention",
-    Symbols.MLA: "latent attention",
-    Symbols.DS_ATTENTION: "sparse attention",
-    Symbols.MLP: "MLP",
-    Symbols.MOE: "MoE",
-    Symbols.MAMBA: "Mamba-2",
-    Symbols.GDN: "Gated DeltaNet",
-}
-"""The symbols of a pattern, in words."""
-SHARDED_STACK = "mtp_model_layer"
-"""The name of a depth's stack in checkpoints, which Megatron's own MTP uses too."""
-
-
-def without_stages(pattern: str) -> str:
-    """The pattern without the ends of its pipeline stages: Megatron cuts such a trunk evenly."""
-    return pattern.replace(Symbols.PIPE, "")
-
-
-def trunk_and_depths(pattern: str) -> tuple[str, list[str]]:
-    """The layers of the trunk, without stages, and those of every depth."""
-    trunk, *depths = without_stages(pattern).split(Symbols.MTP_SEPARATOR)
-    return trunk, depths
-
-
-CHANNEL_MIXERS = Symbols.MLP + Symbols.MOE
-"""Layers that mix no positions."""
-
-
-def symbols_of_a_layer(pattern: str | None) -> int:
-    """Symbols of one layer of a model's folder: 2 where each is a mixer without Mamba and its MLP or MoE, else 1.
-
-    G-G-*-      three layers, as in Qwen3.5          M-M-*-      six, as in Nemotron-H
-    """
-    kinds = "" if pattern is None else trunk_and_depths(pattern)[0]
-    mixers, channels = set(kinds[::2]), set(kinds[1::2])
-    is_paired = kinds and not len(kinds) % 2 and channels <= set(CHANNEL_MIXERS)
-    return 2 if is_paired and mixers.isdisjoint({*CHANNEL_MIXERS, Symbols.MAMBA}) else 1
 
 
 # --- Megatron's arguments of a model with a drafter ------------------------------------------------------------------

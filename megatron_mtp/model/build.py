@@ -32,8 +32,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt as megatron_gpt
 
 from megatron_mtp.megatron import cpu
+from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.megatron.runtime import check_device
-from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, symbols_of_a_layer, trunk_spec_of
+from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, trunk_spec_of
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import (

@@ -34,7 +34,7 @@ from megatron.training.models import hybrid as megatron_hybrid
 from torch import Tensor
 
 from megatron_mtp.megatron import runtime
-from megatron_mtp.model.arguments import SHARDED_STACK
+from megatron_mtp.megatron.patterns import SHARDED_STACK
 from megatron_mtp.model.build import AttachingBuilder, Specs
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
 from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules

@@ -28,7 +28,7 @@ from megatron_mtp.megatron.checkpoint.reader import (
     stored_depths,
     stored_draft_vocabulary,
 )
-from megatron_mtp.model.arguments import trunk_and_depths
+from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.spec.rope_scaling import scaling_arguments

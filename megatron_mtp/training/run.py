@@ -32,8 +32,8 @@ from megatron_mtp.megatron.checkpoint.iterations import keep_tokenizer
 from megatron_mtp.megatron.patches import saving
 from megatron_mtp.megatron.patches.patch import Replace, State, installed, state_of, while_replaced
 from megatron_mtp.megatron.patches.table import CORE, LOOP
+from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.megatron.runtime import check_device
-from megatron_mtp.model.arguments import trunk_and_depths
 from megatron_mtp.model.head import embedding_ranks
 from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags

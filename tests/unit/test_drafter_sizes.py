@@ -11,13 +11,8 @@ from megatron_single import LATENT, transformer_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_mtp.model.arguments import (
-    MTPGPTModelConfig,
-    layers_to_read,
-    symbols_of_a_layer,
-    trunk_spec,
-    trunk_spec_of,
-)
+from megatron_mtp.megatron.patterns import symbols_of_a_layer
+from megatron_mtp.model.arguments import MTPGPTModelConfig, layers_to_read, trunk_spec, trunk_spec_of
 from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.spec.attention import (
     AttentionSizes,

@@ -36,7 +36,8 @@ from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig, read_json, text_
 from megatron_mtp.data.checks import FILE, SIZE, check_data_prefixes, most_frequent
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, HF_FILES, ORIGIN
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, depth_of
-from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, without_stages
+from megatron_mtp.megatron.patterns import SHARDED_STACK, without_stages
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.head import tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER

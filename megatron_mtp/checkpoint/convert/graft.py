@@ -62,7 +62,8 @@ from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, other_key
 from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, is_checkpoint, run_tokenizer
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
-from megatron_mtp.model.arguments import SHARDED_STACK, check_trainable, trunk_and_depths
+from megatron_mtp.megatron.patterns import SHARDED_STACK, trunk_and_depths
+from megatron_mtp.model.arguments import check_trainable
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 
 DEPTHS = "mtp."

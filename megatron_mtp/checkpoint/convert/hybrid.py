@@ -45,7 +45,8 @@ from megatron_mtp.megatron.checkpoint.reader import (
     StoredDepths,
     sharding_type,
 )
-from megatron_mtp.model.arguments import KINDS, SHARDED_STACK, check_trainable, trunk_and_depths
+from megatron_mtp.megatron.patterns import KINDS, SHARDED_STACK, trunk_and_depths
+from megatron_mtp.model.arguments import check_trainable
 
 FILE_BYTES = 2**30
 """Size of a part, unless a single tensor is larger: what is made again at most after an interruption."""

@@ -41,7 +41,7 @@ from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
 from megatron_mtp.checkpoint.verify.verify import Check, logits_of, round_trip
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.checkpoint.reader import DistReader
-from megatron_mtp.model.arguments import symbols_of_a_layer
+from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.spec.rope_scaling import yarn_factor
 

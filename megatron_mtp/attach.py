@@ -1,4 +1,4 @@
-"""MTP layers on a model that Megatron, or a framework on top of it, has built; its class stays.
+"""MTP layers or a drafter on a model that Megatron, or a framework on top of it, has built; its class stays.
 
     attached = attach(model, depths=2)                  on every rank, before the model is wrapped for data parallelism
     logits = model(tokens, positions, mask)             the loop's own forward, bit by bit as without the layers
@@ -6,12 +6,15 @@
 
     attach(model, depths=2, weight=0.1)                 the same loss in every forward, without another line
 
+    attach(model, settings=MTPConfig(drafter="eagle3"))     a drafter, whose loss trains nothing of the model
+
 The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no MTP layers.
 
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, override
@@ -25,12 +28,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, to_device
-from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
-from megatron_mtp.model.attachment import Attachment
+from megatron_mtp.model.attachment import Attachment, DraftHead
 from megatron_mtp.model.head import Drafted
 from megatron_mtp.model.mtp import AttentionInputs, is_detached
-from megatron_mtp.model.stages import NO_BACKWARD
+from megatron_mtp.model.stages import NO_BACKWARD, ReadStates
 from megatron_mtp.model.stock import (
     FROZEN,
     OWN,
@@ -42,13 +45,16 @@ from megatron_mtp.model.stock import (
     refused_models,
     tied_embedding,
 )
-from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, HeadSettings, MTPConfig, heads_of
+from megatron_mtp.spec.head import drafts_of
 
 READ = {
+    *DRAFTER_SETTINGS,
+    *("drafter", "drafter_steps", "drafter_blocks"),
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
-"""Settings that attached MTP layers read: loss, temperature, weights, and whether the loss trains them alone."""
+"""Settings that attached heads read: the drafter, loss, temperature, weights, whether the loss trains them alone."""
 
 TOKENS, LABELS = "tokens", "labels"
 """Where the loss mask of a forward without labels stands."""
@@ -65,16 +71,19 @@ def attach(
     block: str = OWN,
     mask_at: str = TOKENS,
 ) -> "Attached":
-    """Attach MTP layers to a `GPTModel` or `HybridModel` of Megatron's, or train those that it has.
+    """Attach MTP layers or a drafter to a `GPTModel` or `HybridModel` of Megatron's, or train the layers that it has.
 
     All ranks call it: after weights are loaded, before the model is wrapped for data parallelism and before the
     optimizer is made. A model with Megatron's MTP block keeps its modules and their names. Else a block of Megatron's
-    class is drawn and put at `model.mtp`, on the last stage.
+    class is drawn and put at `model.mtp`, on the last stage. A drafter is put at `model.drafter_block`; it reads states
+    of the trunk's layers, and its loss trains nothing but itself.
 
     Args:
         model: this rank's model, or its chunks.
-        depths: D, of a new block; None for the model's own.
+        depths: D, of a new block; None for the model's own, or for a drafter alone.
         settings: what the layers learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
+            With `drafter` a drafter of this kind is attached too, or alone where the model has no MTP layers and
+            `depths` is None; it learns what its kind learns by default, or alone what the settings say.
         weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
             forward gives: its labels, or the next tokens where it has none (or where they are its very `input_ids`),
             and its loss mask. In a loop without Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what
@@ -97,27 +106,48 @@ def attach(
         )
     settings = settings or MTPConfig()
     adopts = bool(chunks[0].config.mtp_num_layers)
+    heads = _heads(settings, depths or chunks[0].config.mtp_num_layers or 0)
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
     for chunk in chunks:
         _check(chunk, depths, settings, weight, block, adopts)
-    if not adopts:
-        assert depths is not None
-        for chunk in chunks:
-            add_block(chunk, depths, block)
+    for head in heads:
+        depth_loss(head.settings)
+        check_loss(head.settings)
+    with ExitStack() as undo:
+        if heads[-1].settings.drafter is not None:
+            from megatron_mtp.model.stock_drafter import add_drafter
+
+            add_drafter(chunks[0], heads[-1])
+            undo.callback(delattr, chunks[0], heads[-1].name)  # so that another call can attach
+        if not adopts and depths is not None:
+            for chunk in chunks:
+                add_block(chunk, depths, block)
+        undo.pop_all()
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), settings, weight, mask_at)
+    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), heads, weight, mask_at)
+
+
+def _heads(settings: MTPConfig, depths: int) -> list[HeadSettings]:
+    """MTP layers, a drafter, or both, with what each learns."""
+    steps = 0 if settings.drafter is None else drafts_of(vars(settings))
+    if depths or not steps:
+        return heads_of(settings, depths, steps)
+    assert settings.kind is not None
+    own: dict[str, Any] = settings.kind.loss if settings.mtp_loss == MTPConfig().mtp_loss else {}
+    return [HeadSettings(list(HEADS)[1], replace(settings, **own), steps, has_lambda=False)]
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward of the model, as the loss of its MTP layers needs it.
+    """A forward of the model, as the loss of its heads needs it.
 
     Attributes:
         states_SBH: the decoder's output.
+        read_SBX: states after the layers that a drafter reads, side by side; None without them.
         tokens_BS, position_ids_BS: this rank's part of its input; None where it had none.
         attention: inputs of the trunk's layers.
         records: whether gradients were on.
@@ -125,6 +155,7 @@ class _Forward:
     """
 
     states_SBH: Tensor
+    read_SBX: Tensor | None
     tokens_BS: Tensor | None
     position_ids_BS: Any
     attention: AttentionInputs
@@ -133,18 +164,24 @@ class _Forward:
 
 
 class Attached(Attachment):
-    """The MTP layers of a model, as a training loop needs them.
+    """The MTP layers and the drafter of a model, as a training loop needs them.
 
     Args:
-        model: the chunk on the last stage, or any on another stage, which has no MTP layers to train.
+        model: the chunk on the last stage, or any on another stage, which has no heads to train.
+        heads: MTP layers, a drafter, or both.
 
     Attributes:
         last: what `weight=` added to the last forward with gradients, without a graph; None before.
     """
 
-    def __init__(self, model: Any, settings: MTPConfig, weight: float | None, mask_at: str = TOKENS) -> None:
-        super().__init__(model, [StockHead(model)] if model.post_process else [])
-        self.settings, self.weight, self.mask_at = settings, weight, mask_at
+    def __init__(self, model: Any, heads: Sequence[HeadSettings], weight: float | None, mask_at: str = TOKENS) -> None:
+        of_stock, drafter = HEADS
+        made = [StockHead(model) if head.name == of_stock else getattr(model, drafter) for head in heads]
+        super().__init__(model, made if model.post_process else [])
+        self.settings, self.weight, self.mask_at = [head.settings for head in heads], weight, mask_at
+        self._read = ReadStates(model, next((head.drafter.layers for head in self.heads if head.drafter), ()))
+        self._read_SBX: Tensor | None = None
+        self._losses = 0
         self.last: MTPLoss | None = None
         self._newest: _Forward | None = None
         self._recorded: _Forward | None = None
@@ -162,7 +199,7 @@ class Attached(Attachment):
         normalizer: Tensor | float | None = None,
         document_BS: Tensor | None = None,
     ) -> MTPLoss:
-        """The loss of the MTP layers in the microbatch whose forward has just run, on the last stage.
+        """The loss of the heads in the microbatch whose forward has just run, on the last stage.
 
         Forwards without a graph, such as that of a reference policy, may run in between: under gradients the loss is
         that of the last forward with a graph, or with gradients on where no states have a graph. Under `torch.no_grad`
@@ -211,10 +248,11 @@ class Attached(Attachment):
 
     def _trains_trunk(self) -> bool:
         """Return whether the loss trains more than the MTP layers."""
-        if self.settings.mtp_train_only or is_detached(self.config):
+        own = [head for head in self.heads if head.drafter is None]
+        if not own or self.settings[0].mtp_train_only or is_detached(self.config):
             return False
-        named = self.model.named_parameters()
-        return any(each.requires_grad for name, each in named if not name.startswith("mtp."))
+        modules = tuple(f"{name}." for name in HEADS)
+        return any(each.requires_grad for name, each in self.model.named_parameters() if not name.startswith(modules))
 
     def _check_tokens(self, forward: _Forward, tokens_BS: Tensor) -> None:
         """Refuse tokens of another forward of the same shape, where several have run."""
@@ -234,14 +272,20 @@ class Attached(Attachment):
             if is_so:
                 raise ValueError(sentence)
         self._attention, self._position_ids_BS = forward.attention, forward.position_ids_BS
-        made = loss_of_stage(self, forward.states_SBH, batch, self.settings)
-        if made.loss.requires_grad and is_frozen(self.model.mtp):
+        self._read_SBX, self._losses = forward.read_SBX, self._losses + torch.is_grad_enabled()
+        step = self._losses if torch.is_grad_enabled() else 0
+        first, *others = (
+            loss_of_stage(self, head, forward.states_SBH, batch, settings, step)
+            for head, settings in zip(self.heads, self.settings, strict=True)
+        )
+        if first.loss.requires_grad and self.heads[0].drafter is None and is_frozen(self.model.mtp):
             raise ValueError(FROZEN)
-        return made
+        return replace(first, loss=first.loss + others[0].loss, drafter=others[0]) if others else first
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
-        read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in self.model.mtp.layers)]
+        layers = self.model.mtp.layers if self.heads[0].drafter is None else ()
+        read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
         if any(isinstance(weight, DTensor) for weight in read):
             raise ValueError(
                 "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "
@@ -257,19 +301,29 @@ class Attached(Attachment):
         return self._tied.train(self.model.training)
 
     @override
-    def drafted(self, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool) -> Drafted:
-        """Output of the MTP layers, with the attention inputs of the forward."""
-        return self.drafted_by_first(
-            self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart), batch
-        )
+    def drafted(
+        self, head: DraftHead, hidden_SBH: Tensor, batch: DepthBatch, packed: Any, length: int, is_apart: bool
+    ) -> Drafted:
+        """Output of a head, with the attention inputs of the forward."""
+        trunk = self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart)
+        if head.drafter is not None:
+            positions_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
+            trunk = replace(trunk, read_SBX=self._read_SBX, position_ids_BS=positions_BS)
+        return self.drafted_from(trunk, head, batch)
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
+
+    @override
+    def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._read.after.clear()  # of a forward that failed
+        return super()._begin(model, given, named)
 
     @override
     def _decoded(self, call: Mapping[str, Any], hidden_SBH: Tensor) -> Tensor | None:
         """Keep the forward for its loss, or add the loss to its states."""
         forward = _Forward(
             hidden_SBH,
+            self._read.taken() if self._read.after else None,
             call.get("input_ids"),
             call.get("position_ids"),
             self._attention,
@@ -346,11 +400,14 @@ class _Riding(torch.autograd.Function):
 
 def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    arguments = _arguments(chunk, depths, settings, weight, block, adopts)
-    for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
+    refused = [*_arguments(chunk, depths, settings, weight, block, adopts), *refused_models(chunk, adopts)]
+    if settings.drafter is not None:
+        from megatron_mtp.model.stock_drafter import refused_trunks
+
+        refused += refused_trunks(chunk, settings.drafter)
+    for is_so, sentence in refused:
         if is_so:
             raise ValueError(sentence)
-    depth_loss(settings)
 
 
 def _arguments(
@@ -367,8 +424,8 @@ def _arguments(
             "MTP layers are attached to this model already; use what attach returned.",
         ),
         (
-            depths is None and not adopts,
-            "the model has no MTP layers, and depths is None; give the number of new ones.",
+            depths is None and not adopts and settings.drafter is None,
+            "the model has no MTP layers, and depths is None; give the number of new ones, or settings with a drafter.",
         ),
         (
             adopts and depths not in (None, own),

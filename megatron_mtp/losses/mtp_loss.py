@@ -31,14 +31,16 @@ from megatron_mtp.data.batch import (
     positions_of_ranks,
     shift_left,
     to_device,
+    with_blocks,
 )
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights
-from megatron_mtp.model.attachment import Attachment, attached_of
+from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
 from megatron_mtp.model.head import Drafted, StageOutput
 from megatron_mtp.model.mtp import is_detached
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.head import blocks_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ class MTPLoss:
             With a normalizer it has the sums divided by it in the place of the means. Under context parallelism it is
             this rank's part, and the parts add up to the loss.
         depth_means: [D], the mean loss of every depth over its own unmasked tokens, of all context-parallel ranks.
+        drafter: that of a drafter beside attached MTP layers, which `loss` has already.
     """
 
     loss: Tensor
     depth_means: Tensor
+    drafter: "MTPLoss | None" = None
 
 
 def logits_and_states(stage: StageOutput) -> tuple[Tensor, Tensor]:
@@ -139,7 +143,8 @@ def mtp_loss(
     if document_BS is not None:
         batch = _joined(batch, trunk.config.sequence_parallel)
         hidden_SBH = hidden_SBH.transpose(0, 1).reshape(1, -1, hidden_SBH.size(-1)).transpose(0, 1)
-    return loss_of_stage(attached_of(trunk), hidden_SBH, batch, settings)
+    stage = attached_of(trunk)
+    return loss_of_stage(stage, stage.heads[0], hidden_SBH, batch, settings)
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,14 @@ class Batch:
             )
 
 
-def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig) -> MTPLoss:
-    """`mtp_loss` of a stage; the documents of a batch only end the shifts, unless the batch is packed."""
+def loss_of_stage(
+    stage: Attachment, head: DraftHead, hidden_SBH: Tensor, batch: Batch, settings: MTPConfig, step: int = 0
+) -> MTPLoss:
+    """`mtp_loss` of a head; the documents of a batch only end the shifts, unless the batch is packed.
+
+    Args:
+        step: a number that is the same on all ranks, by which a block drafter draws its blocks.
+    """
     tokens_BS, labels_BS, loss_mask_BS = batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS
     document_BS, packed, normalizer = batch.document_BS, batch.packed, batch.normalizer
     if not stage.config.fp32_residual_connection:  # Megatron's Float16Module has made all outputs float32
@@ -192,20 +203,22 @@ def loss_of_stage(stage: Attachment, hidden_SBH: Tensor, batch: Batch, settings:
     _check_labels(shifted["labels"], shifted["loss_mask"], stage.head(detached=True).vocab_size)
     own_S = own_positions(stage.pg_collection.cp, tokens_BS.size(1), packed)
     _check_states(stage, hidden_SBH, tokens_BS, len(own_S))
-    depths = depth_batch(shifted, stage.depths, document_BS).at(own_S)
+    depths = depth_batch(shifted, head.depths, document_BS).at(own_S)
+    if (blocks := blocks_of(settings.kind, vars(settings))) is not None:
+        depths = with_blocks(depths, blocks, (0, step), tokens_BS.size(1))
     is_apart = is_detached(stage.config) or settings.mtp_train_only or not hidden_SBH.requires_grad
     with _fork_rng():  # dropout in MTP layers does not change the trunk's in its next forward
-        drafted = stage.drafted(hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
+        drafted = stage.drafted(head, hidden_SBH, depths, packed, tokens_BS.size(1), is_apart)
     return _loss(stage, settings, hidden_SBH, drafted, is_normalized=normalizer is not None)
 
 
 def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: Drafted, is_normalized: bool) -> MTPLoss:
     """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
-    weights = depth_weights(settings, stage.depths, 1.0, loss)
+    weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
     objective = HeadObjective(weights, group, loss, per_token=is_normalized)
-    later = objective.later_positions(drafted.batch.positions_S, len(drafted.hidden))
-    total, sums = objective.of_depths(hidden_SBH.detach(), drafted, later)
+    made = objective(hidden_SBH, drafted)
+    total, sums = made.loss, made.depths
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()
     torch.distributed.all_reduce(shown_2D, group=group)
     means_D = torch.where(shown_2D[1] > 0, shown_2D[0] / shown_2D[1], 0)

@@ -13,6 +13,7 @@ hybrid.py            layers of a hybrid, which a pattern names; MTP layers that 
 mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
                      a depth continues from in training (--mtp-hidden-state-mixing)
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
+stock_drafter.py     a drafter for a model of Megatron's own class
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints
 one_layer.py         drafters of one layer in K passes, as EAGLE
 block_drafter.py     drafters of a block of K tokens in one pass, as DFlash

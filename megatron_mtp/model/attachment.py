@@ -115,9 +115,15 @@ class Attachment:
         return head_of(self.model, owner, gathers, detached, self.draft_vocabulary, self.true_vocab_size)
 
     def drafted(
-        self, hidden_SBH: Tensor, batch: DepthBatch, packed: "PackedSeqParams | None", length: int, is_apart: bool
+        self,
+        head: DraftHead,
+        hidden_SBH: Tensor,
+        batch: DepthBatch,
+        packed: "PackedSeqParams | None",
+        length: int,
+        is_apart: bool,
     ) -> Drafted:
-        """Output of the first head.
+        """Output of a head.
 
         Args:
             hidden_SBH: the trunk's.
@@ -130,12 +136,11 @@ class Attachment:
         turned = length if packed is None else packed.max_seqlen_q
         angles = self.rotary_angles(turned, packed_seq=packed is not None)[0] if self.turns_heads else None
         attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
-        return self.drafted_by_first(self.trunk_output(hidden_SBH, position_ids_BS, attention, is_apart), batch)
+        return self.drafted_from(self.trunk_output(hidden_SBH, position_ids_BS, attention, is_apart), head, batch)
 
-    def drafted_by_first(self, trunk: TrunkOutput, batch: DepthBatch) -> Drafted:
-        """What the first head drafts from the trunk's output."""
-        first = self.heads[0]
-        return self.drafted_by(first, batch, *first.drafts(trunk, batch), is_apart=trunk.is_apart)
+    def drafted_from(self, trunk: TrunkOutput, head: DraftHead, batch: DepthBatch) -> Drafted:
+        """What a head drafts from the trunk's output."""
+        return self.drafted_by(head, batch, *head.drafts(trunk, batch), is_apart=trunk.is_apart)
 
     def drafted_by(
         self, head: DraftHead, batch: DepthBatch, *made: Any, gathers: bool | None = None, is_apart: bool = False

@@ -183,7 +183,7 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
     config, tied, whole = chunk.config, chunk.share_embeddings_and_output_weights, chunk.pg_collection.pp.size() == 1
     config.mtp_num_layers = depths
     if chunk.post_process:
-        with _fork_rng(), _initializing(config):
+        with _fork_rng(), initializing(config):
             with ExitStack() as undo:
                 undo.callback(setattr, config, "mtp_num_layers", None)  # so that another call can attach
                 chunk.mtp = _new_block(chunk, depths, block)
@@ -231,7 +231,7 @@ def _end_of(pattern: str) -> str:
 
 def tied_embedding(model: Any) -> LanguageModelEmbedding:
     """An embedding on the weight of the tied head; it is no module of the model, which has the weight already."""
-    with _initializing(model.config, False):
+    with initializing(model.config, False):
         made = LanguageModelEmbedding(
             config=model.config,
             vocab_size=model.vocab_size,
@@ -244,7 +244,7 @@ def tied_embedding(model: Any) -> LanguageModelEmbedding:
 
 
 @contextmanager
-def _initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]:
+def initializing(config: TransformerConfig, does: bool = True) -> Iterator[None]:
     """While this lasts, new weights are drawn; frameworks turn that off where they load a checkpoint."""
     before, config.perform_initialization = config.perform_initialization, does
     try:

@@ -8,7 +8,7 @@ it. Every rank compares its own part of the tensors, and weights depend on their
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ SHARDED = "dp2-sharded"
 """With the distributed optimizer, where a rank has the reduced gradients of its slices alone. Without a clip: further
 parameters shift the slices, and so the order in which the norm is summed."""
 APART = MTPConfig(mtp_train_only=True)
+Compare = Callable[[str, str, Sequence[str]], dict[str, dict[str, list[str]]]]
 WEIGHT = 0.3
 EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 
@@ -264,12 +265,13 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def main(file: str, layout: str, kind: str, *cases: str) -> None:
+def run(compared: Compare, file: str, layout: str, kind: str, *cases: str) -> None:
+    """Join the ranks, compare, and write what was found."""
     torch.distributed.init_process_group("gloo")
     sizes = {name: LAYOUTS[layout][name] for name in SIZES if name in LAYOUTS[layout]}
     mpu.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(0)
-    found = compare(layout, kind, cases)
+    found = compared(layout, kind, cases)
     if torch.distributed.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     torch.distributed.barrier()
@@ -282,4 +284,4 @@ SIZES = (
 )
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(compare, *sys.argv[1:])

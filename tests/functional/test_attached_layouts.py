@@ -74,3 +74,24 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
             if case.startswith("tied adopted"):
                 assert wrong.pop((case, "saved"))[0].startswith("AssertionError")
     assert wrong == {}
+
+
+DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2")
+OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
+OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
+
+
+@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense")]))
+def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(layout: str, trunk: str, tmp_path: Path) -> None:
+    """With a drafter of every kind:
+
+    - policy: logits, gradients and weights after a step are bit by bit those of the model without it;
+    - ours: its gradients are those of `train --drafter` on a frozen trunk, in this layout.
+    """
+    forms = ("packed",) if layout == "cp2" else FORMS
+    cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]
+    worker = WORKER.with_name("attached_drafter_worker.py")
+    launch.run(launch.torchrun(2, worker, str(tmp_path / "found.json"), layout, trunk, *cases), tmp_path / "log")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found) == cases
+    assert {(case, what): names for case, each in found.items() for what, names in each.items() if names} == {}

@@ -742,7 +742,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "none": ({}, {"depths": 0}, "depths is 0; give 1 or more"),
     "others": ({"depths": 2}, {"depths": 3}, "the model has 2 MTP layers, and depths is 3; give None"),
     "settings": ({}, DEPTHS_ONLY, "mtp_architecture in the settings is not for attached MTP layers; megatron-mtp"),
-    "drafter": ({}, {"settings": MTPConfig(drafter="eagle3")}, "drafter in the settings is not for attached"),
+    "draft vocabulary": (
+        {},
+        {"settings": MTPConfig(mtp_draft_vocab_size=8)},
+        "mtp_draft_vocab_size in the settings is not for attached MTP layers; megatron-mtp train has it",
+    ),
     "schedule": (
         {},
         {"settings": MTPConfig(mtp_loss="lk:0.7,e2e_tv:0.3")},

@@ -67,8 +67,8 @@ MOST_IMPORTED = {
     "losses.objective": 21,
     "attach": 34,
     "training.forward_step": 35,
-    "training.run": 66,
-    "checkpoint.convert.import_hf": 53,
+    "training.run": 67,
+    "checkpoint.convert.import_hf": 54,
     "decoding.engine": 41,
     "server.async_engine": 32,
 }

@@ -9,6 +9,7 @@ computation.py      whether arguments and a config.json describe the same comput
 quantizing.py       which weights an export quantizes (--quantize), and what its config says of them
 export_hf.py        mcore-to-hf; an export leaves out the rows that pad the vocabulary
 live.py             the same of a model in memory, without a checkpoint
+live_drafter.py     the folder of a drafter that is attached to a model in memory
 fitting.py          eh_proj of new MTP layers, fitted to text
 fitting_drafter.py  fit-drafter: an EAGLE-3 drafter, fitted to text
 edit.py             attach-mtp, drop-mtp and draft-vocab

@@ -48,7 +48,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
         )
     args = reader.common()["args"]
     form = stored_form(args, reader)
-    keys = _config_keys(args, form)
+    keys = config_keys(args, form)
     groups = [_group(rule, reader, options) for rule in form.rules(head_key(reader)) if rule.hf]
     keys["torch_dtype"] = str(groups[0].entries[0].dtype).removeprefix("torch.")
 
@@ -66,7 +66,7 @@ def plan_drafter(source: Path, options: Options) -> Conversion:
     )
 
 
-def _config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
+def config_keys(args: Namespace, form: DrafterForm) -> dict[str, Any]:
     """The keys of config.json."""
     kind, row = form.kind, DRAFTERS[form.kind.kind]
     return {

@@ -1,0 +1,86 @@
+"""The drafter that `attach` has put on a model, as the folder that engines load, without a checkpoint."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, head_key
+from megatron_mtp.checkpoint.convert.drafters import config_keys
+from megatron_mtp.checkpoint.convert.live import LiveReader
+from megatron_mtp.checkpoint.convert.plan import stored_key
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.common.files import written_beside
+from megatron_mtp.megatron.patterns import symbols_of_a_layer
+from megatron_mtp.spec.config import HEADS
+
+_, DRAFTER_BLOCK = HEADS
+
+
+@torch.no_grad()
+def export_drafter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the drafter's folder, whole, on every rank; all ranks go through them together.
+
+    Args:
+        model: with an attached drafter; wrapped or not.
+
+    Raises:
+        ValueError: the model has no attached drafter.
+    """
+    form, reader = form_of_model(unwrap_model(model)), LiveReader([model], None)
+    for rule in form.rules(head_key(reader)):
+        if rule.hf:
+            pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
+            yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
+
+
+def export_drafter(model: torch.nn.Module, folder: Path) -> None:
+    """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load; all ranks call this.
+
+    Args:
+        model: with an attached drafter; wrapped or not.
+        folder: that rank 0 makes; one that is there stays until the new one is whole.
+
+    Raises:
+        ValueError: the model has no attached drafter.
+    """
+    weights = {name: tensor.contiguous().cpu() for name, tensor in export_drafter_weights(model)}
+    if torch.distributed.get_rank() != 0:
+        return
+    trunk = unwrap_model(model)
+    keys = config_keys(_arguments(trunk), form_of_model(trunk))
+    keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    with written_beside(folder) as made:
+        made.mkdir()
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        (made / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+
+
+def form_of_model(model: Any) -> DrafterForm:
+    """The form of the folder of a model's drafter, which reads layers by the numbers of a folder."""
+    block = getattr(model, DRAFTER_BLOCK, None)
+    if block is None:
+        raise ValueError("the model has no attached drafter; give attach settings with one, MTPConfig(drafter=...).")
+    symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
+    kind = replace(block.drafter, layers=tuple(number // symbols for number in block.drafter.layers))
+    codec, order_N = CODECS[kind.kind], torch.arange(kind.vocabulary)
+    layer, hidden = codec.layer_names[0], model.config.hidden_size
+    return DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)
+
+
+def _arguments(model: Any) -> Namespace:
+    """What a folder's config needs of Megatron's arguments."""
+    return Namespace(
+        num_layers=model.config.num_layers,
+        hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),
+        hidden_size=model.config.hidden_size,
+        max_position_embeddings=model.max_sequence_length,
+    )

@@ -1,0 +1,113 @@
+"""A drafter on a model of Megatron's own class: described by what the model tells of its trunk, and built."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import _fork_rng
+from torch import Tensor
+
+from megatron_mtp.megatron.patterns import symbols_of_a_layer
+from megatron_mtp.model.drafter import DrafterBlock
+from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
+from megatron_mtp.model.stock import Refused, initializing
+from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
+from megatron_mtp.spec.config import HeadSettings
+from megatron_mtp.spec.head import HeadSpec, TrunkSpec
+
+ROPE = ("rope", "yarn")
+BASE = 10_000.0
+"""The base of angles of a drafter whose trunk has none."""
+
+
+def refused_trunks(chunk: Any, kind: str) -> Refused:
+    """Trunks whose states a drafter's hooks would not see."""
+    return [
+        (
+            chunk.pg_collection.pp.size() > 1,
+            f"the model has several pipeline stages, and a drafter ({kind}) reads states of layers on all of them; "
+            "attach it with a pipeline_model_parallel_size of 1, or train it by megatron-mtp train --drafter.",
+        ),
+        (
+            hasattr(chunk, "drafter_block"),
+            "the model has a drafter already; use what attach returned.",
+        ),
+    ]
+
+
+def add_drafter(chunk: Any, head: HeadSettings) -> DrafterBlock:
+    """Put a new drafter at `drafter_block` of a model on one stage.
+
+    Raises:
+        ValueError: the trunk has no such drafter.
+    """
+    kind, config = head.settings.drafter, chunk.config
+    assert kind is not None
+    symbols = symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
+    given = {**vars(head.settings), "drafter_steps": head.depths}
+    made = HeadSpec.resolve(kind, given, trunk_of(chunk, symbols, head.settings.drafter_rope_scaling))
+    drafter = replace(made, layers=tuple(symbols * number for number in made.layers))
+    block = BLOCKS[kind]
+    plan = HeadPlan(head.name, partial(block, drafter), block.submodules(drafter, config), drafter.layers)
+    heads = DraftHeads([plan], lacks_vocabulary=False)
+    with _fork_rng(), initializing(config):
+        heads.build(chunk, None)
+    (built,) = heads.blocks
+    like = next(chunk.decoder.parameters())
+    dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
+    built.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
+    assert isinstance(built, DrafterBlock)
+    return built
+
+
+def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:
+    """What a drafter depends on in a trunk of Megatron's class.
+
+    Args:
+        chunk: the model, on one stage.
+        symbols: of its pattern, for one of its layers.
+        scaling: that the drafter was given.
+
+    Raises:
+        ValueError: the trunk's angles are scaled, which its modules do not tell, and none was given.
+    """
+    config, rotary = chunk.config, getattr(chunk, "rotary_pos_emb", None)
+    is_latent = config.multi_latent_attention
+    base = getattr(config, "rotary_base", None) or getattr(chunk, "rotary_base", None) or _base_of(rotary)
+    if scaling is None and chunk.position_embedding_type in ROPE and (is_latent or rotary is not None):
+        is_scaled = config.rotary_scaling_factor != 1 if is_latent else not _is_plain(rotary, base)
+        if is_scaled and (not is_latent or config.rope_type == "yarn"):
+            raise ValueError(
+                "the trunk scales its rotary positions, and a model of Megatron's does not keep how; give "
+                "drafter_rope_scaling in the settings, as rope_scaling in config.json, or "
+                """'{"rope_type": "default"}'."""
+            )
+    attention = AttentionSizes(
+        config.num_attention_heads,
+        config.num_query_groups or config.num_attention_heads,
+        config.kv_channels or config.hidden_size // config.num_attention_heads,
+        config.layernorm_epsilon,
+        base,
+        None,
+        LatentSizes.of(partial(getattr, config)) if is_latent else None,
+    )
+    layers = config.num_layers // symbols
+    return TrunkSpec(layers, chunk.vocab_size, config.hidden_size, config.ffn_hidden_size, attention)
+
+
+def _base_of(rotary: Any) -> float:
+    """The base of unscaled angles, from the first two frequencies."""
+    if rotary is None:
+        return BASE
+    first, second = (float(one) for one in rotary.inv_freq[:2].double())
+    return float(round((first / second) ** len(rotary.inv_freq)))
+
+
+def _is_plain(rotary: Any, base: float) -> bool:
+    """Return whether the frequencies are those of a base alone, and positions are not divided."""
+    frequencies: Tensor = rotary.inv_freq
+    count = len(frequencies)
+    plain = base ** -(torch.arange(count, dtype=torch.float64) / count)
+    divides = getattr(rotary, "seq_len_interpolation_factor", None) not in (None, 1)
+    return not divides and torch.allclose(frequencies.double().cpu(), plain, rtol=1e-5)

@@ -1,0 +1,67 @@
+"""Drafters of every kind for stock models of four layers, and the gradients of the stage that `train` builds."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_single import one_head
+from torch import Tensor
+
+from megatron_mtp.data.batch import depth_batch
+from megatron_mtp.losses import depth_loss
+from megatron_mtp.losses.mtp_loss import _documents
+from megatron_mtp.losses.objective import depth_weights
+from megatron_mtp.spec.config import MTPConfig
+
+STEPS, LAYERS = 3, {"num_layers": 4}
+BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle3": {"drafter_layers": (1, 2, 3)},
+    "dflash": {"drafter_layers": (1, 3), **BLOCKS},
+    "dspark": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
+    "dflash2": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
+}
+
+
+def settings_of(kind: str, **others: Any) -> MTPConfig:
+    return MTPConfig(drafter=kind, drafter_steps=STEPS, **SETTINGS[kind], **others)
+
+
+def trained(kind: str) -> dict[str, Any]:
+    """The settings for `our_model`."""
+    return {"drafter": kind, "drafter_layers": None, **SETTINGS[kind]}
+
+
+def gradients_of_stage(
+    ours: Any,
+    model: Any,
+    settings: MTPConfig,
+    batch: dict[str, Any],
+    packed: PackedSeqParams | None,
+    own_S: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
+
+    Args:
+        settings: what the drafter learns.
+        own_S: positions of this context-parallel rank; None for all.
+    """
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            weight.copy_(weights[name.replace("mtp.", "drafter_block.")])
+    loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
+    objective = one_head(depth_weights(settings, STEPS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False)
+    document_BS = None if packed is None else _documents(packed, batch["tokens"])
+    shifted = {**batch, "loss_mask": batch["loss_mask"].float()}
+    own_S = torch.arange(batch["tokens"].size(1)) if own_S is None else own_S
+    depths = depth_batch(shifted, STEPS, document_BS).at(own_S)
+    here = {name: batch[name][:, own_S] for name in ("tokens", "position_ids", "labels")}
+    named: dict[str, Any] = {"output_processor": objective, "output_processor_context": [depths]}
+    mask = batch["attention_mask"]
+    made = ours(here["tokens"], here["position_ids"], mask, labels=here["labels"], packed_seq_params=packed, **named)
+    (made.heads[0].loss / depths.whole_tokens[0]).backward()
+    found = {name.replace("mtp.", "drafter_block."): each.grad for name, each in ours.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None and name.startswith("drafter_block.")}

@@ -1,0 +1,219 @@
+"""attach.py with a drafter on stock models: the policy does not change by a bit, and the drafter learns as in `train`.
+
+tests/functional/test_attached_layouts.py has other layouts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_settings import LAYERS, SETTINGS, STEPS, gradients_of_stage, settings_of, trained
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron_single import make_batch, our_model, relative_difference
+from stock_models import draw, learned, packed_batch, stock
+from tiers import tiered
+from torch import Tensor
+
+from megatron_mtp.attach import attach
+from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
+from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
+from megatron_mtp.checkpoint.verify.drafters import Reference
+from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.kinds import DRAFTERS
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+FORMS = ["rows", "packed"]
+
+
+def batch_of(form: str) -> tuple[dict[str, Any], Any]:
+    batch = make_batch(STEPS)
+    return (batch, None) if form == "rows" else packed_batch(batch)
+
+
+def given(batch: dict[str, Any]) -> tuple[Any, ...]:
+    return batch["tokens"], batch["labels"], batch["loss_mask"]
+
+
+def test_every_kind_is_attached_here() -> None:
+    assert SETTINGS.keys() == DRAFTERS.keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("depths", [None, 2], ids=["alone", "with MTP layers"])
+@pytest.mark.parametrize(
+    ("trunk", "kind"),
+    tiered(
+        [(trunk, kind) for trunk in ("dense", "moe", "latent", "hybrid") for kind in SETTINGS],
+        [("dense", "eagle3"), ("moe", "dspark"), ("hybrid", "dflash"), ("dense", "eagle")],
+    ),
+)
+def test_the_policy_does_not_change_by_a_bit(trunk: str, kind: str, depths: int | None, form: str) -> None:
+    (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
+    plain, model = stock(trunk, **layers), stock(trunk, **layers)
+    settings = settings_of(kind, mtp_train_only=depths is not None)
+    attached = attach(model, depths, settings)
+    for each in (plain, model):
+        draw(each)
+    destroy_moe_metrics_tracker()
+    expected = learned(plain, batch, packed, None)
+    destroy_moe_metrics_tracker()
+    found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    own = {name for name in found if name.startswith("gradient of drafter_block.")}
+    assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith("drafter_block.")}
+    assert all(found[name].any() for name in own)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -> None:
+    """Those of `train --drafter` on a frozen trunk."""
+    batch, packed = batch_of(form)
+    ours, model = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS), stock("dense", **LAYERS)
+    attached = attach(model, settings=settings_of(kind))
+    draw(model)
+    wanted = gradients_of_stage(ours, model, attached.settings[0], batch, packed)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"], packed_seq_params=packed)
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert wanted
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+
+
+def test_the_loss_rides_in_a_forward_of_its_own_accord() -> None:
+    """With weight=, as where a framework owns the loop: the same gradients as of `Attached.loss`."""
+    batch, gradients = make_batch(STEPS), []
+    for weight in (None, 0.3):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, 2, settings_of("eagle3"), weight)
+        draw(model)
+        arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+        named = {} if weight is None else {"loss_mask": batch["loss_mask"], "labels": batch["labels"]}
+        trunk = model(*arguments, **named).sum()
+        (trunk if weight else 0.3 * attached.loss(*given(batch)).loss).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if name.startswith("drafter")})
+    assert all(relative_difference(gradients[1][name], each) < 1e-5 for name, each in gradients[0].items())
+
+
+def test_a_reference_policys_forward_in_between_changes_nothing() -> None:
+    """The states that the drafter reads are those of the forward whose loss is asked for."""
+    losses = []
+    for runs_in_between in (False, True):
+        batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+        attached = attach(model, settings=settings_of("eagle3"))
+        draw(model)
+        arguments = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+        model(*arguments)
+        if runs_in_between:
+            with torch.no_grad():
+                model(arguments[0].flip(1), *arguments[1:])
+        losses.append(attached.loss(*given(batch)).loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
+    batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+    attached = attach(model, 2, settings_of("dspark"))
+    draw(model)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    made = attached.loss(*given(batch))
+    assert made.drafter is not None
+    assert (len(made.depth_means), len(made.drafter.depth_means)) == (2, STEPS)
+    alone = stock("dense", **LAYERS)
+    of_mtp = attach(alone, 2)
+    draw(alone)
+    alone(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    assert made.loss.item() == pytest.approx(of_mtp.loss(*given(batch)).loss.item() + made.drafter.loss.item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "said"),
+    [
+        ({"drafter": "eagle3", "mtp_draft_vocab_size": 8}, {}, "mtp_draft_vocab_size in the settings is not for"),
+        ({"drafter": "eagle3", "drafter_layers": (1, 2, 9)}, {}, "--drafter-layers is 1 2 9, and the trunk has 4"),
+        ({"drafter": "dspark", "mtp_loss": "no"}, {}, "--mtp-loss is 'no'"),
+        ({"drafter": "eagle3"}, {"num_layers": 2}, "give a trunk of at least 4 layers"),
+    ],
+)
+def test_what_a_drafter_cannot_have_is_one_sentence(
+    settings: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    model = stock("dense", **{**LAYERS, **changes})
+    names = {name for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        attach(model, settings=MTPConfig(**settings))
+    assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_a_block_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
+    model = stock("hybrid")
+    with pytest.raises(ValueError, match="Q"):
+        attach(model, 2, settings_of("dflash"), block="Q")
+    assert not hasattr(model, "drafter_block")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path: Path) -> None:
+    """Plain torch on the folder alone has the attached drafter's distance from the trunk, draft by draft."""
+    model, batch = stock("dense", **LAYERS), make_batch(STEPS)
+    attached = attach(model, settings=settings_of(kind, mtp_loss="tv"))
+    draw(model)
+    tokens_BS, states = batch["tokens"], dict[int, Tensor]()
+    for number, layer in enumerate(model.decoder.layers, start=1):
+        layer.register_forward_hook(lambda _, __, made, number=number: states.update({number: made[0]}))
+    model.decoder.register_forward_hook(lambda _, __, made: states.update({0: made}))
+    logits_BSV = model(tokens_BS, batch["position_ids"], batch["attention_mask"])
+    found = attached.loss(tokens_BS, None, torch.ones_like(tokens_BS)).depth_means
+    export_drafter(model, tmp_path / "drafter")
+    form = read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter"))
+    assert form.settings["drafts"] in (STEPS, None)
+    reference, words_VH = Reference(tmp_path / "drafter"), model.embedding.word_embeddings.weight
+    reference.weights.pop("candidate_selector.predecessor_codebook", None)  # rows learn by logits before the choice
+    head_VH, drafts = model.output_layer.weight, 1 if reference.block is None else STEPS
+    distances = [list[Tensor]() for _ in range(drafts)]
+    for row, tokens_S in enumerate(tokens_BS):
+        states_SX = torch.cat([states[number][:, row] for number in form.kind.layers or [0]], dim=-1)
+        length = len(tokens_S)
+        if reference.block is None:
+            made = reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head_VH)["logits of drafts"]
+            by_draft = [(place, 1, made[place]) for place in range(length - 2)]
+        else:
+            padded_S, by_draft = torch.cat([tokens_S, torch.zeros(STEPS).to(tokens_S)]), []
+            for place in range(length - 2):
+                before_K = padded_S[place + 1 : place + 1 + STEPS]
+                drafted = reference.drafts(states_SX[: place + 1], before_K, words_VH, head_VH)["logits of drafts"]
+                by_draft += [(place, draft, drafted_V) for draft, drafted_V in enumerate(drafted, start=1)]
+        for place, draft, drafted_V in by_draft:
+            if place + draft + 1 < length:
+                taught_V = logits_BSV[row, place + draft].softmax(-1)
+                distances[draft - 1].append((taught_V - drafted_V.softmax(-1)).abs().sum() / 2)
+    expected = torch.stack([torch.stack(each).mean() for each in distances])
+    torch.testing.assert_close(found[:drafts], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model has no attached drafter; give attach settings with one"):
+        export_drafter(stock("dense"), tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_trunk_whose_angles_are_scaled_asks_for_the_drafters_scaling() -> None:
+    model = stock("dense", **LAYERS)
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq / 2
+    with pytest.raises(ValueError, match=r"the trunk scales its rotary positions.*give drafter_rope_scaling"):
+        attach(model, settings=settings_of("eagle3"))
+    attach(model, settings=settings_of("eagle3", drafter_rope_scaling='{"rope_type": "default"}'))
+
+
+def test_the_comparison_sees_other_layers_that_are_read() -> None:
+    batch, losses = make_batch(STEPS), []
+    for layers in ((1, 2, 3), (1, 2, 4)):
+        model = stock("dense", num_layers=5)
+        attached = attach(model, settings=MTPConfig(drafter="eagle3", drafter_steps=STEPS, drafter_layers=layers))
+        draw(model)
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        losses.append(attached.loss(*given(batch)).loss.item())
+    assert losses[0] != losses[1]

@@ -38,6 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the cases marked `matrix` as well")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Start no workers for one file, which one worker would run alone."""
+    given = config.invocation_params.args
+    says = any(str(word).startswith(("-n", "--numprocesses", "--dist", "--tx")) for word in given)
+    files = {str(word).partition("::")[0] for word in config.args}
+    if not says and len(files) == 1 and files.pop().endswith(".py"):
+        config.option.numprocesses, config.option.dist = 0, "no"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # by xdist, which puts files with many cases first
     config.stash[LEFT_OUT] = 0

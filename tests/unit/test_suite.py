@@ -63,6 +63,17 @@ def test_cases_of_the_matrix_are_left_out_and_counted(workers: str, two_tiers: P
     assert "= 1 passed, 3 deselected" in said.splitlines()[-1]
 
 
+def test_one_file_is_run_without_workers(two_tiers: Path) -> None:
+    (two_tiers / "pytest.ini").write_text("[pytest]\nmarkers = matrix\naddopts = --numprocesses 2\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    counts = [
+        fork_server.run([*command, *given], cwd=two_tiers).stdout.count("2 workers")
+        for given in (["test_cases.py::test_of_the_first_tier"], ["test_cases.py", "-n", "2"], ["."])
+    ]
+    assert counts[0] == 0
+    assert min(counts[1:]) > 0
+
+
 def test_all_cases_run_with_all(two_tiers: Path) -> None:
     said = summary(two_tiers, "-n", "0", "--all")
     assert "left out" not in said

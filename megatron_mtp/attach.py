@@ -14,7 +14,6 @@ Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ra
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, override
@@ -43,6 +42,7 @@ from megatron_mtp.model.stock import (
     is_frozen,
     refused_heads,
     refused_models,
+    share_embedding,
     tied_embedding,
 )
 from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, HeadSettings, MTPConfig, heads_of
@@ -114,16 +114,19 @@ def attach(
     for head in heads:
         depth_loss(head.settings)
         check_loss(head.settings)
-    with ExitStack() as undo:
-        if heads[-1].settings.drafter is not None:
-            from megatron_mtp.model.stock_drafter import add_drafter
+    drafter = None
+    if heads[-1].settings.drafter is not None:
+        from megatron_mtp.model.stock_drafter import add_drafter, described
 
-            add_drafter(chunks[0], heads[-1])
-            undo.callback(delattr, chunks[0], heads[-1].name)  # so that another call can attach
-        if not adopts and depths is not None:
-            for chunk in chunks:
-                add_block(chunk, depths, block)
-        undo.pop_all()
+        drafter = described(chunks[-1], heads[-1])
+    if not adopts and depths is not None:
+        for chunk in chunks:
+            add_block(chunk, depths, block)
+    if drafter is not None:
+        for chunk in chunks:
+            add_drafter(chunk, heads[-1], drafter)
+            if len(heads) == 1 and chunk.pg_collection.pp.size() > 1:
+                share_embedding(chunk, drafter.drafts)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
@@ -176,8 +179,9 @@ class Attached(Attachment):
 
     def __init__(self, model: Any, heads: Sequence[HeadSettings], weight: float | None, mask_at: str = TOKENS) -> None:
         of_stock, drafter = HEADS
-        made = [StockHead(model) if head.name == of_stock else getattr(model, drafter) for head in heads]
-        super().__init__(model, made if model.post_process else [])
+        here = heads if model.post_process else ()
+        made = [StockHead(model) if head.name == of_stock else getattr(model, drafter) for head in here]
+        super().__init__(model, made)
         self.settings, self.weight, self.mask_at = [head.settings for head in heads], weight, mask_at
         self._read = ReadStates(model, next((head.drafter.layers for head in self.heads if head.drafter), ()))
         self._read_SBX: Tensor | None = None
@@ -315,7 +319,7 @@ class Attached(Attachment):
 
     @override
     def _begin(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._read.after.clear()  # of a forward that failed
+        self._read.begin(model)
         return super()._begin(model, given, named)
 
     @override
@@ -400,12 +404,8 @@ class _Riding(torch.autograd.Function):
 
 def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    refused = [*_arguments(chunk, depths, settings, weight, block, adopts), *refused_models(chunk, adopts)]
-    if settings.drafter is not None:
-        from megatron_mtp.model.stock_drafter import refused_trunks
-
-        refused += refused_trunks(chunk, settings.drafter)
-    for is_so, sentence in refused:
+    arguments = _arguments(chunk, depths, settings, weight, block, adopts)
+    for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
 
@@ -435,6 +435,11 @@ def _arguments(
         (
             weight is not None and not 0 <= weight < inf,
             f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
+        ),
+        (
+            settings.drafter is not None and chunk.vp_stage is not None,
+            "the model has virtual pipeline stages, which do not pass on the states that a drafter reads; build it "
+            "without virtual_pipeline_model_parallel_size.",
         ),
         (
             block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),

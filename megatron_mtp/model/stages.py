@@ -39,6 +39,12 @@ class ReadStates:
             return  # a layer that is recomputed; nobody would take its states
         self.after[layer.layer_number] = (made[0] if isinstance(made, tuple) else made).detach()
 
+    def begin(self, model: Any) -> None:
+        """Before a forward of a stock stage: forget one that failed, and take apart what the stage before has sent."""
+        self.after.clear()
+        if not model.pre_process:
+            model.decoder.input_tensor = self.received(model.decoder.input_tensor)
+
     def received(self, given: Any) -> Any:
         """A stage's input, without the states that came with it."""
         whole = given[0] if isinstance(given, list) else given
@@ -55,6 +61,26 @@ class ReadStates:
     def taken(self) -> Tensor:
         """The states side by side, [S, B, X]; they are given once."""
         return torch.cat([self.after.pop(number) for number in sorted(self.after)], dim=-1)
+
+
+class PassedStates:
+    """Carries the states that a drafter of the last stage reads through an earlier stage of Megatron's own class.
+
+    Args:
+        model: the stage.
+        numbers: of the layers that are read.
+    """
+
+    def __init__(self, model: Any, numbers: tuple[int, ...]) -> None:
+        self._read = ReadStates(model, numbers)
+        model.register_forward_pre_hook(self._receive)
+        model.register_forward_hook(self._send)
+
+    def _receive(self, model: Any, _: Any) -> None:
+        self._read.begin(model)
+
+    def _send(self, _: Any, __: Any, hidden_SBH: Tensor) -> Tensor:
+        return self._read.sent(hidden_SBH)
 
 
 def as_one(hidden_SBH: Tensor, states: list[Tensor]) -> Tensor:

@@ -199,6 +199,23 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
         chunk.setup_embeddings_and_output_layer()
 
 
+def share_embedding(chunk: Any, depths: int) -> None:
+    """Give a pipeline's last stage the embedding for a drafter alone, as `add_block` does for MTP layers.
+
+    Args:
+        depths: of the drafter; Megatron keeps the copies equal where a configuration has depths.
+    """
+    tied = chunk.share_embeddings_and_output_weights
+    chunk.config.mtp_num_layers = depths
+    if tied or not (chunk.pre_process or chunk.post_process):
+        return
+    if chunk.post_process:
+        with _fork_rng(), initializing(chunk.config):
+            attach_embedding(chunk)
+        chunk.mtp_process = True
+    chunk.setup_embeddings_and_output_layer()
+
+
 def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock:
     """Megatron's block, of MTP layers like the end of the trunk."""
     config, stage = chunk.config, {"vp_stage": chunk.vp_stage, "pg_collection": chunk.pg_collection}

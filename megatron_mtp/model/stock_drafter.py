@@ -9,9 +9,9 @@ from megatron.core.tensor_parallel.random import _fork_rng
 from torch import Tensor
 
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
-from megatron_mtp.model.drafter import DrafterBlock
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
-from megatron_mtp.model.stock import Refused, initializing
+from megatron_mtp.model.stages import PassedStates
+from megatron_mtp.model.stock import initializing
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import HeadSettings
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
@@ -21,34 +21,28 @@ BASE = 10_000.0
 """The base of angles of a drafter whose trunk has none."""
 
 
-def refused_trunks(chunk: Any, kind: str) -> Refused:
-    """Trunks whose states a drafter's hooks would not see."""
-    return [
-        (
-            chunk.pg_collection.pp.size() > 1,
-            f"the model has several pipeline stages, and a drafter ({kind}) reads states of layers on all of them; "
-            "attach it with a pipeline_model_parallel_size of 1, or train it by megatron-mtp train --drafter.",
-        ),
-        (
-            hasattr(chunk, "drafter_block"),
-            "the model has a drafter already; use what attach returned.",
-        ),
-    ]
+def described(chunk: Any, head: HeadSettings) -> HeadSpec:
+    """The drafter on this trunk, reading layers by Megatron's numbers.
 
-
-def add_drafter(chunk: Any, head: HeadSettings) -> DrafterBlock:
-    """Put a new drafter at `drafter_block` of a model on one stage.
+    Args:
+        chunk: a stage of the model; any.
 
     Raises:
         ValueError: the trunk has no such drafter.
     """
-    kind, config = head.settings.drafter, chunk.config
+    kind, symbols = head.settings.drafter, symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
     assert kind is not None
-    symbols = symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
     given = {**vars(head.settings), "drafter_steps": head.depths}
     made = HeadSpec.resolve(kind, given, trunk_of(chunk, symbols, head.settings.drafter_rope_scaling))
-    drafter = replace(made, layers=tuple(symbols * number for number in made.layers))
-    block = BLOCKS[kind]
+    return replace(made, layers=tuple(symbols * number for number in made.layers))
+
+
+def add_drafter(chunk: Any, head: HeadSettings, drafter: HeadSpec) -> None:
+    """Put a new drafter at `drafter_block` of the last stage; an earlier one passes on the states that it reads."""
+    if not chunk.post_process:
+        PassedStates(chunk, drafter.layers)
+        return
+    config, block = chunk.config, BLOCKS[drafter.kind]
     plan = HeadPlan(head.name, partial(block, drafter), block.submodules(drafter, config), drafter.layers)
     heads = DraftHeads([plan], lacks_vocabulary=False)
     with _fork_rng(), initializing(config):
@@ -57,8 +51,6 @@ def add_drafter(chunk: Any, head: HeadSettings) -> DrafterBlock:
     like = next(chunk.decoder.parameters())
     dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
     built.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
-    assert isinstance(built, DrafterBlock)
-    return built
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:

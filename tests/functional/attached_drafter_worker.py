@@ -6,7 +6,9 @@ Rank 0 writes to FILE, of every case, {what: names of tensors that differ on any
 it.
 """
 
+import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from attached_worker import LAYOUTS, SHARDED, batch_of, far, of_ranks, run, saving, step
+from attached_worker import LAYOUTS, SHARDED, batch_of, far, gather, of_ranks, run, saving, step
 from drafter_settings import LAYERS, STEPS, gradients_of_stage, settings_of, trained
 from megatron.core import mpu
 from megatron_single import our_model
-from stock_models import draw, stock
+from stock_models import chunks, draw
+from torch import Tensor
 
 from megatron_mtp.attach import Attached, attach
 from megatron_mtp.losses.mtp_loss import own_positions
@@ -28,31 +31,55 @@ from megatron_mtp.losses.mtp_loss import own_positions
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Of every case, a kind of drafters and the form of its batches, what differs."""
     found = {}
-    changes = LAYOUTS[layout] | ({} if trunk == "hybrid" else LAYERS)
+    changes = ({} if trunk == "hybrid" else LAYERS) | LAYOUTS[layout]
     for name in cases:
         kind, form = name.split()
-        plain, model = stock(trunk, **changes), stock(trunk, **changes)
+        plain, model = chunks(trunk, **changes), chunks(trunk, **changes)
         attached = attach(model, settings=settings_of(kind))
-        for each in (plain, model):
-            draw(each)
-        batches, sharded = [batch_of(seed, form) for seed in (2, 3)], layout == SHARDED
-        record = {}
-        if trunk == "dense":
+        for each in (*plain, *model):
+            draw_whole(each)
+        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3)], layout == SHARDED, {}
+        if trunk == "dense" and layout != "pp2":
             ours = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **changes)
-            by_ours, by_attached = both_gradients(ours, model, attached, *batches[0])
+            by_ours, by_attached = both_gradients(ours, model[0], attached, *batches[0])
             record["ours"] = far(by_attached, by_ours, 1e-4)
-        for each in (plain, model):
+        for each in (*plain, *model):
             each.zero_grad(set_to_none=True)
-        expected = step([plain], batches, None, sharded=sharded)
-        record["policy"] = far(step([model], batches, attached, apart=True, sharded=sharded), expected)
-        record["saved"] = saving(model)
+        expected = step(plain, batches, None, sharded=sharded)
+        made = step(model, batches, attached, apart=True, sharded=sharded)
+        record["policy"] = far(made, expected)
+        record["one process"] = far_from_one(made, layout, name)
+        if layout == "pp2":
+            first, last = (each.tolist() for each in gather(model[0].embedding.word_embeddings.weight.detach()))
+            record["copies"] = [] if first == last else ["the embedding of the last stage"]
+        record["saved"] = [wrong for each in model for wrong in saving(each)]
         found[name] = of_ranks(record)
     return found
 
 
+def draw_whole(stage: Any) -> None:
+    """`draw`, by the numbers that layers have in the whole model and not in their stage."""
+    names = {name: weight for name, weight in stage.named_parameters() if not name.startswith("decoder.layers.")}
+    for layer in stage.decoder.layers:
+        names |= {f"layer {layer.layer_number} {name}": weight for name, weight in layer.named_parameters()}
+    draw(Namespace(named_parameters=names.items))
+
+
+def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
+    """The drafter's gradients and weights that are not those of one process, which a run of `one` has kept."""
+    kept = Path(os.environ["OF_ONE_PROCESS"]) / f"{case}.pt"
+    own = {name.split(" (")[0]: value for name, value in made.items() if "drafter_block." in name}
+    if layout == "one":
+        torch.save(own, kept)
+    if layout != "pp2" or not own:
+        return []
+    expected: dict[str, Tensor] = torch.load(kept, weights_only=True)
+    return far(own, expected, 1e-5) if own.keys() == expected.keys() else ["other tensors"]
+
+
 def both_gradients(
     ours: Any, model: Any, attached: Attached, batch: dict[str, Any], packed: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The drafter's gradients on this rank: of the stage that `train` builds, and of the attached one."""
     own_S = own_positions(mpu.get_context_parallel_group(), batch["tokens"].size(1), packed)
     expected = gradients_of_stage(ours, model, attached.settings[0], batch, packed, own_S)

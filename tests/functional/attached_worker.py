@@ -7,6 +7,7 @@ it. Every rank compares its own part of the tensors, and weights depend on their
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -38,6 +39,7 @@ from megatron_mtp.training.parameter_group import get_mtp_optimizer
 prepare()
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
@@ -267,7 +269,8 @@ def gather(value: Any) -> list[Any]:
 
 def run(compared: Compare, file: str, layout: str, kind: str, *cases: str) -> None:
     """Join the ranks, compare, and write what was found."""
-    torch.distributed.init_process_group("gloo")
+    alone: dict[str, Any] = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **({} if "RANK" in os.environ else alone))
     sizes = {name: LAYOUTS[layout][name] for name in SIZES if name in LAYOUTS[layout]}
     mpu.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(0)

@@ -79,19 +79,26 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
 DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2")
 OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
 OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
+OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid")]
 
 
-@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense")]))
-def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(layout: str, trunk: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense"), ("pp2", "dense")]))
+def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
+    layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a drafter of every kind:
 
     - policy: logits, gradients and weights after a step are bit by bit those of the model without it;
-    - ours: its gradients are those of `train --drafter` on a frozen trunk, in this layout.
+    - ours: its gradients are those of `train --drafter` on a frozen trunk, in this layout;
+    - one process: its gradients and weights after a step are those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
     cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]
-    worker = WORKER.with_name("attached_drafter_worker.py")
-    launch.run(launch.torchrun(2, worker, str(tmp_path / "found.json"), layout, trunk, *cases), tmp_path / "log")
-    found = json.loads((tmp_path / "found.json").read_text())
+    worker, file = WORKER.with_name("attached_drafter_worker.py"), tmp_path / "found.json"
+    monkeypatch.setenv("OF_ONE_PROCESS", str(tmp_path))
+    if layout == "pp2":
+        launch.run(launch.torchrun(1, worker, str(file), "one", trunk, *cases), tmp_path / "log")
+    launch.run(launch.torchrun(2, worker, str(file), layout, trunk, *cases), tmp_path / "log")
+    found = json.loads(file.read_text())
     assert list(found) == cases
     assert {(case, what): names for case, each in found.items() for what, names in each.items() if names} == {}

@@ -77,7 +77,7 @@ def stock(kind: str, tied: bool = False, depths: int | None = None, vp_stage: in
     return GPTModel(config, layers, mtp_block_spec=own, **common)
 
 
-def draw(model: torch.nn.Module, tied: bool = False) -> None:
+def draw(model: Any, tied: bool = False) -> None:
     """Weights that depend on the parameter's name alone: large enough that every part shows, and no norm is 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,5 +1,5 @@
 # megatron-mtp in an image: docker build --tag megatron-mtp .
-# docs/cluster.md says how to run it, and how to build it for a CPU alone or on another base.
+# docs/guides/cluster.md says how to run it, and how to build it for a CPU alone or on another base.
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 

@@ -7,7 +7,7 @@ llama.py        a model of ours in transformers
 loss_alone.py   the head and the loss without a model
 verbs.py        verbs of megatron-mtp in forks
 gpu_check.py    many measurements on a GPU; gpu/ has its parts
-results/        reports whose tables docs/numbers.md shows
+results/        reports whose tables docs/explanation/evidence.md shows
 
 Every other file is a benchmark: a function from its flags to what it `Found`, which `harness.main` runs and reports.
 """

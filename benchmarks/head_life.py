@@ -198,7 +198,7 @@ def write_texts(folder: Path, documents: int, model: Path | None) -> None:
     folder.mkdir(parents=True)
     ours = [file.read_text() for file in sorted((ROOT / "megatron_mtp").rglob("*.py"))]
     theirs = [file.read_text() for file in sorted(Path(torch.__file__).parent.joinpath("nn").rglob("*.py"))]
-    prose = [part for file in sorted((ROOT / "docs").glob("*.md")) for part in pieces(file.read_text())]
+    prose = [part for file in sorted((ROOT / "docs").rglob("*.md")) for part in pieces(file.read_text())]
     letters = random.Random(1).sample("abcdefghijklmnopqrstuvwxyz", 26)
     other = str.maketrans("abcdefghijklmnopqrstuvwxyz", "".join(letters))
     kinds = {

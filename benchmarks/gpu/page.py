@@ -1,4 +1,4 @@
-"""docs/gpu.md from the records of several runs: each part with its own card, versions, date and command."""
+"""docs/reference/gpu.md from the records of several runs: each part with its own card, versions, date and command."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.gpu import PARTS, record
 from benchmarks.harness import Found, Table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/gpu.md"
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:

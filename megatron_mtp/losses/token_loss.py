@@ -54,7 +54,7 @@ class TokenLoss(ABC):
     """A loss of single tokens, with its gradient by the logits; masks, weights and sums are made elsewhere.
 
     Attributes:
-        line: what MTP layers learn, for --list-losses and docs/losses.md.
+        line: what MTP layers learn, for --list-losses and docs/reference/losses.md.
         needs_teacher: it compares with the trunk's own distribution of the token.
         needs_whole_teacher: it does so over all tokens, also where the depths draft from some of them.
         couples_depths: a depth's gradient depends on the losses of the others at the same position, which counts where

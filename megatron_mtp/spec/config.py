@@ -266,7 +266,7 @@ class MTPConfig:
     drafter_layers: Sequence[int] | None = _flag(
         None,
         "Trunk layers whose hidden states the drafter reads, counted from 1. Default: layers spread over the trunk "
-        "(docs/drafters.md).",
+        "(docs/guides/eagle3.md).",
         type=int,
         nargs="+",
         metavar="N",

@@ -42,6 +42,223 @@ from megatron_mtp.training.needed import OF_DATA, check_needed
 from megatron_mtp.training.settings import FIRST_PASS, PATTERN, SHARES, WITHOUT_DEPTHS
 from megatron_mtp.training.short_log import say
 
+PATTERN, SHARES = "--hybrid-layer-pattern", "--mtp-repeated-layer-shares-kv"
+FIRST_PASS = "--mtp-repeated-layer-first-pass-kv"
+
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    # silent: 0 or less is no count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
+    # distributed_timeout_minutes end by a signal, never, or in frames of C++
+    (
+        "1 or more",
+        lambda number: number >= 1,
+        "seq_length train_iters recompute_num_layers distributed_timeout_minutes moe_router_topk q_lora_rank "
+        "kv_lora_rank v_head_dim qk_pos_emb_head_dim make_vocab_size_divisible_by eval_interval exit_interval "
+        "exit_duration_in_mins eval_global_batch_size dist_ckpt_workers lr_wsd_decay_iters",
+    ),
+    ("1 to 100,000", lambda number: 1 <= number <= 100_000, "num_experts"),  # silent; crash: a list for all experts
+    ("0 or more", lambda number: number >= 0, "eval_iters lr_warmup_iters ckpt_step"),  # silent: counts as none
+    ("a number above 0", lambda number: 0 < number < math.inf, "loss_scale"),  # silent: all gradients are 0
+    ("a number above 0, and at most 1", lambda number: 0 < number <= 1, "rotary_percent"),  # silent: no positions
+    ("a number, 0 for no clipping", math.isfinite, "clip_grad"),  # silent: NaN clips nothing
+    ("a number from 0 to less than 1", lambda number: 0 <= number < 1, "sgd_momentum"),  # silent: it diverges
+)
+"""Allowed values, and the arguments that Megatron takes with other values too."""
+
+WITHOUT_DEPTHS = ("mtp_metrics_dir", "mtp_linear_ce_main", "mtp_mask_prompts")
+"""Settings of ours that a run without MTP layers has a use for."""
+
+
+DATA = "chat mock_data data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+
+
+def _lacks(*names: str) -> Callable[[Namespace], bool]:
+    """Whether none of the arguments was given, of a model that no other file describes."""
+
+    def holds(args: Namespace) -> bool:
+        files = args.use_checkpoint_args, args.heterogeneous_layers_config_path, args.yaml_cfg
+        return not (any(files) or any(_is_given(args, name) for name in names))
+
+    return holds
+
+
+def _trains_without(*names: str) -> Callable[[Namespace], bool]:
+    """Whether none of the arguments was given, of a run that trains."""
+    return lambda args: not (args.skip_train or any(_is_given(args, name) for name in names))
+
+
+def _is_given(args: Namespace, name: str) -> bool:
+    value = getattr(args, name, None)
+    return value is not None and value is not False
+
+
+class Needed(NamedTuple):
+    """A flag that a run needs, what to give there, and when it is missing.
+
+    Attributes:
+        has_default: Megatron has a default, and refuses it later.
+    """
+
+    flag: str
+    give: str
+    is_missing: Callable[[Namespace], bool]
+    has_default: bool = False
+
+
+OF_A_MODEL = (
+    Needed(
+        "--num-layers", "the layers of the trunk", _lacks("num_layers", "encoder_num_layers", "hybrid_layer_pattern")
+    ),
+    Needed("--hidden-size", "it", _lacks("hidden_size")),
+    Needed("--num-attention-heads", "it", _lacks("num_attention_heads")),
+    Needed("--seq-length", "the tokens of a sequence", _lacks("seq_length", "encoder_seq_length")),
+    Needed("--max-position-embeddings", "--seq-length or more", _lacks("max_position_embeddings")),
+    Needed(
+        "--position-embedding-type rope",
+        "it",
+        lambda args: (
+            _lacks()(args) and bool(args.mtp_num_layers) and args.position_embedding_type == "learned_absolute"
+        ),
+        has_default=True,
+    ),
+    Needed(
+        "--tokenizer-type",
+        "it, such as HuggingFaceTokenizer with --tokenizer-model FOLDER",
+        lambda args: _lacks("tokenizer_type")(args) and not args.chat,
+    ),
+    Needed(
+        "--vocab-size",
+        "the tokens of --tokenizer-type NullTokenizer",
+        lambda args: _lacks("vocab_size")(args) and args.tokenizer_type == "NullTokenizer",
+    ),
+    Needed("--micro-batch-size", "the sequences of a microbatch", lambda args: args.micro_batch_size is None),
+)
+"""Needed by a plan, too."""
+
+OF_A_RUN = (
+    Needed(
+        "--train-iters", "the steps of the run, or --train-samples", _trains_without("train_iters", "train_samples")
+    ),
+    Needed("--lr", "the peak learning rate", _trains_without("lr")),
+    Needed("--eval-interval", "the steps between evaluations", _trains_without("eval_interval")),
+)
+OF_DATA = (
+    Needed(
+        "--data-path",
+        "the prefix of a .bin/.idx pair (megatron-mtp preprocess makes one), chats with --chat, or --mock-data",
+        _trains_without(*DATA.split()),
+    ),
+)
+
+
+class Unsupported(NamedTuple):
+    """A feature that our losses or our script do not have: ignored or computed wrongly (docs/reference/features.md).
+
+    Attributes:
+        flags: as a command line has them; the row is about runs with all of them.
+        because: what would go wrong, as a clause.
+        instead: what to do.
+        depths_alone: only runs with MTP layers cannot have it.
+    """
+
+    flags: str
+    because: str
+    instead: str = "drop the flag"
+    depths_alone: bool = True
+
+    def is_given(self, args: Namespace) -> bool:
+        """Return whether all flags were given, with these values where they have some."""
+        given = re.findall(r"--(\S+)(?: (\w\S*))?", self.flags)
+        found = [(getattr(args, name.replace("-", "_"), None), value) for name, value in given]
+        return all(str(has) == value if value else bool(has) for has, value in found)
+
+    def sentence(self) -> str:
+        """The refusal."""
+        beside = " with --mtp-num-layers" if self.depths_alone else ""
+        return f"{self.flags} was given{beside}, but {self.because}; {self.instead}."
+
+
+_SHARDED = "the losses read the output layer's weight, which it gathers in that layer's own forward alone"
+_SIZES = "a depth repeats the trunk's last layer, and here every layer has sizes of its own"
+_NO_DEPTHS = "Megatron's GPT has no MTP layers together with such layers, and its hybrid model has"
+_UNPREPARED = "this model's plan for that schedule does not prepare what takes activations out of memory"
+_GRAPH, _DISTRIBUTED = "give --cuda-graph-impl transformer_engine, or drop the flag", "give --use-distributed-optimizer"
+UNSUPPORTED = (
+    Unsupported(
+        "--cuda-graph-impl full_iteration",
+        "a captured step runs without Python: metrics, loss schedules and token fractions would stand still",
+        _GRAPH,
+        False,
+    ),
+    Unsupported(
+        "--cuda-graph-impl transformer_engine --mtp-use-repeated-layer",
+        "the one captured layer would overwrite at a depth what the backward pass needs of the depth before",
+        "drop one of the two",
+    ),
+    Unsupported(
+        "--cuda-graph-impl transformer_engine --hybrid-layer-pattern",
+        "Megatron would leave the MTP layers, which are stacks of layers here, out of the graphs without a word",
+        "give --cuda-graph-impl local, which records every layer",
+    ),
+    Unsupported("--use-torch-fsdp2", _SHARDED, _DISTRIBUTED, False),
+    Unsupported("--use-megatron-fsdp", _SHARDED, _DISTRIBUTED, False),
+    Unsupported("--fp8-output-proj", "the MTP layers' losses multiply with the output layer's weight, and not in FP8"),
+    Unsupported(
+        "--defer-embedding-wgrad-compute", "what the MTP layers add to the output layer's gradient cannot be put off"
+    ),
+    Unsupported(
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        "its schedule would never ask the MTP layers for the weight gradients that they put off",
+        "drop --delay-wgrad-compute",
+    ),
+    Unsupported(
+        "--overlap-moe-expert-parallel-comm --fine-grained-activation-offloading",
+        _UNPREPARED,
+        "drop one of the two",
+        False,
+    ),
+    Unsupported("--overlap-moe-expert-parallel-comm --moe-paged-stash", _UNPREPARED, "drop one of the two", False),
+    Unsupported(
+        "--experimental-attention-variant gated_delta_net",
+        _NO_DEPTHS,
+        "give --hybrid-layer-pattern, with G in its place",
+    ),
+    Unsupported("--experimental-attention-variant dsa", _NO_DEPTHS, "give --hybrid-layer-pattern, with D in its place"),
+    Unsupported("--heterogeneous-layers-config-path", _SIZES),
+    Unsupported("--heterogeneous-layers-config-encoded-json", _SIZES),
+    Unsupported(
+        "--hybrid-context-parallel",
+        "this script does not cut batches for it",
+        "give --context-parallel-size alone, or use Megatron's own script",
+        False,
+    ),
+    Unsupported("--logits-save-dir", "it would save every product of the output layer, those of the MTP layers too"),
+    Unsupported("--logits-load-dir", "this script does not train on a teacher's stored logits", depths_alone=False),
+    Unsupported("--freeze-all-layers", "this script builds the model without it", "give --mtp-train-only", False),
+    Unsupported("--inprocess-restart", "this script does not restart within its process", depths_alone=False),
+    Unsupported(
+        "--sft",
+        "this script reads no such rows",
+        "give --chat, which trains on the answers of any chat template",
+        False,
+    ),
+    Unsupported("--fim-data", "this script does not build such data sets", depths_alone=False),
+    Unsupported("--log-straggler", "the forward step takes no times for it", depths_alone=False),
+)
+
+
+def check_needed(args: Namespace, needed: Sequence[Needed]) -> None:
+    """Raises ValueError with all flags that are missing: Megatron names one at a time."""
+    missing = [row for row in needed if row.is_missing(args)]
+    if all(row.has_default for row in missing):
+        return
+    if len(missing) == 1:
+        raise ValueError(f"{missing[0].flag} is missing; give {missing[0].give}.")
+    named = ", ".join(row.flag for row in missing)
+    raise ValueError(f"{named} are missing; give them, as the first example of --help does.")
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
 
 def check_ranges(args: Namespace) -> None:
     """Raises ValueError at the first number that cannot be trained with, and that Megatron takes."""

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the jobs share: each *.sbatch sources this file, from the checkout that it was submitted in. See docs/cluster.md.
+# What the jobs share: each *.sbatch sources this file, from the checkout that it was submitted in. See docs/guides/cluster.md.
 #   open_run RECIPE   read the recipe; make the run's folder with a copy of the code; say where the ranks meet
 #   step HOW PROGRAM [arguments]    run a Python program by srun (step.sh), its output also in the run's folder
 # A job that SLURM's signal has stopped puts itself back into the queue when it ends.

@@ -1,6 +1,7 @@
 """Megatron's features in runs with depths: those that were tried, and those that could not be. Plain data.
 
-`test_features.py` runs every row of `TRIED` beside the same run without the flags; docs/features.md shows both tables.
+`test_features.py` runs every row of `TRIED` beside the same run without the flags;
+docs/reference/features.md shows both tables.
 """
 
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ cp -r runs/quickstart/exported exported
 cp -r exported models/mine
 """
 """What the examples of help texts read, beside the scene, and pages that go on from another one."""
-GO_ON = ("docs/own_texts.md", "docs/draft_vocabulary.md")
+GO_ON = ("docs/guides/self_generated_data.md", "docs/guides/draft_vocabulary.md")
 """These pages."""
 
 MAKES = {"": ("data", "exported"), "attach": ("runs/three",), "convert": ("exported",), "preprocess": ("data",)}
@@ -148,7 +148,7 @@ def scene(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in LINKED:
         (folder / name).symlink_to(launch.ROOT / name)
     (folder / "docs").mkdir()  # to be read as text: ten pages' beginnings are enough to be split
-    for page in sorted((launch.ROOT / "docs").glob("*.md"))[:10]:
+    for page in sorted((launch.ROOT / "docs").rglob("*.md"))[:10]:
         (folder / "docs" / page.name).write_text(page.read_text()[:2000])
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(shell.programs)

@@ -306,8 +306,8 @@ def test_a_client_that_goes_away_frees_its_texts(served: Served, stream: bool) -
     reason="guidellm is not on PATH; install it into an environment of its own and put that one's bin/ at PATH's end",
 )
 def test_guidellm_measures_it(served: Served, folder: Path, tmp_path: Path) -> None:
-    """The command of docs/serving.md, with fewer requests and without a network."""
-    page = blocks(DOCUMENTS["docs/serving.md"].read_text(), "bash")
+    """The command of docs/guides/serve.md, with fewer requests and without a network."""
+    page = blocks(DOCUMENTS["docs/guides/serve.md"].read_text(), "bash")
     (command,) = (block for _, block in page if block.startswith("guidellm run"))
     here = {
         "http://127.0.0.1:8000": served.url,

@@ -195,7 +195,7 @@ def test_an_unknown_type_is_refused_with_the_nearest_that_converts(
     said = capsys.readouterr().err
     assert said.endswith(
         "the model_type 'qwen3_6_moe' is unknown here; the nearest that converts is 'qwen3_5_moe'; megatron-mtp audit "
-        "describes the folder, and docs/extending.md how to add a family.\n"
+        "describes the folder, and docs/develop/extending.md how to add a family.\n"
     )
 
 

@@ -47,7 +47,7 @@ def test_what_it_runs_is_there() -> None:
     assert install == 'pip install --constraint constraints.txt ".${EXTRAS}"'
     assert "EXTRAS=[serve]" in of("ARG"), "what it runs may be a server"
     named = (rest.partition("=")[0] for rest in of("ARG"))
-    told = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    told = (ROOT / "docs/guides/cluster.md").read_text(encoding="utf-8")
     assert [name for name in named if name not in told] == []
 
 

@@ -13,7 +13,7 @@ from documents import DOCUMENTS, DOORS, ENGINES, ROOT, SHELLS, blocks, commands,
 from megatron_mtp.cli.verbs import VERBS
 
 README = DOCUMENTS["README.md"].read_text()
-FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ examples/ docs/".split())
+FOLDERS = ("", *"megatron_mtp/**/ tools/**/ scripts/**/ tests/**/ benchmarks/ examples/ docs/**/".split())
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in ROOT.glob(f"{folder}*.*")]
 ELSEWHERE = {"convert_trained.py", "experiments/grug/moe/heuristic.py", "theoretical_memory_usage.py"}
 """Files of other projects."""
@@ -125,7 +125,10 @@ def anchors_of(text: str) -> set[str]:
 
 
 def test_the_pages_of_numbers_have_the_tables_of_the_records() -> None:
-    pages = [DOCUMENTS[name].read_text(encoding="utf-8") for name in ("docs/numbers.md", "docs/gpu.md")]
+    pages = [
+        DOCUMENTS[name].read_text(encoding="utf-8")
+        for name in ("docs/explanation/evidence.md", "docs/reference/gpu.md")
+    ]
     updated = runpy.run_path(str(ROOT / "tools/docs/number_tables.py"))["updated"]
     assert [updated(page) for page in pages] == pages, "run python tools/docs/number_tables.py"
     named = {name for page in pages for name in re.findall(r"<!-- benchmarks/results/(\w+)\.json", page)}

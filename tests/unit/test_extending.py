@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: each is run as it is printed, and does what the page says."""
+"""The examples of docs/develop/extending.md: each is run as it is printed, and does what the page says."""
 
 import os
 import re
@@ -35,7 +35,7 @@ from megatron_mtp.spec.rope_scaling import SCALINGS, scaling_of
 
 
 def section(heading: str) -> str:
-    return (ROOT / "docs/extending.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return (ROOT / "docs/develop/extending.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def run_example(heading: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_a_sampling_parameter_is_a_field_of_sampling_and_one_of_the_api(monkeypa
 
 
 def tasks() -> list[tuple[str, str, str]]:
-    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs/extending.md").read_text(), re.M)
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (ROOT / "docs/develop/extending.md").read_text(), re.M)
     return [row for row in rows if row[0] != "task"]
 
 

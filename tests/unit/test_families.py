@@ -57,7 +57,7 @@ TABLES = runpy.run_path(str(ROOT / "tools/docs/family_tables.py"))
 )
 def test_the_tables_of_the_page_are_those_of_the_families(table: Callable[[Iterable[Family]], str]) -> None:
     """`python tools/docs/family_tables.py` prints what belongs there."""
-    assert f"\n{table(OWN)}\n" in (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
+    assert f"\n{table(OWN)}\n" in (ROOT / "docs/guides/convert.md").read_text(encoding="utf-8")
 
 
 def test_every_model_type_belongs_to_one_family() -> None:

@@ -440,7 +440,7 @@ def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_page_has_all_parts_and_says_which_were_seen_and_how_to_run_them() -> None:
-    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+    text = (REPOSITORY / "docs/reference/gpu.md").read_text()
     head, parts = text.split("## Parts\n")
     assert "scripts/gpu_check.sh start --out" in head
     seen = head[head.index("**Seen") : head.index("**Not seen")]

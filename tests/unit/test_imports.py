@@ -234,7 +234,7 @@ def test_attaching_imports_neither_a_trainer_nor_a_builder_nor_patches() -> None
 
 def test_extensions_import_the_modules_of_the_core_that_the_design_lists() -> None:
     """All of them, and each for one extension at least."""
-    design = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    design = (PACKAGE.parent / "docs/explanation/design.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*`) \|", design.split("## Extensions")[1].split("\n## ")[0], re.M)
     listed = {f"megatron_mtp.{name}." for row in rows for name in re.findall(r"`([\w.]+)`", row)}
     used = {

@@ -1,6 +1,6 @@
 """The table of losses: what is derived from it, and losses that are added by a file or by another package.
 
-The added loss is the page's: docs/extending.md shows its file, its row and its entry point.
+The added loss is the page's: docs/develop/extending.md shows its file, its row and its entry point.
 """
 
 import re
@@ -24,7 +24,7 @@ from megatron_mtp.spec.registry import Imported
 
 OWN = LOSSES._own
 assert isinstance(OWN, Imported)
-SECTION = (ROOT / "docs/extending.md").read_text(encoding="utf-8").split("\n## A loss\n")[1]
+SECTION = (ROOT / "docs/develop/extending.md").read_text(encoding="utf-8").split("\n## A loss\n")[1]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_help_has_every_name_and_the_list_every_line(capsys: pytest.CaptureF
 
 
 def test_the_page_has_a_row_for_every_loss() -> None:
-    section = (ROOT / "docs/losses.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    section = (ROOT / "docs/reference/losses.md").read_text(encoding="utf-8").partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.M) == [(name, loss.line) for name, loss in LOSSES.items()]
 
 

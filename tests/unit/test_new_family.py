@@ -1,4 +1,4 @@
-"""A family is one row, here or in a package outside: the example of docs/extending.md, by the commands."""
+"""A family is one row, here or in a package outside: the example of docs/develop/extending.md, by the commands."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def convert(path: Path, *commands: list[object]) -> subprocess.CompletedProcess[
 
 def example() -> tuple[str, str]:
     """The row of the family, and its description for `verify`."""
-    section = (ROOT / "docs/extending.md").read_text().split("\n## A model family\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/develop/extending.md").read_text().split("\n## A model family\n")[1].split("\n## ")[0]
     (_, family), (_, form) = blocks(section, "python")
     return family, form
 

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "functional"))
 
 from features import SETUPS, TRIED, UNTRIED, Tried  # in the folder beside
 
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs/reference/features.md"
 PLAIN = f"{ROPE} {MOCK} {DEPTHS}"
 OF_GROUPS = {
     "never read in training": {"options", "vision", "biencoder", "inference", "autoresume"},

@@ -32,9 +32,9 @@ MOST_WORDS = 25
 """Of the help of a flag."""
 
 LEFT = {
-    "docs/attaching.md": 3,
-    "docs/cluster.md": 2,
-    "docs/numbers.md": 5,
+    "docs/guides/add_mtp.md": 3,
+    "docs/guides/cluster.md": 2,
+    "docs/explanation/evidence.md": 5,
     "megatron_mtp/attach.py": 4,
     "megatron_mtp/checkpoint/convert/edit.py": 1,
     "megatron_mtp/checkpoint/convert/import_hf.py": 1,

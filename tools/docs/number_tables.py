@@ -1,4 +1,4 @@
-"""Write the tables of docs/numbers.md and docs/gpu.md from the records in benchmarks/results.
+"""Write the tables of docs/explanation/evidence.md and docs/reference/gpu.md from the records in benchmarks/results.
 
 A record is the last line that a benchmark prints, or the one of `megatron-mtp doctor --kernels --json`.
 
@@ -6,8 +6,8 @@ A record is the last line that a benchmark prints, or the one of `megatron-mtp d
     python tools/docs/number_tables.py
 
 A table of a page stands between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
-of docs/numbers.md, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`, computed from the
-same records and from the tables of docs/gpu.md.
+of docs/explanation/evidence.md, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`,
+computed from the same records and from the tables of docs/reference/gpu.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ROOT / "docs/numbers.md", ROOT / "docs/gpu.md"
+PAGES = ROOT / "docs/explanation/evidence.md", ROOT / "docs/reference/gpu.md"
 MARKS = re.compile(r"(<!-- (benchmarks/results/\w+\.json), table (\d+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMMARIZED = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.DOTALL)
 ALL_ACCEPTED = "random weights, every draft accepted"
@@ -90,8 +90,8 @@ def all_accepted() -> str:
 
 
 def on_a_gpu() -> str:
-    """From the goals of the part `graphs` in docs/gpu.md."""
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    """From the goals of the part `graphs` in docs/reference/gpu.md."""
+    page = (ROOT / "docs/reference/gpu.md").read_text(encoding="utf-8")
     goal = r"\| drafting: {} \| ([\d.]+) \|"
     found = [
         re.search(goal.format(what), page) for what in (r"the fastest K over.*?", r"with CUDA graphs over without")

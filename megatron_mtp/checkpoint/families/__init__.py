@@ -72,8 +72,8 @@ def _unknown(config: HFConfig) -> str:
     nearest = get_close_matches(config.model_type, FAMILIES, 1, 0.3)
     known = f"; the nearest that converts is '{nearest[0]}'" if nearest else ""
     return (
-        f"the model_type '{config.model_type:.60}' is unknown here{known}{drafts}; {audited}, and docs/extending.md "
-        "how to add a family"
+        f"the model_type '{config.model_type:.60}' is unknown here{known}{drafts}; {audited}, and "
+        "docs/develop/extending.md how to add a family"
     )
 
 

@@ -23,7 +23,7 @@ class TrainedForm:
     """The form that a model trained by Megatron takes in a family.
 
     Attributes:
-        models: which models take it, for the table in docs/conversion.md.
+        models: which models take it, for the table in docs/guides/convert.md.
         engines: engines that load such a folder with its MTP layers.
         architecture: the class name by which engines recognize the model.
         keys: config keys of this family beside `common_keys`, from Megatron's arguments; raises ValueError if the

@@ -71,4 +71,4 @@ CARDS = {
 }
 """By compute capability."""
 H200 = 90
-"""The card with a record, docs/gpu.md."""
+"""The card with a record, docs/reference/gpu.md."""

@@ -6,7 +6,7 @@ of the pairs of a sequence. What stands between products is as fast as memory: e
 counts as far as it is longer.
 
 The trunk's head has one product forward and two backward. The MTP layers' head has all three in the forward pass, where
-their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (docs/design.md).
+their loss makes its gradients, and reads and writes 6 bytes a logit for `ce` (docs/explanation/design.md).
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ Seconds = dict[str, float]
 """By part."""
 
 LOGIT_BYTES = {"ce": 6, "kd": 10}
-"""Read and written of a logit by the chunked losses in 16 bits; 14 by the others (docs/design.md)."""
+"""Read and written of a logit by the chunked losses in 16 bits; 14 by the others (docs/explanation/design.md)."""
 OF_LABELS = ("ce", "dpace")
 """Losses without the trunk's logits."""
 ONE_BY_ONE = 4

@@ -70,7 +70,7 @@ H200 = (
 
 
 def test_the_loss_in_chunks_needs_what_an_h200_measured() -> None:
-    """docs/gpu.md: 16,384 tokens x 131,072 entries, 1,664 MiB in chunks, 24,580 MiB of all logits."""
+    """docs/reference/gpu.md: 16,384 tokens x 131,072 entries, 1,664 MiB in chunks, 24,580 MiB of all logits."""
     line = read(H200)
     assert chunked_bytes(16384, 131072, line) / MIB == pytest.approx(1664, rel=0.05)
     logits = 16384 * 131072

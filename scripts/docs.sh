@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Build the documentation as a site in runs/site, without a network; broken links and anchors are errors.
+#   scripts/docs.sh [FOLDER]      the site's folder, in place of runs/site
+# Needs the extra `docs`: pip install -e '.[docs]'. PYTHON names another interpreter than .venv's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-.venv/bin/python}
+"$python" -c 'import material, mkdocs, mkdocstrings' 2>/dev/null || {
+    echo "docs.sh: error: $python has no mkdocs-material and mkdocstrings; run $python -m pip install -e '.[docs]' first." >&2
+    exit 2
+}
+site=$(realpath --canonicalize-missing "${1:-runs/site}")
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$site"
+echo "$site/index.html"

@@ -7,7 +7,7 @@
     scripts/gpu_check.sh start --out DIR --minutes 13     begin, and return at once
     scripts/gpu_check.sh follow --out DIR --seconds 170 --pack FILE.tgz
                                                           what happened since the last look, until all parts have ended
-    scripts/gpu_check.sh --merge DIR [DIR ...]            docs/reference/gpu.md from the figures of several runs
+    scripts/gpu_check.sh --merge DIR [DIR ...]            docs/explanation/evidence_gpu.md from several runs
 
 A part that fails, crashes or takes longer than its limit loses no other part's figures, nor those that it had until
 then. A part that lacks a package says so and is not run.
@@ -102,7 +102,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=float("inf"), metavar="S", help="how long to follow; default: to the end")
     add("--pack", type=Path, metavar="FILE", help=f"an archive (.tgz) of DIR, made anew every {PACK_EVERY:.0f} s")
     add("--list", action="store_true", help="print the parts, their kinds and limits")
-    add("--merge", nargs="+", type=Path, default=[], metavar="DIR", help="write docs/reference/gpu.md, run nothing")
+    add(
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="write docs/explanation/evidence_gpu.md, run nothing",
+    )
     return parser.parse_args(argv)
 
 

@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [start] [--parts PART ...] [--minutes M] [--out DIR] [--device cpu --quick]
 #   scripts/gpu_check.sh follow [--out DIR] [--seconds S] [--pack FILE.tgz]    what happened since the last look
 #   scripts/gpu_check.sh --list                                                the parts, their kinds and limits
-#   scripts/gpu_check.sh --merge DIR [DIR ...]                                 docs/reference/gpu.md from the figures of several runs
+#   scripts/gpu_check.sh --merge DIR [DIR ...]                                 docs/explanation/evidence_gpu.md from the figures of several runs
 # Takes the Python of .venv if there is one (scripts/setup.sh makes it), else the one on the PATH. Without a CUDA device it
 # says so and ends with status 77, which test runners take for "skipped".
 set -euo pipefail

@@ -5,7 +5,7 @@ lines.py        the processes that fork: Megatron over gloo, on its own modules,
 worker.py       the fork of one part
 part.py         what a part is given and returns, and how it starts commands
 record.py       the JSON file of one part
-page.py         docs/reference/gpu.md from the files of several runs
+page.py         docs/explanation/evidence_gpu.md from the files of several runs
 issue.py        what a run ends with, to paste into an issue
 losses.py       losses against float64, their memory and time
 replays.py      sampled and other steps as CUDA graphs

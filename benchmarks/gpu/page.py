@@ -1,4 +1,4 @@
-"""docs/reference/gpu.md from the records of several runs: each part with its own card, versions, date and command."""
+"""docs/explanation/evidence_gpu.md from the records of several runs: each part with card, versions, date, command."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.gpu import PARTS, record
 from benchmarks.harness import Found, Table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/reference/gpu.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/evidence_gpu.md"
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -34,10 +34,11 @@ def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def page(records: Sequence[dict[str, Any]]) -> str:
     """The page as Markdown; what stands above its records is kept."""
     ran = [(one["part"], _card(one), one["date"], one["seconds"], _outcome(one)) for one in records]
-    never = [(name, *[None] * 4) for name in PARTS if name not in {one["part"] for one in records}]
+    never = [f"`{name}`" for name in PARTS if name not in {one["part"] for one in records}]
     header = ("part", "card", "date", "seconds", "outcome")
     head = PAGE.read_text(encoding="utf-8").split("## Parts\n")[0]
-    lines = [*head.splitlines(), "## Parts", "", *Table("Parts", header, [*ran, *never]).markdown()]
+    lines = [*head.splitlines(), "## Parts", "", *Table("Parts", header, ran).markdown()]
+    lines += ["", f"Not run yet: {', '.join(never)}."] if never else []
     for one in records:
         found = Found.of(one)
         lines += ["", f"## {one['part']}", "", *_about(one)]

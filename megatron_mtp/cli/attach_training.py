@@ -14,7 +14,7 @@ OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
 """Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
 SPLIT = "98,2,0"
 PASSES = 2
-"""Default of --unroll: the best number that docs/reference/losses.md has measured."""
+"""Default of --unroll: the best number that docs/explanation/evidence_losses.md has measured."""
 
 
 class TrainingChoice(NamedTuple):

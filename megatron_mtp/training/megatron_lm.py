@@ -3,8 +3,8 @@
     from megatron_mtp.training.megatron_lm import gpt_config_from_args, parse_and_validate_args, pretrain
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
-call of `pretrain()`. docs/guides/pretrain.md shows both lines in place. The first of these functions that is called
-makes Megatron runnable on this machine (`megatron_mtp.runtime`).
+call of `pretrain()`. docs/guides/from_megatron_lm.md shows both lines in place. The first of these functions that is
+called makes Megatron runnable on this machine (`megatron_mtp.runtime`).
 """
 
 import sys

@@ -69,12 +69,26 @@ echo '{"acceptance": [0.5, 0.25], "overlap": [0.6, 0.5]}' > runs/mine/checkpoint
 cp -r runs/one runs/three
 cp -r runs/quickstart/exported exported
 cp -r exported models/mine
+python tools/checkpoint/convert.py hf-to-mcore models/GLM-4.5-Air checkpoints/glm
+python pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2 \\
+    --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu \\
+    --disable-bias-linear --untie-embeddings-and-output-weights --micro-batch-size 4 --global-batch-size 4 --lr 1e-3 \\
+    --data-path runs/quickstart/data/corpus --split 98,2,0 --tokenizer-type HuggingFaceTokenizer \\
+    --tokenizer-model tokenizer --eval-interval 2 --eval-iters 1 --save trunk --save-interval 2
 """
 """What the examples of help texts read, beside the scene, and pages that go on from another one."""
-GO_ON = ("docs/guides/self_generated_data.md", "docs/guides/draft_vocabulary.md")
+GO_ON = (
+    *("docs/guides/self_generated_data.md", "docs/guides/draft_vocabulary.md", "docs/guides/block_drafters.md"),
+    *("docs/reference/drafters.md", "docs/reference/families.md"),
+)
 """These pages."""
 
-MAKES = {"": ("data", "exported"), "attach": ("runs/three",), "convert": ("exported",), "preprocess": ("data",)}
+MAKES = {
+    "": ("data", "exported"),
+    "attach": ("runs/three",),
+    "convert": ("exported", "checkpoints/glm"),
+    "preprocess": ("data",),
+}
 """Verb to the folders that its examples make themselves."""
 
 TRAINING = (

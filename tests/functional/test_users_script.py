@@ -36,7 +36,7 @@ RUN = "--train-iters 3 --log-interval 1 --eval-interval 2 --eval-iters 1".split(
 
 
 def with_our_depths() -> str:
-    """The user's script with the two lines of docs/guides/pretrain.md."""
+    """The user's script with the two lines of docs/guides/from_megatron_lm.md."""
     return SCRIPT.replace(LAST_IMPORT, LAST_IMPORT + IMPORT).replace(STEP, "")
 
 
@@ -44,7 +44,7 @@ def test_two_lines_are_changed_and_the_page_shows_them() -> None:
     changed = difflib.ndiff(SCRIPT.splitlines(), with_our_depths().splitlines())
     lines = [line for line in changed if line[0] in "+-"]
     assert lines == [f"+ {IMPORT.strip()}", f"- {STEP.rstrip()}"]
-    page = (launch.ROOT / "docs/guides/pretrain.md").read_text(encoding="utf-8")
+    page = (launch.ROOT / "docs/guides/from_megatron_lm.md").read_text(encoding="utf-8")
     assert f"+{IMPORT}" in page
     assert f"-{STEP}" in page
 

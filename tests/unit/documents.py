@@ -42,18 +42,18 @@ ENGINES = {
 INSIDE = {"docker": " megatron-mtp ", "sbatch": ".sbatch "}
 """Engine to what ends its own flags: what follows the image, or the job's script, is for the program inside."""
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![-\w*])")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
     """Language and text of the fenced blocks that are marked as one of these languages."""
-    return [(language, body) for language, body in _FENCE.findall(text) if language in languages]
+    return [(language, body) for language, body in FENCE.findall(text) if language in languages]
 
 
 def spans(text: str) -> list[str]:
     """Code in sentences and tables."""
-    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))]
+    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text))]
 
 
 def strings(source: str) -> Iterator[tuple[int, str]]:

@@ -939,7 +939,7 @@ def test_a_decoder_that_returns_more_than_states_is_named() -> None:
 
 
 def test_a_loop_of_ones_own_trains_the_depths_that_ride_along() -> None:
-    """Supervised fine-tuning, as docs/guides/pretrain.md shows it: one line more than without depths."""
+    """Supervised fine-tuning, as docs/guides/custom_loop.md shows it: one line more than without depths."""
     model = stock("dense")
     attached = attach(model, depths=2, weight=0.3)
     optimizer, batch, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), make_batch(2), []

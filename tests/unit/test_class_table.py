@@ -1,4 +1,4 @@
-"""What becomes of the installed transformers' causal classes: the table of docs/guides/convert.md, counted anew."""
+"""What becomes of the installed transformers' causal classes: the table of docs/reference/families.md, counted anew."""
 
 import runpy
 from collections import Counter
@@ -29,7 +29,7 @@ def test_the_table_of_the_page_counts_the_installed_classes(capsys: pytest.Captu
     table = TABLES["classes_table"](classes())
     with capsys.disabled():
         print(f"\n{table}")
-    assert f"\n{table}\n" in (ROOT / "docs/guides/convert.md").read_text(encoding="utf-8")
+    assert f"\n{table}\n" in (ROOT / "docs/reference/families.md").read_text(encoding="utf-8")
 
 
 def test_the_classes_that_convert_are_no_fewer() -> None:

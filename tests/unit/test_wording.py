@@ -32,9 +32,8 @@ MOST_WORDS = 25
 """Of the help of a flag."""
 
 LEFT = {
-    "docs/guides/add_mtp.md": 3,
-    "docs/guides/cluster.md": 2,
-    "docs/explanation/evidence.md": 5,
+    "docs/explanation/evidence.md": 3,
+    "docs/explanation/evidence_drafting.md": 1,
     "megatron_mtp/attach.py": 4,
     "megatron_mtp/checkpoint/convert/edit.py": 1,
     "megatron_mtp/checkpoint/convert/import_hf.py": 1,

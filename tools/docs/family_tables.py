@@ -1,4 +1,4 @@
-"""Tables of docs/guides/convert.md, families and forms: `python tools/docs/family_tables.py` prints them."""
+"""Tables of docs/reference/families.md and docs/guides/convert.md: `python tools/docs/family_tables.py` prints them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Write the tables of methods, verifiers and vLLM's keys in docs/guides/decode.md from what each states in its file.
+"""Write the tables of methods, verifiers and vLLM's keys in docs/reference/methods.md from what each states.
 
 python tools/docs/method_tables.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_mtp.decoding.config import FOREIGN_KEYS, FOREIGN_METHODS, PROPOSERS, VERIFIERS, Foreign, Settings, keys
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/guides/decode.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/methods.md"
 BEGIN, END = "<!-- written by tools/docs/method_tables.py -->\n", "\n<!-- end -->"
 
 

@@ -1,4 +1,4 @@
-"""Write the table of neutral fields in docs/guides/serve.md from what the server accepts and ignores.
+"""Write the table of neutral fields in docs/reference/http_api.md from what the server accepts and ignores.
 
 python tools/docs/neutral_fields.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_mtp.server.protocol import Body, ChatBody, CompletionBody
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/guides/serve.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/http_api.md"
 BEGIN, END = "<!-- written by tools/docs/neutral_fields.py -->\n", "\n<!-- end -->"
 HEAD = "| value | both endpoints | completions alone | chats alone |\n|---|---|---|---|"
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/explanation/evidence.md and docs/reference/gpu.md from the records in benchmarks/results.
+"""Write the tables of `PAGES` from the records in benchmarks/results.
 
 A record is the last line that a benchmark prints, or the one of `megatron-mtp doctor --kernels --json`.
 
@@ -7,7 +7,7 @@ A record is the last line that a benchmark prints, or the one of `megatron-mtp d
 
 A table of a page stands between `<!-- benchmarks/results/NAME.json, table 1 -->` and `<!-- end -->`. The first table
 of docs/explanation/evidence.md, between `<!-- summary -->` and `<!-- end -->`, has a row for each of `SUMMARY`,
-computed from the same records and from the tables of docs/reference/gpu.md.
+computed from the same records and from the tables of docs/explanation/evidence_gpu.md.
 """
 
 import json
@@ -19,7 +19,15 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ROOT / "docs/explanation/evidence.md", ROOT / "docs/reference/gpu.md"
+PAGES = [
+    ROOT / f"docs/{name}.md"
+    for name in (
+        "explanation/evidence",
+        "explanation/evidence_drafting",
+        "explanation/evidence_losses",
+        "extensions/kernels",
+    )
+]
 MARKS = re.compile(r"(<!-- (benchmarks/results/\w+\.json), table (\d+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMMARIZED = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.DOTALL)
 ALL_ACCEPTED = "random weights, every draft accepted"
@@ -90,8 +98,8 @@ def all_accepted() -> str:
 
 
 def on_a_gpu() -> str:
-    """From the goals of the part `graphs` in docs/reference/gpu.md."""
-    page = (ROOT / "docs/reference/gpu.md").read_text(encoding="utf-8")
+    """From the goals of the part `graphs` in docs/explanation/evidence_gpu.md."""
+    page = (ROOT / "docs/explanation/evidence_gpu.md").read_text(encoding="utf-8")
     goal = r"\| drafting: {} \| ([\d.]+) \|"
     found = [
         re.search(goal.format(what), page) for what in (r"the fastest K over.*?", r"with CUDA graphs over without")
@@ -119,29 +127,29 @@ def layouts() -> str:
     return f"losses within {losses:.1e}, gradients within {max(float(row[3]) for row in rows):.1e}"
 
 
-HEADS = "[trained heads](#drafting-with-trained-heads-on-a-cpu)"
+HEADS = "[trained heads](evidence_drafting.md#drafting-with-trained-heads-on-a-cpu)"
 QUICKSTART, SMOLLM2 = "the quickstart's own head", "SmolLM2-135M, a head by `attach`"
 SUMMARY: list[tuple[str, Callable[[], str], str]] = [
     ("a training step against Megatron's own MTP", training_step, "[step](#a-training-step-against-megatrons-own-mtp)"),
     ("memory of an MTP layer with 65,536 entries", memory_of_a_layer, "[depth](#what-a-depth-costs)"),
     (f"drafting one text against plain decoding: {SMOLLM2}", attached, HEADS),
     (f"drafting one text against plain decoding: {QUICKSTART}", lambda: drafting("serving", 1), HEADS),
-    (f"sixteen texts at once: {QUICKSTART}", lambda: drafting("serving", 16), HEADS),
+    (f"sixteen requests at once: {QUICKSTART}", lambda: drafting("serving", 16), HEADS),
     (
         f"upper bound of two drafts: SmolLM2-135M's shape, {ALL_ACCEPTED}",
         all_accepted,
-        "[decoding](#decoding-one-text-on-a-cpu)",
+        "[decoding](evidence_drafting.md#decoding-one-text-on-a-cpu)",
     ),
-    (f"upper bound on an H200: 16 layers of 2,048, {ALL_ACCEPTED}", on_a_gpu, "[GPU](#on-a-gpu)"),
+    (f"upper bound on an H200: 16 layers of 2,048, {ALL_ACCEPTED}", on_a_gpu, "[GPU](evidence_gpu.md#graphs)"),
     (
         "accepted length from 8k to 16k, small drafters with a window and without, one seed",
         windows,
-        "[windows](#windows-of-drafters-by-context)",
+        "[windows](evidence_drafting.md#windows-of-drafters-by-context)",
     ),
     (
         "MTP layers of donors, trained on: exports below their graft in 24 trials on tiny trunks",
         trained_on,
-        "[heads](#heads-that-are-trained-on)",
+        "[heads](evidence_losses.md#heads-that-are-trained-on)",
     ),
     ("agreement between layouts", layouts, "[layouts](#layouts-against-one-process)"),
 ]

@@ -169,7 +169,7 @@ class Family:
 
     Attributes:
         title: the family's name in messages and tables.
-        published: published models of the family, for the table in docs/guides/convert.md.
+        published: published models of the family, for the table in docs/reference/families.md.
         model_types: values of `model_type` in `config.json`; the first is the one that an export writes.
         rules: rules for every tensor of a model except the carried ones.
         defaults: values of keys that a config may leave out, where the class in transformers does not state them.

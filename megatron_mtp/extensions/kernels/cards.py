@@ -71,4 +71,4 @@ CARDS = {
 }
 """By compute capability."""
 H200 = 90
-"""The card with a record, docs/reference/gpu.md."""
+"""The card with a record, docs/explanation/evidence_gpu.md."""

@@ -27,7 +27,7 @@ from megatron_mtp.model.head import DraftVocabulary, Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 TOKENS, ENTRIES = 16_384, 131_072
-"""Rows and entries of the vocabulary: the sizes of the H200's record in docs/reference/gpu.md."""
+"""Rows and entries of the vocabulary: the sizes of the H200's record in docs/explanation/evidence_gpu.md."""
 DRAFTED = ENTRIES // 4
 """Entries of a draft vocabulary, where the kernels read the trunk's logits by an index."""
 INSTRUCTION = 16

@@ -30,7 +30,7 @@ SUM_ONCE = 4 + 14
 """It begins with zeros; the backward pass reads it, writes and reads it scaled, and writes it in bfloat16."""
 
 HIDDEN = 2048
-"""H of the H200's record in docs/reference/gpu.md."""
+"""H of the H200's record in docs/explanation/evidence_gpu.md."""
 SEEN_POSITIONS = 1024
 """Rows of its chunks."""
 SEEN = {"ce": 0.05458, "kd": 0.07298, "tv": 0.0742}

@@ -20,10 +20,10 @@ GIB = 2**30
 class Reached:
     """What kernels reach of a peak, and how the passes over activations are counted.
 
-    `head` was measured on an H200 (docs/reference/gpu.md), where 3 products of a head of 131,072 entries take 54.6 ms,
-    of which 2.7 are reads and writes of logits; other products are taken to reach as much. The others are assumptions:
-    experts' products are smaller, and published speeds of Qwen3-235B are low; FlashAttention-3 reaches half of the peak
-    with causal masks (arXiv:2407.08608); collectives reach three quarters.
+    `head` was measured on an H200 (docs/explanation/evidence_gpu.md), where 3 products of a head of 131,072 entries
+    take 54.6 ms, of which 2.7 are reads and writes of logits; other products are taken to reach as much. The others are
+    assumptions: experts' products are smaller, and published speeds of Qwen3-235B are low; FlashAttention-3 reaches
+    half of the peak with causal masks (arXiv:2407.08608); collectives reach three quarters.
 
     Attributes:
         products, head, experts, attention: parts of the peak of products.

@@ -86,8 +86,8 @@ def test_bytes_of_a_logit_are_those_of_the_design() -> None:
 
 
 def test_the_record_of_ce_foretells_the_other_losses() -> None:
-    """docs/reference/gpu.md: milliseconds of an H200; `ce` alone calibrates."""
-    page = DOCUMENTS["docs/reference/gpu.md"].read_text(encoding="utf-8")
+    """docs/explanation/evidence_gpu.md: milliseconds of an H200; `ce` alone calibrates."""
+    page = DOCUMENTS["docs/explanation/evidence_gpu.md"].read_text(encoding="utf-8")
     rate = tables.rate_seen()
     for name, seconds in SEEN.items():
         found = re.search(rf"^\| {name} \| 1,664 \| ([\d.]+) \|$", page, re.MULTILINE)

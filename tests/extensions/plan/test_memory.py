@@ -70,7 +70,7 @@ H200 = (
 
 
 def test_the_loss_in_chunks_needs_what_an_h200_measured() -> None:
-    """docs/reference/gpu.md: 16,384 tokens x 131,072 entries, 1,664 MiB in chunks, 24,580 MiB of all logits."""
+    """docs/explanation/evidence_gpu.md: 16,384 x 131,072 logits, 1,664 MiB in chunks, 24,580 MiB of all."""
     line = read(H200)
     assert chunked_bytes(16384, 131072, line) / MIB == pytest.approx(1664, rel=0.05)
     logits = 16384 * 131072

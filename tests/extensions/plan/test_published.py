@@ -54,7 +54,7 @@ def test_qwens_27_b_on_16_npus() -> None:
 
 
 def test_the_head_of_an_h200() -> None:
-    """docs/reference/gpu.md: `ce` of 16,384 tokens x 131,072 entries, head and gradients: 54.58 ms; `kd` 72.98."""
+    """docs/explanation/evidence_gpu.md: `ce` of 16,384 x 131,072 logits, head and gradients: 54.58 ms; `kd` 72.98."""
     words = "--hidden-size 2048 --bf16 --num-layers 1 --num-attention-heads 16 --vocab-size 131072 --seq-length 16384"
     for loss, milliseconds in (("ce", 54.58), ("kd", 72.98)):
         clock = Clock(model_of(read([*words.split(), "--mtp-loss", loss])), CARDS["H200"], 1)
@@ -78,10 +78,12 @@ H200_DRAFTING = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --n
 
 
 def test_drafting_on_an_h200() -> None:
-    """docs/reference/gpu.md: with CUDA graphs 606.4 tokens/s, times 1.638, 2.273, 2.764, 3.181 with K = 1..4."""
+    """docs/explanation/evidence_gpu.md: 606.4 tokens/s with CUDA graphs, times 1.638, 2.273, 2.764, 3.181."""
     decoder = DraftDecoder(model_of(read(H200_DRAFTING)), CARDS["H200"], 1, context=256, forward=1 / 606.4)
     lengths = [1.991, 2.987, 3.965, 4.923]
-    rates = Accepted(tuple(b - a for a, b in zip([1.0, *lengths], lengths, strict=False)), "docs/reference/gpu.md")
+    rates = Accepted(
+        tuple(b - a for a, b in zip([1.0, *lengths], lengths, strict=False)), "docs/explanation/evidence_gpu.md"
+    )
     for count, speed in enumerate([1.638, 2.273, 2.764, 3.181], start=1):
         assert decoder.speed_up(rates, count) == pytest.approx(speed, rel=0.2)
 

@@ -141,10 +141,12 @@ def test_the_chart_of_the_readme_is_drawn_from_the_records() -> None:
     assert [value for value in values if f">{value:.3g}</text>" not in chart] == [], "run tools/docs/readme_chart.py"
 
 
-def test_the_readme_shows_the_evaluation_of_the_quickstart_as_recorded() -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/get_started/quickstart.md"])
+def test_a_page_shows_the_evaluation_of_the_quickstart_as_recorded(name: str) -> None:
     record = json.loads((ROOT / "benchmarks/results/quickstart.json").read_text(encoding="utf-8"))
     (_, trunk, *_), (_, loss, *rates) = record["tables"][0]["rows"]
-    shown = [line.strip("| ").split("|") for line in README.splitlines() if re.match(r"\| (trunk|    1) \|", line)]
+    page = DOCUMENTS[name].read_text().splitlines()
+    shown = [line.strip("| ").split("|") for line in page if re.match(r"\| (trunk|    1) \|", line)]
     (_, trunk_shown, *_), (_, loss_shown, *rates_shown) = shown
     assert [f"{float(trunk_shown):.3f}", f"{float(loss_shown):.3f}"] == [trunk.split()[0], loss.split()[0]]
     assert [rate.strip().replace("%", " %") for rate in rates_shown] == rates

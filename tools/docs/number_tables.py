@@ -127,7 +127,7 @@ def layouts() -> str:
     return f"losses within {losses:.1e}, gradients within {max(float(row[3]) for row in rows):.1e}"
 
 
-HEADS = "[trained heads](evidence_drafting.md#drafting-with-trained-heads-on-a-cpu)"
+HEADS = "[trained layers](evidence_drafting.md#drafting-with-trained-mtp-layers-on-a-cpu)"
 QUICKSTART, SMOLLM2 = "the quickstart's own MTP layer", "SmolLM2-135M, an MTP layer by `attach`"
 SUMMARY: list[tuple[str, Callable[[], str], str]] = [
     ("a training step against Megatron's own MTP", training_step, "[step](#a-training-step-against-megatrons-own-mtp)"),
@@ -147,9 +147,9 @@ SUMMARY: list[tuple[str, Callable[[], str], str]] = [
         "[windows](evidence_drafting.md#windows-of-drafters-by-context)",
     ),
     (
-        "MTP layers of donors, trained on: exports below their graft in 24 trials on tiny trunks",
+        "MTP layers of donors, trained further: exports below their graft in 24 trials on tiny trunks",
         trained_on,
-        "[heads](evidence_losses.md#heads-that-are-trained-on)",
+        "[further training](evidence_losses.md#mtp-layers-that-are-trained-further)",
     ),
     ("agreement between layouts", layouts, "[layouts](#layouts-against-one-process)"),
 ]

@@ -131,7 +131,7 @@ HEADS = "[trained layers](evidence_drafting.md#drafting-with-trained-mtp-layers-
 QUICKSTART, SMOLLM2 = "the quickstart's own MTP layer", "SmolLM2-135M, an MTP layer by `attach`"
 SUMMARY: list[tuple[str, Callable[[], str], str]] = [
     ("a training step against Megatron's own MTP", training_step, "[step](#a-training-step-against-megatrons-own-mtp)"),
-    ("memory of an MTP layer with 65,536 entries", memory_of_a_layer, "[depth](#what-a-depth-costs)"),
+    ("memory of an MTP layer with 65,536 entries", memory_of_a_layer, "[depth](#what-an-mtp-layer-costs)"),
     (f"drafting for one request against plain decoding: {SMOLLM2}", attached, HEADS),
     (f"drafting for one request against plain decoding: {QUICKSTART}", lambda: drafting("serving", 1), HEADS),
     (f"sixteen requests at once: {QUICKSTART}", lambda: drafting("serving", 16), HEADS),

@@ -30,7 +30,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 class Unsupported(NamedTuple):
-    """A feature that our losses or our script do not have: ignored or computed wrongly. docs/features.md has the table.
+    """A feature that our losses or our script do not have: ignored or computed wrongly (docs/reference/features.md).
 
     Attributes:
         flags: as a command line has them; the row is about runs with all of them.

@@ -203,16 +203,6 @@ class BlockDrafterLayer(DrafterLayer):
             state_SBH = layer(hidden_states=state_SBH, attention_mask=None, rotary_pos_emb=attention.rotary_pos_emb)[0]
         return state_SBH
 
-    def before(self, state: Tensor, token: Tensor) -> Tensor:
-        """What the token before a draft gives the bias, [..., R], for a state [..., H] after the norm: W1[token]."""
-        assert self.markov_w1 is not None
-        return self.markov_w1[token]
-
-    def confidence(self, state_and_token: Tensor) -> Tensor:
-        """The logit that a draft is accepted, from `[norm(x); W1[token before]]`, [..., H + R]."""
-        assert self.confidence_weight is not None
-        return linear(state_and_token, self.confidence_weight, self.confidence_bias).squeeze(-1)
-
     @override
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -4,7 +4,7 @@
 
 below the script's own imports, whose functions of these names they take the place of; and no `forward_step` in its
 call of `pretrain()`. docs/guides/from_megatron_lm.md shows both lines in place. The first of these functions that is
-called makes Megatron runnable on this machine (`megatron_mtp.runtime`).
+called makes Megatron runnable on this machine (`megatron_mtp.megatron.runtime`).
 """
 
 import sys

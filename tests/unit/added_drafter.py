@@ -1,4 +1,4 @@
-"""A drafter of the kind that docs/extending.md adds from another package: trained, attached, exported, drafting.
+"""A drafter of the kind that docs/develop/extending.md adds: trained, attached, exported, drafting.
 
 PYTHONPATH=PACKAGES:tests/unit python tests/unit/added_drafter.py FOLDER
 """

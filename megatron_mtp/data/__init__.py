@@ -7,7 +7,11 @@ sources.py           the source of every document, by which acceptance is measur
 prompts.py           beginnings of documents, or the user's turns of chats, drawn by seed
 samples.py           the file of finished continuations, which kills do not harm
 messages.py          messages of published chats in one form, or refused by name; does a rendered turn hold them
-chat.py              chats to tokens by the tokenizer's chat template, which of them count, and their packing
+chat.py              a chat: a line of a file, in that form
+chat_template.py     chats as texts and tokens by the tokenizer's chat template, and what it puts before a turn
+counted_tokens.py    which tokens of a chat count: those that the model writes
+chat_files.py        files of chats made .bin/.idx with modes, and the lines that say what is not trained on
+best_fit.py          documents packed into rows of one length
 tokenizer.py         load a tokenizer folder, or train a byte-level BPE; texts to tokens, chats to texts
 sentence_pieces.py   a SentencePiece model behind the names of a transformers tokenizer
 checks.py            is the corpus there and whole, does the vocabulary fit it; its most frequent tokens, which MTP

@@ -42,7 +42,7 @@ PARTS = ("training", "validation", "testing")
 class Index(NamedTuple):
     """The contents of an index: type and number of tokens, numbers of documents and sequences (usually equal).
 
-    `has_modes` where sequences have modes, as those of chats (`data/chat.py`).
+    `has_modes` where sequences have modes, as those of chats (`data/chat_files.py`).
     """
 
     dtype: type[np.integer]

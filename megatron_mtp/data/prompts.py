@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_mtp.data.chat import check_template, place_of, read_chat
+from megatron_mtp.data.chat import place_of, read_chat
+from megatron_mtp.data.chat_template import check_template
 from megatron_mtp.data.checks import part_of, read_index
 from megatron_mtp.data.corpus import Document, find_files, list_documents
 from megatron_mtp.data.sources import read_sources, sources_of_files

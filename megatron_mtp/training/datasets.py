@@ -24,18 +24,11 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_mtp.common.files import one_writer
-from megatron_mtp.data.chat import (
-    COUNTS,
-    Counted,
-    best_fit,
-    lines_of,
-    marked,
-    prefix_in_cache,
-    spans_of,
-    write_chats,
-)
+from megatron_mtp.data.best_fit import best_fit
+from megatron_mtp.data.chat_files import COUNTS, lines_of, prefix_in_cache, write_chats
 from megatron_mtp.data.checks import read_index, read_sidecar
 from megatron_mtp.data.corpus import choose_documents, find_files, list_documents
+from megatron_mtp.data.counted_tokens import Counted, marked, spans_of
 from megatron_mtp.data.sources import first_number
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
 from megatron_mtp.training.documents import named_prefixes
@@ -232,8 +225,8 @@ def read_answers(prefix: str) -> np.ndarray:
 
 # --- chats -----------------------------------------------------------------------------------------------------------
 #
-# Made into a dataset once, from files of --chat or by `preprocess --chat` (`data/chat.py`), counted, and packed into
-# rows in the format of Megatron's packed data sets.
+# Made into a dataset once, from files of --chat or by `preprocess --chat` (`data/chat_files.py`), counted, and packed
+# into rows in the format of Megatron's packed data sets.
 
 
 def reads_chats(args: Namespace) -> bool:

@@ -22,9 +22,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_mtp.cli.preprocess import main as preprocess
 from megatron_mtp.data import corpus
-from megatron_mtp.data.chat import Chat, ChatEncoder, best_fit, marked, prefix_in_cache, read_chat, write_chats
+from megatron_mtp.data.best_fit import best_fit
+from megatron_mtp.data.chat import Chat, read_chat
+from megatron_mtp.data.chat_files import prefix_in_cache, write_chats
 from megatron_mtp.data.checks import check_data_prefixes, check_split, read_index
 from megatron_mtp.data.corpus import list_documents
+from megatron_mtp.data.counted_tokens import ChatEncoder, marked
 from megatron_mtp.data.messages import TurnError
 from megatron_mtp.data.prompts import UserTurns
 from megatron_mtp.data.tokenizer import Encoder, read_tokenizer
@@ -70,7 +73,8 @@ def test_a_long_chat_is_tokenized_little_more_than_once_and_as_a_whole(
 ) -> None:
     tokenizer = SHAPES[shape].tokenizer(tmp_path, tagged)
     encoder, read = ChatEncoder(tokenizer), 0
-    tokenize, tokens = encoder._tokenize, encoder._tokens
+    template = encoder._template
+    tokenize, tokens = template.tokenize, template.tokens
 
     def counted(text: str, **more: bool) -> Any:
         nonlocal read
@@ -82,8 +86,8 @@ def test_a_long_chat_is_tokenized_little_more_than_once_and_as_a_whole(
         assert ids == tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    monkeypatch.setattr(encoder, "_tokens", counted)
-    monkeypatch.setattr(encoder, "_tokenize", compared)
+    monkeypatch.setattr(template, "tokens", counted)
+    monkeypatch.setattr(template, "tokenize", compared)
     turns = [(user(f"question {turn} " * 9), said(f"answer {turn} " * 9, f"thought {turn}")) for turn in range(30)]
     made = encoder.encode(Chat([message for pair in turns for message in pair]))
     assert read < 3 * max(len(document.ids) for document in made)

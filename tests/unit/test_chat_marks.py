@@ -14,8 +14,9 @@ import pytest
 from chat_cases import SHAPES, SYSTEM, TOOLS, said, user
 from transformers import PreTrainedTokenizerBase
 
-from megatron_mtp.data.chat import ChatEncoder, Counted, read_chat
+from megatron_mtp.data.chat import read_chat
 from megatron_mtp.data.corpus import list_documents
+from megatron_mtp.data.counted_tokens import ChatEncoder, Counted
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

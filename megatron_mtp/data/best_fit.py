@@ -1,0 +1,39 @@
+"""Documents packed into rows of one length."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack documents into rows, the longest first, each into the row that it leaves the least room in.
+
+    Best-fit decreasing, as in arXiv:2404.10830. Documents of 5, 3, 3 and 2 positions in rows of 8: [5, 3] and [3, 2].
+
+    Args:
+        lengths: positions of each document, at most `capacity`.
+        capacity: positions of a row.
+
+    Returns:
+        The numbers of the documents of every row.
+    """
+    rows: list[list[int]] = []
+    sizes: list[int] = []  # of the room that rows have left, sorted
+    with_room = defaultdict[int, list[int]](list)
+    for document in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        place = bisect_left(sizes, lengths[document])
+        if place == len(sizes):
+            left, row = capacity, len(rows)
+            rows.append([])
+        else:
+            left, row = sizes[place], with_room[sizes[place]].pop()
+            if not with_room[left]:
+                sizes.pop(place)
+        rows[row].append(document)
+        if left := left - int(lengths[document]):
+            if not with_room[left]:
+                insort(sizes, left)
+            with_room[left].append(row)
+    return rows

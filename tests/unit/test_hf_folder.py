@@ -15,7 +15,7 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import folder as folders
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.forms import Numbers
+from megatron_mtp.checkpoint.hf.forms.form import Numbers
 from megatron_mtp.cli.convert import main
 from megatron_mtp.megatron.checkpoint import reader
 from megatron_mtp.megatron.checkpoint.reader import DistReader

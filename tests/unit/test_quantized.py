@@ -18,7 +18,8 @@ from trunk_models import TRUNKS
 from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form, mcore_to_hf
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.forms import FP4, MisfitError, Numbers, from_mxfp4
+from megatron_mtp.checkpoint.hf.forms.form import MisfitError, Numbers
+from megatron_mtp.checkpoint.hf.forms.fp4 import FP4, from_mxfp4
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings, activation_scales, quantized_weights
 from megatron_mtp.checkpoint.verify.reference_forms import read_tensors
 

@@ -19,7 +19,8 @@ from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.forms import WRITTEN, Numbers
+from megatron_mtp.checkpoint.hf.forms.form import Numbers
+from megatron_mtp.checkpoint.hf.forms.table import WRITTEN
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.cli.convert import QUANTIZED, main
 from megatron_mtp.data.tokenizer import train_bpe

@@ -14,7 +14,10 @@ from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantize
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 
-from megatron_mtp.checkpoint.hf.forms import AWQ_ORDER, FORMS, FP4, Numbers, unpacked
+from megatron_mtp.checkpoint.hf.forms.form import Numbers
+from megatron_mtp.checkpoint.hf.forms.fp4 import FP4
+from megatron_mtp.checkpoint.hf.forms.integers import AWQ_ORDER, unpacked
+from megatron_mtp.checkpoint.hf.forms.table import FORMS
 
 Tensors = dict[str, Tensor]
 HALF = torch.float16

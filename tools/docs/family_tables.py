@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_mtp.checkpoint.families import FAMILIES, all_families
 from megatron_mtp.checkpoint.families.family import Family
-from megatron_mtp.checkpoint.hf.forms import FORMS
+from megatron_mtp.checkpoint.hf.forms.table import FORMS
 from megatron_mtp.checkpoint.hf.quantized import COMPRESSED
 
 

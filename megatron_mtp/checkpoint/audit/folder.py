@@ -35,7 +35,7 @@ from megatron_mtp.checkpoint.hf.config import (
     wrong_kinds,
 )
 from megatron_mtp.checkpoint.hf.folder import DTYPES, INDEX, Faults, HFFolder, check_form, drafter_kind
-from megatron_mtp.checkpoint.hf.forms import MisfitError
+from megatron_mtp.checkpoint.hf.forms.form import MisfitError
 
 REFETCH = "fetch or export that file again"
 CORRECT = "correct the file, or copy that of the model that this was made from"

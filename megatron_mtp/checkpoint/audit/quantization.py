@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.audit import NOTE, Finding, counted, listed
 from megatron_mtp.checkpoint.audit.side import BESIDE, DEPTH, TRUNK, HFSide, Opened, StoredTensor
-from megatron_mtp.checkpoint.hf.forms import E8M0, FORMS, FP8, POWERS, number
+from megatron_mtp.checkpoint.hf.forms.form import E8M0, FP8, POWERS
+from megatron_mtp.checkpoint.hf.forms.scales import number
+from megatron_mtp.checkpoint.hf.forms.table import FORMS
 from megatron_mtp.checkpoint.hf.quantized import (
     COMPRESSED,
     MODELOPT,

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megatron_mtp.checkpoint.families import Family, Layout
 from megatron_mtp.checkpoint.families.family import TRUNK_ALONE, class_tensors
-from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.hf import Shape, by
 from megatron_mtp.checkpoint.hf.config import HFConfig
-from megatron_mtp.checkpoint.hf.forms import by
 
 REMEDY = "fetch the folder again, or correct the config"
 IN_LAYER = re.compile(r"(.*?\b(?:layers|mtp_block)\.(\d+)\.)(.+)")

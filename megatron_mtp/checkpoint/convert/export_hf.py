@@ -52,7 +52,7 @@ from megatron_mtp.checkpoint.hf.config import (
     text_key,
 )
 from megatron_mtp.checkpoint.hf.folder import HFFolder
-from megatron_mtp.checkpoint.hf.forms import Form, name_of
+from megatron_mtp.checkpoint.hf.forms.form import Form, name_of
 from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of, without_quantization
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.common.acceptance import RECORD, carry_record

@@ -55,9 +55,8 @@ from megatron_mtp.checkpoint.families.family import COPIES, STORED_HEAD, class_k
 from megatron_mtp.checkpoint.families.inside import check_no_drafter
 from megatron_mtp.checkpoint.families.trunk import ORIGINAL
 from megatron_mtp.checkpoint.families.wrapped import PREFIXES
-from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.hf import Shape, by
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig
-from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.data.tokenizer import read_tokenizer
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, HF_FILES, other_key
 from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, is_checkpoint, run_tokenizer

@@ -24,10 +24,9 @@ from megatron_mtp.checkpoint.families.trunk import (
     ZERO_QKV_BIAS,
     ZERO_ROUTER_BIAS,
 )
-from megatron_mtp.checkpoint.hf import Shape
+from megatron_mtp.checkpoint.hf import Shape, by
 from megatron_mtp.checkpoint.hf.config import TIED, HFConfig
 from megatron_mtp.checkpoint.hf.folder import HFFolder, check_kind
-from megatron_mtp.checkpoint.hf.forms import by
 from megatron_mtp.checkpoint.hf.quantized import QuantizationSettings
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_mtp.checkpoint.families import CARRIED
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.hf import Shape
-from megatron_mtp.checkpoint.hf.forms import BLOCK, WRITTEN, Form, by
+from megatron_mtp.checkpoint.hf import Shape, by
+from megatron_mtp.checkpoint.hf.forms.form import BLOCK, Form
+from megatron_mtp.checkpoint.hf.forms.table import WRITTEN
 from megatron_mtp.checkpoint.hf.quantized import COMPRESSED, inside, layer_of, module_of
 
 PLAIN = "bfloat16"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, check_file, read_json
-from megatron_mtp.checkpoint.hf.forms import E8M0, MisfitError, Numbers
+from megatron_mtp.checkpoint.hf.forms.form import E8M0, MisfitError, Numbers
 from megatron_mtp.checkpoint.hf.quantized import (
     QuantizationSettings,
     activation_scales,

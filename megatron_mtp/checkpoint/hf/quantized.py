@@ -1,4 +1,4 @@
-"""Quantized folders: which tensors make a weight (forms.py), what config and side files say, and lists of modules.
+"""Quantized folders: which tensors make a weight (forms/), what config and side files say, and lists of modules.
 
 Names, shapes and types alone decide the form: a scale beside a weight that is not quantized is a fault, and never
 multiplied. Scales of activations (`X.input_scale`, `k_proj.k_scale`) say nothing of a weight, and are dropped with it.
@@ -17,18 +17,9 @@ from torch import Tensor
 
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.forms import (
-    E8M0,
-    FORMS,
-    FP8,
-    Form,
-    MisfitError,
-    Numbers,
-    StoredPart,
-    Tensors,
-    check_packed,
-    name_of,
-)
+from megatron_mtp.checkpoint.hf.forms.form import E8M0, FP8, Form, MisfitError, Numbers, StoredPart, Tensors, name_of
+from megatron_mtp.checkpoint.hf.forms.integers import check_packed
+from megatron_mtp.checkpoint.hf.forms.table import FORMS
 
 ACTIVATIONS = re.compile(r"\.(((in|out)put|activation)_(scale|zero_point|global_scale)|[kvq]_(scale|zero_point))$")
 """Endings of the scales of activations beside a weight, and of an attention's cache."""

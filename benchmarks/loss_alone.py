@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.harness import allocated_peak
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -30,7 +30,7 @@ from megatron_mtp.decoding.kv_cache import KVCache, Memory
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.head import NOT_DRAFTED
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.auto_count import AutoK

@@ -43,7 +43,7 @@ from megatron_mtp.losses.weight_gradient import (
     positions_beside_sum,
     scaled,
 )
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 
 FLOAT16_GRADIENT = 2.0**8
 """The size to which the largest gradient of a float16 logit is scaled in the forward pass, before Megatron's loss scale

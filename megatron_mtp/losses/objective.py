@@ -21,7 +21,9 @@ from megatron_mtp.data.batch import DepthBatch, LaterPositions, to_device
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, chunks, linear_loss
 from megatron_mtp.losses.selector import chosen_logits_, selector_loss
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
-from megatron_mtp.model.head import NOT_DRAFTED, Drafted, Head, StageOutput
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.head import Head
+from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.spec.config import SCHEDULES, MTPConfig
 
 

@@ -12,7 +12,8 @@ from typing import ClassVar, Self, override
 import torch
 from torch import Tensor
 
-from megatron_mtp.model.head import NOT_DRAFTED, Vocabulary
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 

@@ -31,7 +31,8 @@ from megatron_mtp.losses.distillation import (
 )
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
 from megatron_mtp.megatron.runtime import why_no_launcher, why_not
-from megatron_mtp.model.head import NOT_DRAFTED, Vocabulary
+from megatron_mtp.model.draft_vocabulary import NOT_DRAFTED
+from megatron_mtp.model.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,11 @@ drafter.py           what drafters in the place of MTP layers share (--drafter):
 one_layer.py         drafters of one layer in K passes, as EAGLE
 block_drafter.py     drafters of a block of K tokens in one pass, as DFlash
 biased_blocks.py     the same with a bias by the token before, as DSpark
-head.py              the shared output head and embedding, also between pipeline stages; the head's rows that pad the
-                     vocabulary, and those of a smaller one that the MTP layers draft from; softmax, argmax and sums
-                     over slices of the vocabulary
+shared_embedding.py  the input embedding, which the last pipeline stage has a copy of
+draft_vocabulary.py  a smaller vocabulary that the MTP layers draft from: the head's rows of it, and its file
+vocabulary.py        softmax, argmax and sums over slices of the vocabulary, and the rows that pad it
+head.py              the output head, which the trunk and every depth share
+stage_output.py      what the last pipeline stage gives the losses
 initialize.py        MTP layers that a checkpoint lacks: random, or a copy of the trunk's last layer (--mtp-init);
                      random weights are drawn alike in every layout and tool
 rope.py              rotary modules at any positions

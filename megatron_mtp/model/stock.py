@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
-from megatron_mtp.model.head import Head, attach_embedding
+from megatron_mtp.model.head import Head
 from megatron_mtp.model.mtp import (
     AttentionInputs,
     Layer,
@@ -37,6 +37,7 @@ from megatron_mtp.model.mtp import (
     set_quantization,
 )
 from megatron_mtp.model.norms import PortableNorm
+from megatron_mtp.model.shared_embedding import attach_embedding
 from megatron_mtp.model.specs import with_portable_modules
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
 from megatron_mtp.model.attachment import Attachment, DraftHead
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.frozen import answer_with_zeros, freeze_trunk, trunk_modules
-from megatron_mtp.model.head import Drafted, DraftVocabulary, StageOutput, attach_embedding
 from megatron_mtp.model.heads import DraftHeads
 from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionBlock, TrunkOutput
+from megatron_mtp.model.shared_embedding import attach_embedding
+from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.model.stages import ReadStates, apart, as_one
 
 Objective = Callable[[StageOutput], Any]

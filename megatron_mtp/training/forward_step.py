@@ -46,8 +46,8 @@ from megatron_mtp.losses.objective import (
     scaling_factor,
 )
 from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.model.head import StageOutput
 from megatron_mtp.model.packed_rows import PackedRows
+from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import HEADS, HeadSettings, MTPConfig, drafted_steps, heads_of, trained_depths
 from megatron_mtp.spec.head import blocks_of
 from megatron_mtp.training.documents import numbers_of_contexts

@@ -29,7 +29,7 @@ from megatron_mtp.megatron.checkpoint.reader import (
     stored_draft_vocabulary,
 )
 from megatron_mtp.megatron.patterns import trunk_and_depths
-from megatron_mtp.model.head import tokens_of_file
+from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, flag_of, stands_beside
 from megatron_mtp.spec.rope_scaling import scaling_arguments
 from megatron_mtp.training.short_log import say

@@ -34,7 +34,7 @@ from megatron_mtp.megatron.patches.patch import Replace, State, installed, state
 from megatron_mtp.megatron.patches.table import CORE, LOOP
 from megatron_mtp.megatron.patterns import trunk_and_depths
 from megatron_mtp.megatron.runtime import check_device
-from megatron_mtp.model.head import embedding_ranks
+from megatron_mtp.model.shared_embedding import embedding_ranks
 from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_checked_args, set_connections, set_machine_flags
 from megatron_mtp.training.best_state import BestState, ended_run, evaluates_at, iteration_of

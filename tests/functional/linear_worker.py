@@ -19,7 +19,7 @@ from linear_cases import SETTINGS, Case, worst
 
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.token_loss import Chunk
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 CASES = [Case.drawn(seed) for seed in range(int(sys.argv[1]))]

@@ -35,7 +35,8 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import BatchShapes, Sequences
 from megatron_mtp.model.arguments import MTPGPTModelConfig
 from megatron_mtp.model.build import build
-from megatron_mtp.model.head import Head, StageOutput
+from megatron_mtp.model.head import Head
+from megatron_mtp.model.stage_output import StageOutput
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import linear_cross_entropy
 from megatron_mtp.losses.objective import count_acceptance as count_at_later_slots
-from megatron_mtp.model.head import DraftVocabulary, Head
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.head import Head
 from megatron_mtp.training.metrics import stats_of
 
 WORDS = 3

@@ -22,8 +22,9 @@ from megatron_mtp.decoding.sampling import Noise, Sampling
 from megatron_mtp.heads.dflash2.block import Convolution
 from megatron_mtp.losses.linear_cross_entropy import Targets
 from megatron_mtp.losses.selector import candidate_logits, chosen_logits_, selector_loss
-from megatron_mtp.model.head import Head, Vocabulary
+from megatron_mtp.model.head import Head
 from megatron_mtp.model.initialize import RandomWeights
+from megatron_mtp.model.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

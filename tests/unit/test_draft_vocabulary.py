@@ -16,7 +16,7 @@ from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY
 from megatron_mtp.megatron.checkpoint.reader import stored_draft_vocabulary
-from megatron_mtp.model.head import DraftVocabulary, tokens_of_file
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -24,7 +24,7 @@ DRAFTED = [2, 3, 5, 17, 40, 41, 77, 95]
 
 
 def test_rows_of_two_slices_by_hand() -> None:
-    """The example of model/head.py: vocabulary 0 .. 7, drafted 1 2 6."""
+    """The example of model/draft_vocabulary.py: vocabulary 0 .. 7, drafted 1 2 6."""
     first, second = (DraftVocabulary(torch.tensor([1, 2, 6]), 4, 2, rank) for rank in (0, 1))
     assert (first.rows_K.tolist(), first.first) == ([1, 2], 0)
     assert (second.rows_K.tolist(), second.first) == ([2], 2)

@@ -28,7 +28,7 @@ from megatron_mtp.decoding.config import PROPOSERS, VERIFIERS
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.losses.linear_cross_entropy import Targets, linear_loss
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.server.protocol import CompletionBody
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.rope_scaling import SCALINGS, scaling_of

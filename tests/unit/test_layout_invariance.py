@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_mtp.data.batch import depth_batch, positions_of_ranks
-from megatron_mtp.model.head import Drafted, Head, StageOutput
+from megatron_mtp.model.head import Head
+from megatron_mtp.model.stage_output import Drafted, StageOutput
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

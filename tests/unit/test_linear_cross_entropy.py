@@ -15,7 +15,7 @@ from megatron_mtp.losses.distillation import (
 )
 from megatron_mtp.losses.linear_cross_entropy import Targets, Teacher, linear_loss
 from megatron_mtp.losses.token_loss import Chunk, CrossEntropy, TokenLoss
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 TOLERANCE = 2e-6

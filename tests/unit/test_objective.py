@@ -12,7 +12,9 @@ from torch import Tensor
 from megatron_mtp.data.batch import DepthBatch, depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions
-from megatron_mtp.model.head import Drafted, DraftVocabulary, Head, StageOutput
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.head import Head
+from megatron_mtp.model.stage_output import Drafted, StageOutput
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training.metrics import stats_of
 

@@ -14,7 +14,7 @@ from megatron_mtp.losses import LOSSES, linear_cross_entropy, triton_chunk
 from megatron_mtp.losses.distillation import AcceptedLength, Divergence, TotalVariation
 from megatron_mtp.losses.mix import Mix
 from megatron_mtp.losses.token_loss import CrossEntropy, TokenLoss
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 
 pytest.importorskip("triton")
 from gpu_targets import SHARED, assert_compiles

@@ -17,7 +17,7 @@ from megatron_mtp.losses import linear_cross_entropy, weight_gradient
 from megatron_mtp.losses.linear_cross_entropy import linear_loss
 from megatron_mtp.losses.token_loss import CrossEntropy
 from megatron_mtp.losses.weight_gradient import keeps_factors
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 FEW, MANY = Case(6, 2, 12, 50, 4, 0.5, 3), Case(7, 2, 12, 50, 4, 0.5, 3)

@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from megatron_mtp.losses import depth_loss, linear_cross_entropy, triton_chunk, triton_kernels
 from megatron_mtp.losses.token_loss import Chunk, TokenLoss
-from megatron_mtp.model.head import Vocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 NAMES = [name for name, given in SETTINGS.items() if type(depth_loss(MTPConfig(**given))) in triton_chunk.KERNELS]

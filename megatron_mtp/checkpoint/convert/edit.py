@@ -38,7 +38,7 @@ from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, HF_FILES
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths, depth_of
 from megatron_mtp.megatron.patterns import SHARDED_STACK, without_stages
 from megatron_mtp.model.arguments import check_trainable
-from megatron_mtp.model.head import tokens_of_file
+from megatron_mtp.model.draft_vocabulary import tokens_of_file
 from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.model.mtp import SHARDED_TF_LAYER
 from megatron_mtp.spec.config import BESIDE_MTP

@@ -23,7 +23,8 @@ from triton.runtime import JITFunction, driver
 from megatron_mtp.extensions.kernels.cards import CARDS, H200
 from megatron_mtp.losses import LOSSES, depth_loss, triton_chunk, triton_kernels
 from megatron_mtp.losses.token_loss import TokenLoss
-from megatron_mtp.model.head import DraftVocabulary, Vocabulary
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
+from megatron_mtp.model.vocabulary import Vocabulary
 from megatron_mtp.spec.config import MTPConfig
 
 TOKENS, ENTRIES = 16_384, 131_072

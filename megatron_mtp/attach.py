@@ -30,7 +30,6 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
-from megatron_mtp.model.mtp import AttentionInputs, is_detached
 from megatron_mtp.model.stage_output import Drafted
 from megatron_mtp.model.stages import NO_BACKWARD, ReadStates
 from megatron_mtp.model.stock import (

@@ -41,7 +41,7 @@ class DepthBatch:
         whole_tokens: [1 + D], float: unmasked tokens of the trunk and of every depth in the whole microbatch; the other
             fields may be one context-parallel rank's part of it.
         document_BS: the number of every position's document in the corpus, where acceptance is counted by document.
-        ages_DS: how many depths before the last one each depth takes its state from (`model/mtp.py`); None to take
+        ages_DS: how many depths before the last one each depth takes its state from (`model/mixing.py`); None to take
             the last one everywhere.
         blocks_A: where among these positions a block drafter's blocks begin, which are all that it is trained on, on
             the host; None for everywhere.

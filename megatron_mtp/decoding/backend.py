@@ -31,7 +31,8 @@ from megatron_mtp.decoding.kv_cache import KVCache
 from megatron_mtp.decoding.rows import Rows
 from megatron_mtp.decoding.sequences import Sequences
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.mtp import AttentionInputs, whole_states
+from megatron_mtp.model.mtp import whole_states
+from megatron_mtp.model.trunk_output import AttentionInputs
 from megatron_mtp.spec.registry import Registry
 
 

@@ -36,9 +36,9 @@ from megatron_mtp.data.batch import (
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import HeadObjective, depth_weights
 from megatron_mtp.model.attachment import Attachment, DraftHead, attached_of
-from megatron_mtp.model.mtp import is_detached
 from megatron_mtp.model.packed_rows import bounds_of
 from megatron_mtp.model.stage_output import Drafted, StageOutput
+from megatron_mtp.model.trunk_output import is_detached
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import blocks_of
 

@@ -10,8 +10,11 @@ stages.py            what hooks cannot do: states that travel between pipeline s
 schedule_plan.py     the plan of a forward for --overlap-moe-expert-parallel-comm
 frozen.py            a trunk that stays as it was loaded
 hybrid.py            layers of a hybrid, which a pattern names; MTP layers that are stacks by a pattern
-mtp.py               MultiTokenPredictionLayer and MultiTokenPredictionBlock, sequential or parallel; which state
-                     a depth continues from in training (--mtp-hidden-state-mixing)
+trunk_output.py      what a draft head reads of the trunk's forward pass
+mtp.py               MultiTokenPredictionLayer: one depth
+mixing.py            which state a depth continues from in training (--mtp-hidden-state-mixing)
+chain.py             what depths read, and layers one after another
+mtp_block.py         MultiTokenPredictionBlock: all depths, sequential or parallel
 stock.py             MTP layers for a model of Megatron's own class: a new block, and what cannot have one
 stock_drafter.py     a drafter for a model of Megatron's own class
 drafter.py           what drafters in the place of MTP layers share (--drafter): features, head, keys in checkpoints

@@ -21,9 +21,9 @@ from torch import Tensor
 from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.head import Head, head_of
-from megatron_mtp.model.mtp import AttentionInputs, TrunkOutput, is_detached
 from megatron_mtp.model.shared_embedding import is_embedding
 from megatron_mtp.model.stage_output import Drafted
+from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput, is_detached
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -44,9 +44,10 @@ from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.attention import PortableAttention, SinkAttention, with_sink
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer, layer_spec
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.packed_rows import offsets_of
+from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
 BLOCKS_AT_ONCE = 64

@@ -37,11 +37,8 @@ from megatron_mtp.megatron.runtime import check_device
 from megatron_mtp.model.arguments import MTPGPTModelConfig, MTPModelConfig, trunk_spec_of
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
-from megatron_mtp.model.mtp import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionLayerSubmodules,
-    mtp_layer_submodules,
-)
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, mtp_layer_submodules
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.shared_keys import FIRST_PASS_ALONE, WITH_CHAIN
 from megatron_mtp.model.specs import with_modules, with_portable_modules, with_portable_projections
 from megatron_mtp.model.trained_stage import TrainedStage

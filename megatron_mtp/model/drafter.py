@@ -24,10 +24,12 @@ from torch import Tensor
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.mtp import MultiTokenPredictionBlock, MultiTokenPredictionLayerSubmodules, TrunkOutput
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.model.specs import with_modules, with_portable_modules
+from megatron_mtp.model.trunk_output import TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
 

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_mtp.model.initialize import fill_absent_layers
-from megatron_mtp.model.mtp import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionLayerSubmodules,
-    set_quantization,
-)
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock, set_quantization
 from megatron_mtp.spec.kinds import DRAFTERS
 from megatron_mtp.spec.registry import Imported
 

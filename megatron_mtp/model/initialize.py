@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor
 
-from megatron_mtp.model.mtp import MultiTokenPredictionBlock
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 
 
 def fill_absent_layers(

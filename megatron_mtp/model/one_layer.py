@@ -10,7 +10,7 @@ several layers side by side.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, override
+from typing import ClassVar, override
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,9 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch
+from megatron_mtp.model.chain import DepthInputs
 from megatron_mtp.model.drafter import DrafterBlock, DrafterLayer
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayerSubmodules, TrunkOutput
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules
 from megatron_mtp.model.shared_keys import recomputed
+from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput
 
 
 class OneLayer(DrafterLayer):
@@ -95,21 +97,22 @@ class OneLayerBlock(DrafterBlock):
 
     @override
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
-        given = batch.tokens_DBS, trunk.position_ids_BS, trunk.frozen_embedding
+        positions = [trunk.position_ids_BS] * self.depths
+        inputs = DepthInputs(batch.tokens_DBS, positions, trunk.frozen_embedding, trunk.attention)
         if self.rotary is None:
-            attention = replace(trunk.attention, rotary_pos_emb=None)
-            return self(self.read_states(trunk), *given, attention), None
+            inputs = replace(inputs, attention=replace(trunk.attention, rotary_pos_emb=None))
+            return self(self.read_states(trunk), inputs), None
         packed = trunk.attention.packed_seq_params
         length = self.groups.cp.size() * trunk.position_ids_BS.size(1) if packed is None else packed.max_seqlen_q
 
         def turned(later: int) -> Tensor:
             return self.angles(length, offset=later, packed_seq=packed is not None)[0]
 
-        attention = replace(trunk.attention, rotary_pos_emb=turned(0))
-        return self(self.read_states(trunk), *given, attention, angles=turned), None
+        inputs = replace(inputs, attention=replace(trunk.attention, rotary_pos_emb=turned(0)), angles=turned)
+        return self(self.read_states(trunk), inputs), None
 
     @override
-    def forward(self, hidden_SBH: Tensor, *args: Any, **others: Any) -> list[Tensor]:
+    def forward(self, hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:
         """Inputs of the head at step 1 .. K, each [S, B, H], from the states that are read [S, B, X]."""
-        states = super().forward(self.layer.feature(hidden_SBH), *args, **others)
+        states = super().forward(self.layer.feature(hidden_SBH), inputs)
         return [self.layer.norm(state_SBH) for state_SBH in states]

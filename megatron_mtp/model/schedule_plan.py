@@ -14,8 +14,9 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionBlock
+from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
 from megatron_mtp.model.trained_stage import TrainedStage
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 
 class HeadsNode(PostProcessNode):

@@ -25,20 +25,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_mtp.data.batch import DepthBatch, shift_left
+from megatron_mtp.model.chain import DepthInputs, Layer, chain, padding_mask
 from megatron_mtp.model.head import Head
-from megatron_mtp.model.mtp import (
-    AttentionInputs,
-    Layer,
-    TrunkOutput,
-    chain,
-    checkpointed,
-    is_detached,
-    own_masks,
-    set_quantization,
-)
+from megatron_mtp.model.mtp import checkpointed
+from megatron_mtp.model.mtp_block import set_quantization
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.shared_embedding import attach_embedding
 from megatron_mtp.model.specs import with_portable_modules
+from megatron_mtp.model.trunk_output import AttentionInputs, TrunkOutput, is_detached
 
 if TYPE_CHECKING:
     from megatron_mtp.spec.head import HeadSpec
@@ -295,16 +289,19 @@ class StockHead:
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
         """Inputs of the output head, one a depth, and no confidence."""
-        assert batch.tokens_DBS is not None
-        shifted_in_DBS = ~batch.inside_DBS if self.config.num_moe_experts is not None else None
-        masks = own_masks(shifted_in_DBS, self.depths, self.config, self.tp_group)
         positions = [trunk.position_ids_BS] * self.depths
         if self._learns_positions:  # a token is embedded at its own position, as in the trunk
             positions = [*torch.where(batch.inside_DBS, shift_left(trunk.position_ids_BS, self.depths), 0)]
-        tokens = batch.tokens_DBS, positions, trunk.embedding
-        is_apart = trunk.is_apart or self.is_apart
+        inputs = DepthInputs(
+            batch.tokens_DBS,
+            positions,
+            trunk.embedding,
+            trunk.attention,
+            padding_mask(batch, self.config, self.tp_group),
+            is_apart=trunk.is_apart or self.is_apart,
+        )
         layers = [runner(layer) for layer in self._block.layers]  # here, so that a deep copy of the model runs its own
-        return chain(layers, trunk.hidden_SBH, *tokens, trunk.attention, masks, is_apart), None
+        return chain(layers, trunk.hidden_SBH, inputs), None
 
 
 def runner(layer: Any) -> Layer:

@@ -19,8 +19,9 @@ from megatron_mtp.model import arguments
 from megatron_mtp.model.arguments import config_of
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.build import build, join_world
+from megatron_mtp.model.chain import DepthInputs
 from megatron_mtp.model.latent_attention import PLAIN_QUERIES
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 COMMON = """
     --num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --seq-length 64
@@ -160,8 +161,9 @@ def passes(model: LanguageModule, length: int = 6, rows: int = 2) -> dict[str, T
     angles = attached.rotary_angles(length)[0] if attached.turns_heads else None
     attention = AttentionInputs(torch.ones(1, 1, length, length).triu(1).bool(), rotary_pos_emb=angles)
     trunk = attached.trunk_output(hidden_SBH, positions_BS, attention)
-    given = tokens_DBS, positions_BS, model.embedding, attention
-    states_DSBH = torch.stack(model.mtp(hidden_SBH, *given, angles=model.mtp.later_angles(trunk)))
+    positions, angles = [positions_BS] * model.mtp.depths, model.mtp.later_angles(trunk)
+    inputs = DepthInputs(tokens_DBS, positions, model.embedding, attention, angles=angles)
+    states_DSBH = torch.stack(model.mtp(hidden_SBH, inputs))
     (states_DSBH * torch.randn(states_DSBH.shape, generator=chance)).sum().backward()
     assert hidden_SBH.grad is not None
     return {"states": states_DSBH.detach(), "gradient": hidden_SBH.grad}

@@ -27,7 +27,7 @@ from megatron_mtp.decoding.rows import ancestors_of
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.sequences import Sequences
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.chain import DepthInputs
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -116,8 +117,9 @@ def block_states(model: GPTModel, hidden_SBH: Tensor, tokens_DBS: Tensor) -> lis
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     attention = AttentionInputs(attention_mask=mask, rotary_pos_emb=angles)
     trunk = attached.trunk_output(hidden_SBH, positions_BS, attention)
-    given = tokens_DBS, positions_BS, model.embedding, attention
-    states: list[Tensor] = model.mtp(hidden_SBH, *given, angles=model.mtp.later_angles(trunk))
+    positions, angles = [positions_BS] * len(tokens_DBS), model.mtp.later_angles(trunk)
+    inputs = DepthInputs(tokens_DBS, positions, model.embedding, attention, angles=angles)
+    states: list[Tensor] = model.mtp(hidden_SBH, inputs)
     return states
 
 

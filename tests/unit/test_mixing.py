@@ -1,4 +1,4 @@
-"""`Mixer` of model/mtp.py: the states that depths continue from, against the definition read position by position."""
+"""model/mixing.py: the states that depths continue from, against the definition read position by position."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch, drawn_ages
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
-from megatron_mtp.model.mtp import Mixer
+from megatron_mtp.model.mixing import Mixer
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.training import forward_step
 from megatron_mtp.training.metrics import Metrics

@@ -36,10 +36,11 @@ from megatron_single import (
 from tiers import tiered
 
 from megatron_mtp.losses.objective import HeadObjective
-from megatron_mtp.model import mtp
+from megatron_mtp.model import mtp, mtp_block
 from megatron_mtp.model.attachment import attached_of
 from megatron_mtp.model.frozen import freeze_trunk
 from megatron_mtp.model.stages import as_one
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -226,7 +227,7 @@ def test_quantized_depths_are_recomputed_by_tes_checkpoint(
     monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
     monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
     hidden_SBH = torch.randn(LENGTH, ROWS, model.config.hidden_size).cuda()
-    attention = mtp.AttentionInputs(make_batch(1)["attention_mask"])
+    attention = AttentionInputs(make_batch(1)["attention_mask"])
     model.mtp.layers[0](hidden_SBH, None, attention).sum().backward()
     assert found == [(int(is_on), False, model.pg_collection.tp)]
     assert gradients(model.mtp)
@@ -318,7 +319,7 @@ def test_depths_are_built_with_weights_in_fp8_where_the_trunk_is(
         built.append((settings.get("tp_comm_buffer_name") or "", inside == [True]))
         make_layer(layer, *sizes, **settings)
 
-    monkeypatch.setattr(mtp, "get_fp8_context", get_fp8_context)
+    monkeypatch.setattr(mtp_block, "get_fp8_context", get_fp8_context)
     monkeypatch.setattr(layers.ColumnParallelLinear, "__init__", make)
     our_model(2, mtp_use_repeated_layer=repeated)
     of_depths = [name for name, is_inside in built if is_inside]

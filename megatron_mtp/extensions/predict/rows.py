@@ -25,8 +25,9 @@ from torch import Tensor
 
 from megatron_mtp.extensions.predict.engines import FIRST_PASS_KEYS, SHARED_KEYS, TRAINED, Feeding
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.mtp import AttentionInputs, MultiTokenPredictionLayer
+from megatron_mtp.model.mtp import MultiTokenPredictionLayer
 from megatron_mtp.model.rope import placed
+from megatron_mtp.model.trunk_output import AttentionInputs
 
 ROWS_OF_LOGITS = 256
 """Rows whose logits are computed together."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megatron_mtp.megatron.layer_config import layer_config
 from megatron_mtp.model.drafter import layer_spec
-from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, TrunkOutput, whole_states
+from megatron_mtp.model.mtp import MultiTokenPredictionLayerSubmodules, whole_states
 from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.one_layer import OneLayer, OneLayerBlock
 from megatron_mtp.model.shared_keys import WITH_CHAIN
+from megatron_mtp.model.trunk_output import TrunkOutput
 from megatron_mtp.spec.head import HeadSpec
 
 

@@ -37,7 +37,8 @@ from megatron_mtp.extensions.predict.engines import (
 from megatron_mtp.extensions.predict.rows import Text, check_model, drafts, read_text, trained_feeding
 from megatron_mtp.extensions.predict.source import cut_prompts, read_ids
 from megatron_mtp.model.attachment import attached_of
-from megatron_mtp.model.mtp import AttentionInputs
+from megatron_mtp.model.chain import DepthInputs
+from megatron_mtp.model.trunk_output import AttentionInputs
 from megatron_mtp.spec.kinds import DRAFTERS
 
 COUNT = 3
@@ -225,8 +226,9 @@ def compare_with_block(model: LanguageModule, feeding: Feeding) -> None:
     attention = angles_of(model, starts)
     positions_BS = torch.arange(starts)[None]
     trunk = attached_of(model).trunk_output(text.after_SBH[:starts], positions_BS, attention)
-    given = tokens_DBS, positions_BS, model.embedding, attention
-    states = model.mtp(trunk.hidden_SBH, *given, angles=model.mtp.later_angles(trunk))
+    positions, angles = [positions_BS] * COUNT, model.mtp.later_angles(trunk)
+    inputs = DepthInputs(tokens_DBS, positions, model.embedding, attention, angles=angles)
+    states = model.mtp(trunk.hidden_SBH, inputs)
     for draft, state_SBH in zip(made, states, strict=True):
         assert draft == attached_of(model).head().project(state_SBH)[:, 0].argmax(-1).tolist()
 

@@ -1,0 +1,49 @@
+"""Hidden-state mixing (--mtp-hidden-state-mixing): which states a depth continues from in training.
+
+Depth d at position i reads the state of depth d - 1, which predicts token i + d. The state of depth d - 1 - k at
+position i + k predicts the same token: it is k positions later and k depths shallower. One of the d states is taken,
+each with the same probability. Depth 3 has three to choose from, and at the end of a document fewer:
+
+    position              0        1        2        3        4 |
+    k = 0, the newest     h_2(0)   h_2(1)   h_2(2)   h_2(3)   h_2(4)
+    k = 1                 h_1(1)   h_1(2)   h_1(3)   h_1(4)   -
+    k = 2, the trunk's    h_0(2)   h_0(3)   h_0(4)   -        -
+
+Where the choice falls on one that is beyond the end, the newest is taken.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.data.batch import LaterPositions, to_device
+
+
+@dataclass
+class Mixer:
+    """Inputs of the depths in one forward pass.
+
+    Attributes:
+        ages_DS: from `drawn_ages`, on the device of the states.
+        inside_DBS: whether the position d later is in the same document.
+        later: where it is.
+        states: of the trunk and of every depth so far, each with copies from other ranks.
+    """
+
+    ages_DS: Tensor
+    inside_DBS: Tensor
+    later: LaterPositions
+    states: list[Tensor] = field(default_factory=list)
+
+    def next_input(self, state_SBH: Tensor) -> Tensor:
+        """The input of the next depth, given the newest state: called for depth 1 with the trunk's, and so on."""
+        mixed_SBH = state_SBH
+        ages_S = self.ages_DS[len(self.states)]
+        for age, older_TBH in enumerate(reversed(self.states), start=1):
+            takes_SB = (ages_S == age).unsqueeze(1) & self.inside_DBS[age - 1].t()
+            later_S = to_device(self.later.where(age), older_TBH.device)
+            mixed_SBH = torch.where(takes_SB.unsqueeze(2), older_TBH[later_S], mixed_SBH)
+        if len(self.states) + 1 < len(self.ages_DS):
+            self.states.append(self.later.lookup(state_SBH))
+        return mixed_SBH

@@ -1,0 +1,188 @@
+"""The MTP block: the trunk's hidden state in, one per depth out.
+
+The block knows neither the trunk's class nor the loss. Letters in names: D depths, S sequence, B batch, H hidden.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.utils import get_quant_config_or_none
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_mtp.data.batch import DepthBatch, LaterPositions
+from megatron_mtp.model.chain import DepthInputs, chain, padding_mask
+from megatron_mtp.model.head import Head
+from megatron_mtp.model.mixing import Mixer
+from megatron_mtp.model.mtp import MultiTokenPredictionLayer, MultiTokenPredictionLayerSubmodules
+from megatron_mtp.model.shared_keys import FirstPassKeys, SharingAttention, sharing
+from megatron_mtp.model.trunk_output import Angles, TrunkOutput, Turns, is_detached
+
+
+class MultiTokenPredictionBlock(MegatronModule):
+    """D depths, one after another; with `mtp_use_repeated_layer` one layer serves them all.
+
+    Attributes:
+        draft_vocabulary: [N], int64, ascending: the token of every draft index, kept with the layers in checkpoints;
+            None where they draft all tokens.
+        shares_kv: whether later passes of a repeated layer attend to pass 1's keys and values.
+        has_chain: whether they attend to those of their own chain too.
+        drafter: settings of a drafter (`drafter.py`); None of MTP layers.
+        absent: beginnings of the names of what the checkpoint that is about to be loaded lacks of the block.
+    """
+
+    draft_vocabulary: Tensor | None
+    drafter: Any = None
+    absent: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+        draft_vocabulary: Tensor | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.mtp_num_layers is not None
+        self.register_buffer("draft_vocabulary", draft_vocabulary)
+        self.depths = config.mtp_num_layers
+        self.groups, self.tp_group = pg_collection, pg_collection.tp
+        self.sequential = submodules.eh_proj is not None
+        self.shares_kv, self.has_chain = submodules.shares_kv, submodules.has_chain
+        physical = 1 if config.mtp_use_repeated_layer else self.depths
+        with get_fp8_context(config, is_init=True):  # weights in FP8 with --fp8-param-gather, as the trunk's are
+            self.layers = torch.nn.ModuleList(
+                self.make_layer(submodules, number, pg_collection, vp_stage) for number in range(1, physical + 1)
+            )
+        self._sharing = [one for one in self.modules() if isinstance(one, SharingAttention | FirstPassKeys)]
+        if config.mtp_detach_heads:
+            for parameter in self.parameters():
+                parameter.grad_norm_group = "mtp"  # Megatron's optimizer clips such gradients by themselves
+
+    def make_layer(self, *args: Any) -> MegatronModule:
+        """A layer, from what its class takes after the configuration."""
+        return MultiTokenPredictionLayer(self.config, *args)
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether the drafts train nothing of the trunk, its embedding and its head among it."""
+        return is_detached(self.config)
+
+    def head_of(self, head: Head) -> Head:
+        """The head that drafts, from the trunk's: the same."""
+        return head
+
+    def begin_head(self, head: Head) -> None:
+        """Make new rows of the head that drafts, from the trunk's: there are none of its own."""
+
+    def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], Tensor | None]:
+        """Inputs of the head that drafts, one a depth, and the logits of their confidence, if there is one."""
+        inputs = DepthInputs(
+            batch.tokens_DBS,
+            [trunk.position_ids_BS] * self.depths,
+            trunk.embedding,
+            trunk.attention,
+            padding_mask(batch, self.config, self.tp_group),
+            self._mixer(batch),
+            self.later_angles(trunk),
+            trunk.is_apart,
+        )
+        return self(trunk.hidden_SBH, inputs), None
+
+    def later_angles(self, trunk: TrunkOutput) -> Angles | None:
+        """The rotary angles of passes that share keys; None where all passes stand at the same positions."""
+        attention = trunk.attention
+        of_keys = attention.rotary_pos_emb
+        if not self.shares_kv or not isinstance(of_keys, Tensor):
+            return None
+        is_packed = attention.packed_seq_params is not None
+        whole = (1 if is_packed else self.groups.cp.size()) * of_keys.size(0)
+
+        def turned(later: int) -> Turns:
+            of_queries = trunk.angles(whole, offset=later, packed_seq=is_packed)
+            return of_queries if self.has_chain else (of_queries, of_keys)
+
+        return turned
+
+    def _mixer(self, batch: DepthBatch) -> Mixer | None:
+        """The mixer of this rank's positions, which sequence parallelism cuts once more."""
+        if batch.ages_DS is None:
+            return None
+        group, positions_S = self.groups.cp, batch.positions_S
+        ages_DS, inside_DBS = batch.ages_DS, batch.inside_DBS
+        if self.config.sequence_parallel:
+            ranks, rank = self.groups.tp.size(), self.groups.tp.rank()
+            positions_S, ages_DS = positions_S.chunk(ranks)[rank], ages_DS.chunk(ranks, dim=1)[rank]
+            group, inside_DBS = self.groups.tp_cp, inside_DBS.chunk(ranks, dim=2)[rank]
+        return Mixer(ages_DS, inside_DBS, LaterPositions(positions_S.contiguous(), len(ages_DS) - 1, group))
+
+    @property
+    def mtp_use_repeated_layer(self) -> bool:
+        """Return whether one layer serves all depths; Megatron's inference engine asks the block."""
+        return bool(self.config.mtp_use_repeated_layer)
+
+    def forward(self, hidden_SBH: Tensor, inputs: DepthInputs) -> list[Tensor]:
+        """Hidden states of depth 1 .. D, each [S, B, H].
+
+        Args:
+            hidden_SBH: the trunk's, after its final norm.
+            inputs: what depths read beside it; with `--mtp-detach-heads` all of it is apart.
+
+        Raises:
+            ValueError: passes were trained to share keys, and the layer's attention cannot do that.
+        """
+        if self.shares_kv and not self._sharing:
+            shares, whose = ("shares", "Transformer Engine's") if self.has_chain else ("first-pass", "this kind of")
+            raise ValueError(
+                f"the MTP layers were trained with --mtp-repeated-layer-{shares}-kv, which {whose} attention cannot "
+                "do; build the model with --transformer-impl local."
+            )
+        if is_detached(self.config):
+            inputs = replace(inputs, is_apart=True)
+        if not self.sequential:
+            hidden_SBH = hidden_SBH.detach() if inputs.is_apart else hidden_SBH
+            return [layer(hidden_SBH, None, inputs.attention, inputs.mask(k)) for k, layer in enumerate(self.layers)]
+        with sharing(self._sharing) if self._sharing else nullcontext():
+            return chain([*self.layers], hidden_SBH, inputs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Entries of every layer under `layers.{depth - 1}`, and the draft vocabulary; none is split over stages.
+
+        What the checkpoint that is about to be loaded lacks has a key that says so.
+        """
+        entries = self.entries(prefix, sharded_offsets, metadata)
+        if self.absent:
+            from megatron_mtp.megatron.patches.saving import ABSENT  # a model with attached layers needs no patches
+
+            for name, entry in entries.items():
+                if name.removeprefix(prefix).startswith(self.absent):
+                    entry.key = ABSENT + entry.key
+        return entries
+
+    def entries(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+    ) -> ShardedStateDict:
+        """The same, as if the checkpoint lacked nothing."""
+        own = {} if self.draft_vocabulary is None else {"draft_vocabulary": self.draft_vocabulary}
+        entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(own, prefix, sharded_offsets=sharded_offsets)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, MegatronModule)
+            entries.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
+        return entries
+
+
+def set_quantization(block: torch.nn.Module, config: TransformerConfig) -> None:
+    """Hand the MTP layers' TE modules their part of the quantization recipe, as Megatron does for the trunk's."""
+    for name, module in block.named_modules(prefix="mtp"):
+        if hasattr(module, "finish_init"):
+            module.finish_init(get_quant_config_or_none(name, config.quant_recipe))

@@ -1,0 +1,62 @@
+"""What a draft head reads of the trunk's forward pass. Letters in names: S sequence, B batch, H hidden."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+Turns = Tensor | tuple[Tensor, Tensor]
+"""Megatron's rotary angles of all positions, or those of queries and of keys."""
+
+Angles = Callable[[int], Turns]
+"""From a number of positions to the angles of a pass whose queries stand so many positions later."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The inputs of a transformer layer beside its hidden state: the same for every depth of a microbatch."""
+
+    attention_mask: Tensor | None = None
+    rotary_pos_emb: Turns | None = None
+    rotary_pos_cos: Tensor | None = None
+    rotary_pos_sin: Tensor | None = None
+    packed_seq_params: PackedSeqParams | None = None
+
+    def at_pass(self, index: int, angles: Angles | None) -> "AttentionInputs":
+        """The inputs of pass `index`, from 0, which stands so many positions later where there are `angles`."""
+        return self if angles is None or not index else replace(self, rotary_pos_emb=angles(index))
+
+
+@dataclass(frozen=True)
+class TrunkOutput:
+    """What a head reads of the trunk's forward pass.
+
+    Attributes:
+        hidden_SBH: after the trunk's final norm.
+        position_ids_BS: of the trunk's tokens.
+        embedding: the trunk's, called with `input_ids` and `position_ids`.
+        attention: of the trunk's layers.
+        angles: Megatron's rotary angles, from a number of positions and its further arguments.
+        read_SBX: states after the layers that a drafter reads, side by side; None without them.
+        is_apart: whether no head may train the trunk and its embedding.
+    """
+
+    hidden_SBH: Tensor
+    position_ids_BS: Tensor
+    embedding: Callable[..., Tensor]
+    attention: AttentionInputs
+    angles: Callable[..., Tensor]
+    read_SBX: Tensor | None = None
+    is_apart: bool = False
+
+    def frozen_embedding(self, **given: Any) -> Tensor:
+        """The embedding, which is not trained."""
+        return self.embedding(**given).detach()
+
+
+def is_detached(config: TransformerConfig) -> bool:
+    """Whether `--mtp-detach-heads` is on, which releases before 0.19 do not have."""
+    return bool(getattr(config, "mtp_detach_heads", False))

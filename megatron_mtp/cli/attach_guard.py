@@ -6,10 +6,10 @@ documents or more apart, the gain in expected accepted length has the standard e
 
 import json
 import os
-from argparse import Namespace
 from typing import Any, NamedTuple
 
 from megatron_mtp.cli.attach_probe import TABLE
+from megatron_mtp.cli.attach_settings import AttachSettings
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH, RECORD, AcceptanceStats, BySource, gain_of, with_others
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.training.run_files import read_documents
@@ -51,20 +51,20 @@ def _gain(before: dict[int, AcceptanceStats], after: dict[int, AcceptanceStats])
     return Gain(length, length + gain, DEVIATIONS * error)
 
 
-def check_gain(args: Namespace) -> None:
+def check_gain(settings: AttachSettings) -> None:
     """Keep the gains in the record of the trained checkpoint.
 
     Raises:
         ValueError: the layers draft worse than before, on all held-out text or on a source of it.
     """
-    record = args.run / "checkpoint" / RECORD
-    found = gains(read_documents(args.run / "before"), read_documents(args.run))
-    if args.drafter or not found or not record.is_file():  # a new drafter begins from nothing
+    record = settings.run / "checkpoint" / RECORD
+    found = gains(read_documents(settings.run / "before"), read_documents(settings.run))
+    if settings.drafter or not found or not record.is_file():  # a new drafter begins from nothing
         return
     worse = {name: gain for name, gain in found.items() if gain.is_worse}
-    if worse and not args.allow_worse:
+    if worse and not settings.allow_worse:
         name, gain = min(worse.items(), key=lambda pair: pair[1].after - pair[1].before + pair[1].error)
-        origin = "those of --donor" if args.donor else "at their start"
+        origin = "those of --donor" if settings.donor else "at their start"
         raise ValueError(
             f"the MTP layers draft worse than {origin} on {name}: {gain.after:.3f} tokens a forward of held-out text, "
             f"and {gain.before:.3f} before the training (error {gain.error:.3f}), so they are not exported; train them "
@@ -72,14 +72,14 @@ def check_gain(args: Namespace) -> None:
         )
     whole = found.pop(ALL)
     start: dict[str, Any] = {
-        "donor": None if args.donor is None else os.path.abspath(args.donor),
-        "text": os.path.basename(args.corpus),
+        "donor": None if settings.donor is None else os.path.abspath(settings.donor),
+        "text": os.path.basename(settings.corpus),
         EXPECTED_LENGTH: whole.before,
         "error": whole.error,
         "is worse": bool(worse),
         "sources": {name: {EXPECTED_LENGTH: gain.before, "error": gain.error} for name, gain in found.items()},
     }
-    probe = args.run / TABLE
+    probe = settings.run / TABLE
     learned = {"before": start} | ({"probe": json.loads(probe.read_text())} if probe.is_file() else {})
     with written_beside(record) as beside:
         beside.write_text(json.dumps(json.loads(record.read_text()) | learned, indent=2))

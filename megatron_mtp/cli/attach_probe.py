@@ -10,13 +10,13 @@ RUN/probe has a folder for every trial, and RUN/probe.json the table. A finished
 """
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_mtp.cli.attach_settings import AttachSettings
 from megatron_mtp.cli.attach_training import TrainingChoice, beginning, training_of
 from megatron_mtp.common.acceptance import EXPECTED_LENGTH
 from megatron_mtp.common.files import written_beside
@@ -53,13 +53,13 @@ class ProbeBudget:
         return sum(trials * (steps + self.evaluated) for trials, steps in self.rounds)
 
 
-def budget_of(args: Namespace) -> ProbeBudget:
+def budget_of(settings: AttachSettings) -> ProbeBudget:
     """The budget of a run, by the rule above."""
-    batches, most = int(args.evaluated_batches), int(SHARE * args.steps)
+    batches, most = int(settings.evaluated_batches), int(SHARE * settings.steps)
     evaluations = min(max(most // (2 * batches) - 2, 1), MOST_EVALUATIONS)
-    interval = -(-args.steps // evaluations)
-    guard = (args.steps // interval + 2) * batches
-    count, evaluated = len(candidates(args)), max(batches // 2, 1)
+    interval = -(-settings.steps // evaluations)
+    guard = (settings.steps // interval + 2) * batches
+    count, evaluated = len(candidates(settings)), max(batches // 2, 1)
     shares = [(count, 1), (-(-count // 2), 2)] if count > 2 else [(count, 1)]
     left = most - guard - evaluated * sum(trials for trials, _ in shares)
     steps = left // sum(trials * share for trials, share in shares)
@@ -69,15 +69,15 @@ def budget_of(args: Namespace) -> ProbeBudget:
     )
 
 
-def default(args: Namespace) -> TrainingChoice:
+def default(settings: AttachSettings) -> TrainingChoice:
     """The settings without a probe."""
-    return candidates(args)[0]
+    return candidates(settings)[0]
 
 
-def candidates(args: Namespace) -> list[TrainingChoice]:
+def candidates(settings: AttachSettings) -> list[TrainingChoice]:
     """What the probe chooses from: what the flags leave open. The first is the default."""
-    rates = RATES if args.learning_rate is None else (args.learning_rate,)
-    losses = LOSSES if args.loss is None and not args.drafter else (args.loss,)
+    rates = RATES if settings.learning_rate is None else (settings.learning_rate,)
+    losses = LOSSES if settings.loss is None and not settings.drafter else (settings.loss,)
     return [TrainingChoice(rate, loss) for loss in losses for rate in rates]
 
 
@@ -89,11 +89,11 @@ class Trial:
     steps: int
     folder: Path
 
-    def command(self, args: Namespace, batches: int) -> list[str]:
+    def command(self, settings: AttachSettings, batches: int) -> list[str]:
         """The verb and its arguments."""
         once = f"--eval-iters {batches} --eval-interval {self.steps + 1}".split()  # after the last step alone
-        load = ["--load", beginning(args), "--finetune", "--mtp-metrics-dir", str(self.folder)]
-        return ["train", *training_of(args, self.choice, self.steps), *once, *load]
+        load = ["--load", beginning(settings), "--finetune", "--mtp-metrics-dir", str(self.folder)]
+        return ["train", *training_of(settings, self.choice, self.steps), *once, *load]
 
     @property
     def length(self) -> float | None:
@@ -111,11 +111,11 @@ class Trial:
             beside.write_text(json.dumps(row) + "\n")
 
 
-def rounds(args: Namespace) -> Iterator[list[Trial]]:
+def rounds(settings: AttachSettings) -> Iterator[list[Trial]]:
     """The trials of every round whose trials before are finished."""
-    chosen = candidates(args)
-    for count, steps in budget_of(args).rounds:
-        folders = (args.run / TRIALS / f"{each.loss or 'own'}-{each.rate}-{steps}" for each in chosen[:count])
+    chosen = candidates(settings)
+    for count, steps in budget_of(settings).rounds:
+        folders = (settings.run / TRIALS / f"{each.loss or 'own'}-{each.rate}-{steps}" for each in chosen[:count])
         trials = [Trial(each, steps, folder) for each, folder in zip(chosen, folders, strict=False)]
         yield trials
         if any(trial.length is None for trial in trials):
@@ -123,37 +123,31 @@ def rounds(args: Namespace) -> Iterator[list[Trial]]:
         chosen = [trial.choice for trial in sorted(trials, key=lambda trial: -(trial.length or 0))]
 
 
-def left_trial(args: Namespace) -> Trial | None:
+def left_trial(settings: AttachSettings) -> Trial | None:
     """The next trial to run, or the one of --trial; None where all are finished."""
-    trials = [trial for each in rounds(args) for trial in each]
-    if args.trial is not None:
-        trials = trials[args.trial : args.trial + 1] if args.trial < len(candidates(args)) else []
+    trials = [trial for each in rounds(settings) for trial in each]
+    if settings.trial is not None:
+        trials = trials[settings.trial : settings.trial + 1] if settings.trial < len(candidates(settings)) else []
     return next((trial for trial in trials if trial.length is None), None)
 
 
-def next_trial(args: Namespace) -> list[str] | None:
-    """The command of the next trial."""
-    trial = left_trial(args)
-    return None if trial is None else trial.command(args, budget_of(args).evaluated)
-
-
-def choice(args: Namespace) -> TrainingChoice:
+def choice(settings: AttachSettings) -> TrainingChoice:
     """The best of the last round; the default without a probe, or before it has ended."""
-    *_, last = [[], *rounds(args)]
+    *_, last = [[], *rounds(settings)]
     finished = [trial for trial in last if trial.length]
-    return max(finished, key=lambda trial: trial.length or 0).choice if finished else default(args)
+    return max(finished, key=lambda trial: trial.length or 0).choice if finished else default(settings)
 
 
-def keep_table(args: Namespace) -> dict[str, Any] | None:
+def keep_table(settings: AttachSettings) -> dict[str, Any] | None:
     """Write the table of a finished probe, and print it; returns it, None without a probe."""
-    trials = [trial for each in rounds(args) for trial in each]
+    trials = [trial for each in rounds(settings) for trial in each]
     if not trials:
         return None
-    chosen, budget = choice(args), budget_of(args)
+    chosen, budget = choice(settings), budget_of(settings)
     rows = [{**trial.choice._asdict(), "steps": trial.steps, EXPECTED_LENGTH: trial.length} for trial in trials]
-    spent = {"probe": budget.probe, "guard": budget.guard, "training": args.steps}
+    spent = {"probe": budget.probe, "guard": budget.guard, "training": settings.steps}
     table = {"trials": rows, "chosen": chosen._asdict(), "steps and evaluated batches": spent}
-    with written_beside(args.run / TABLE) as beside:
+    with written_beside(settings.run / TABLE) as beside:
         beside.write_text(json.dumps(table, indent=2))
     print("  learning rate   loss   steps   expected accepted length")
     for trial in trials:

@@ -1,14 +1,17 @@
-"""The steps of `megatron-mtp attach`, each a verb and its arguments, from the flags and from what is in RUN."""
+"""The steps of `megatron-mtp attach`: what each makes, when it is left to do, and the verb that does it."""
 
 import json
 import shutil
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_mtp.cli.attach_probe import budget_of, choice, default, next_trial
+from megatron_mtp.cli.attach_guard import check_gain
+from megatron_mtp.cli.attach_probe import budget_of, choice, default, left_trial
+from megatron_mtp.cli.attach_settings import OF_CHATS, OF_FIT, AttachSettings, names_of, words_of
 from megatron_mtp.cli.attach_training import (
-    OF_CHATS,
     SPLIT,
     beginning,
     fits_drafter,
@@ -19,116 +22,81 @@ from megatron_mtp.cli.attach_training import (
     trunk_of,
 )
 from megatron_mtp.common.files import written_beside
+from megatron_mtp.data.checks import check_split
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.training.run_files import DOCUMENTS
 
-STEPS = {
-    "corpus": "the corpus",
-    "trunk": "the trunk in Megatron's form",
-    "start": "the MTP layers",
-    "sample": "self-generated data",
-    "before": "loss and acceptance before the training",
-    "probe": "the probe of learning rates and losses",
-    "train": "the training",
-    "export": "the Hugging Face folder",
-    "verify": "the proof that folder and checkpoint are the same model",
-    "draft": "drafting",
-}
-"""The steps in their order, and their names in the output."""
 DRAFTED_PROMPTS, DRAFTED_TOKENS = 6, 32
 """Pieces of held-out documents that are continued by drafting at the end, and tokens of each."""
-ON_RANKS, OF_THE_FOLDER = ("before", "probe", "train"), ("export", "verify")
-AFTER_CORPUS, AFTER_START, AFTER_TRAIN = "trunk", "sample", "export"
-"""The steps before which it is known how many documents there are, what the attached model is, and what it learned."""
 
 
-def command_of(step: str, args: Namespace) -> list[str] | None:
-    """A step's verb and arguments, from the flags; None if it is finished, or not needed."""
-    from megatron_mtp.megatron.checkpoint import TRACKER
-
-    run, saved, start = args.run, args.run / "checkpoint", args.run / "start"
-    data, chat = run / "data" / "corpus", is_chat_file(args.corpus)
-    match step:
-        case "corpus" if args.self_generated is None or not chat:  # of chats, `sample` takes the prompts
-            source = "--chat" if chat else "--input"
-            paths = ["--tokenizer", str(args.model), "--output-prefix", str(data)]
-            return ["preprocess", source, args.corpus, *paths, *(word for word in args.more if word in OF_CHATS)]
-        case "trunk" if args.load is None and not (run / "trunk").is_dir() and args.donor is None:
-            lost = ["--trunk-only"] if _has_lost_depths(args.model) else []
-            return ["convert", "hf-to-mcore", str(args.model), f"{run}/trunk", *lost, "--resume"]
-        case "start" if fits_drafter(args) and not start.is_dir():
-            return _fit(args)
-        case "start" | "before" | "verify" if args.drafter:
-            return None
-        case "start" if not start.is_dir() and args.donor is not None:
-            return ["convert", "graft", str(args.donor), str(args.model), str(start), "--resume"]
-        case "start" if not start.is_dir():
-            init = args.mtp_init or ("last-layer" if chat or args.load else "fitted")
-            flags = ["--mtp-num-layers", str(args.mtp_layers or 1), "--mtp-init", init]
-            flags += ["--data-path", str(data)] if init == "fitted" else []
-            return ["convert", "attach-mtp", trunk_of(args), str(start), *flags, "--resume"]
-        case "sample" if args.self_generated is not None:
-            return _sample(args)
-        case "before":
-            if (run / "before" / DOCUMENTS).exists():
-                return None
-            flags = ["--skip-train", "--eval-interval", "1", "--mtp-patience", args.patience]
-            flags += ["--load", str(start), "--finetune", "--mtp-metrics-dir", f"{run}/before"]
-            return ["train", *training_of(args, default(args), args.steps), *flags]
-        case "probe":
-            return next_trial(args)
-        case "train":
-            load = ["--load", str(saved)] if (saved / TRACKER).exists() else ["--load", beginning(args), "--finetune"]
-            every = (
-                f"--save-interval {args.save_every or args.steps} --eval-interval {budget_of(args).interval}".split()
-            )
-            every += ["--mtp-patience", args.patience]
-            chosen = training_of(args, choice(args), args.steps)
-            return ["train", *chosen, *load, *every, "--save", str(saved), "--mtp-metrics-dir", str(run)]
-        case "export":
-            target, written = run / "exported", run / "exported" / "config.json"
-            if written.exists() and written.stat().st_mtime >= (saved / TRACKER).stat().st_mtime:
-                return None
-            if target.is_dir() and not args.dry_run:
-                shutil.rmtree(target)
-            if args.drafter:
-                return ["convert", "drafter-to-hf", str(saved), str(target)]
-            family = [] if family_of(args) is None else ["--family", str(family_of(args))]
-            flags = [*family, "--tokenizer", str(args.model), "--resume"]
-            return ["convert", "mcore-to-hf", str(saved), str(target), *flags]
-        case "verify" if args.load is None:  # it prints which logits are not compared, and why
-            return ["convert", "verify", f"{run}/exported", str(saved), "--allow-uncompared"]
-        case "draft" if args.load is None:
-            repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes_of(args)}
-            config = json.dumps(repeated if passes_of(args) else {"method": args.drafter or "mtp"})
-            prompts = ["--prompt-file", str(_held_out(args))] if args.prompt is None else ["--prompt", args.prompt]
-            flags = ["--speculative-config", config, "--compare", *prompts, "--max-new-tokens", "96"]
-            return ["generate", "--load", str(saved), *flags]
-    return None
+def _nothing(settings: AttachSettings) -> None:
+    pass
 
 
-def _held_out(args: Namespace) -> Path:
-    """The file of prompts from documents that the training held out, which is written where it is missing."""
-    file = args.run / "data" / "held_out.jsonl"
-    if file.exists() or args.dry_run or not Path(f"{trained_on(args)}.idx").exists():
-        return file
-    quieten()
+@dataclass(frozen=True)
+class Step:
+    """A step, which is a verb in a process of its own.
 
-    from megatron_mtp.data.prompts import Beginnings
-    from megatron_mtp.data.tokenizer import read_tokenizer
+    Attributes:
+        name: in --only.
+        makes: what it makes, for the output.
+        is_left: whether the settings need it, and it is not finished; verbs that find that out by themselves are left.
+        command: the verb and its arguments.
+        check: what is refused before it; raises ValueError.
+        prepare: what this process does before it runs.
+        on_ranks: whether --launch starts it.
+        of_the_folder: whether it is left out where no Hugging Face folder can hold the model.
+    """
 
-    given = ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--split", default=SPLIT)
-    split = given.parse_known_args(args.more)[0].split
-    tokenizer, corpus = read_tokenizer(args.model), trained_on(args)
-    try:
-        pieces = Beginnings(corpus, DRAFTED_TOKENS, 1, split, "validation", anywhere=True)
-    except ValueError:  # all documents are short
-        pieces = Beginnings(corpus, 1, 1, split, "validation", anywhere=True)
-    lines = [{"prompt": tokenizer.decode(pieces.prompt(number))} for number in range(DRAFTED_PROMPTS)]
-    with written_beside(file, shared=True) as beside:
-        beside.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return file
+    name: str
+    makes: str
+    is_left: Callable[[AttachSettings], bool]
+    command: Callable[[AttachSettings], list[str]]
+    check: Callable[[AttachSettings], None] = _nothing
+    prepare: Callable[[AttachSettings], None] = _nothing
+    on_ranks: bool = False
+    of_the_folder: bool = False
+
+    def left_command(self, settings: AttachSettings) -> list[str] | None:
+        """The verb and its arguments; None if it is finished, or not needed."""
+        return self.command(settings) if self.is_left(settings) else None
+
+
+# --- the corpus -------------------------------------------------------------------------------------------------------
+
+
+def _needs_corpus(settings: AttachSettings) -> bool:
+    return settings.self_generated is None or not is_chat_file(settings.corpus)  # of chats, `sample` takes the prompts
+
+
+def _corpus(settings: AttachSettings) -> list[str]:
+    source = "--chat" if is_chat_file(settings.corpus) else "--input"
+    paths = ["--tokenizer", str(settings.model), "--output-prefix", _prefix(settings)]
+    return ["preprocess", source, settings.corpus, *paths, *(word for word in settings.more if word in OF_CHATS)]
+
+
+def _prefix(settings: AttachSettings) -> str:
+    return f"{settings.run}/data/corpus"
+
+
+def _check_split(settings: AttachSettings) -> None:
+    """Raises ValueError where the corpus has too few documents to hold some out, before anything is fitted to it."""
+    is_trained_on = settings.self_generated is None and not {"--data-path", "--split"} & {*names_of(settings.more)}
+    if is_trained_on and Path(f"{_prefix(settings)}.idx").exists():
+        check_split([_prefix(settings)], SPLIT)
+
+
+# --- the model with MTP layers ----------------------------------------------------------------------------------------
+
+
+def _lacks_trunk(settings: AttachSettings) -> bool:
+    return settings.load is None and settings.donor is None and not (settings.run / "trunk").is_dir()
+
+
+def _trunk(settings: AttachSettings) -> list[str]:
+    lost = ["--trunk-only"] if _has_lost_depths(settings.model) else []
+    return ["convert", "hf-to-mcore", str(settings.model), f"{settings.run}/trunk", *lost, "--resume"]
 
 
 def _has_lost_depths(model: Path) -> bool:
@@ -142,33 +110,175 @@ def _has_lost_depths(model: Path) -> bool:
     return False
 
 
-def _sample(args: Namespace) -> list[str]:
-    """The verb that makes the model's own texts, from prompts of the corpus."""
-    flags = ["--tokenizer", str(args.model)]
-    if args.texts_by:
-        flags += ["--server", args.texts_by]
+def _lacks_start(settings: AttachSettings) -> bool:
+    begins = settings.drafter is None or fits_drafter(settings)
+    return begins and not (settings.run / "start").is_dir()
+
+
+def _start(settings: AttachSettings) -> list[str]:
+    start, corpus = f"{settings.run}/start", ["--data-path", _prefix(settings)]
+    if settings.drafter is not None:
+        shared = words_of(settings.more, OF_FIT)
+        return ["convert", "fit-drafter", trunk_of(settings), start, *corpus, *shared, "--resume"]
+    if settings.donor is not None:
+        return ["convert", "graft", str(settings.donor), str(settings.model), start, "--resume"]
+    init = settings.mtp_init or ("last-layer" if is_chat_file(settings.corpus) or settings.load else "fitted")
+    flags = ["--mtp-num-layers", str(settings.mtp_layers or 1), "--mtp-init", init]
+    return [
+        "convert", "attach-mtp", trunk_of(settings), start, *flags, *(corpus if init == "fitted" else []), "--resume",
+    ]  # fmt: skip
+
+
+# --- the training and what it is compared with ------------------------------------------------------------------------
+
+
+def _sample(settings: AttachSettings) -> list[str]:
+    flags = ["--tokenizer", str(settings.model)]
+    if settings.texts_by:
+        flags += ["--server", settings.texts_by]
     else:
-        flags += ["--load", f"{args.run}/start" if args.donor else trunk_of(args)]
-        flags += ["--dtype", "float32" if args.float32 and "--bf16" not in args.more else "bfloat16"]
-    flags += ["--chat", args.corpus] if is_chat_file(args.corpus) else ["--data-path", f"{args.run}/data/corpus"]
-    flags += ["--anywhere"] if args.anywhere else []
-    flags += ["--texts", str(args.self_generated), "--temperature", args.temperature]
-    flags += ["--max-new-tokens", args.max_new_tokens, "--prompt-tokens", args.prompt_tokens]
-    return ["sample", *flags, "--output-prefix", trained_on(args)]
+        flags += ["--load", f"{settings.run}/start" if settings.donor else trunk_of(settings)]
+        flags += ["--dtype", "float32" if settings.float32 and "--bf16" not in settings.more else "bfloat16"]
+    flags += ["--chat", settings.corpus] if is_chat_file(settings.corpus) else ["--data-path", _prefix(settings)]
+    flags += ["--anywhere"] if settings.anywhere else []
+    flags += ["--texts", str(settings.self_generated), "--temperature", settings.temperature]
+    flags += ["--max-new-tokens", settings.max_new_tokens, "--prompt-tokens", settings.prompt_tokens]
+    return ["sample", *flags, "--output-prefix", trained_on(settings)]
 
 
-def _fit(args: Namespace) -> list[str]:
-    shared = _words_of(args.more, "--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file")
-    folders = [trunk_of(args), f"{args.run}/start"]
-    return ["convert", "fit-drafter", *folders, "--data-path", f"{args.run}/data/corpus", *shared, "--resume"]
+def _lacks_before(settings: AttachSettings) -> bool:
+    return settings.drafter is None and not (settings.run / "before" / DOCUMENTS).exists()
 
 
-def _words_of(more: list[str], *flags: str) -> list[str]:
-    """These flags among others, with their values."""
-    named = [next((word for word in reversed(more[: at + 1]) if word.startswith("--")), "") for at in range(len(more))]
-    return [word for word, flag in zip(more, named, strict=True) if flag in flags]
+def _before(settings: AttachSettings) -> list[str]:
+    flags = ["--skip-train", "--eval-interval", "1", "--mtp-patience", settings.patience]
+    flags += ["--load", f"{settings.run}/start", "--finetune", "--mtp-metrics-dir", f"{settings.run}/before"]
+    return ["train", *training_of(settings, default(settings), settings.steps), *flags]
 
 
-def family_of(args: Namespace) -> str | None:
+def _probe(settings: AttachSettings) -> list[str]:
+    trial = left_trial(settings)
+    assert trial is not None
+    return trial.command(settings, budget_of(settings).evaluated)
+
+
+def _train(settings: AttachSettings) -> list[str]:
+    saved = settings.run / "checkpoint"
+    load = ["--load", str(saved)] if _tracker(settings).exists() else ["--load", beginning(settings), "--finetune"]
+    every = ["--save-interval", str(settings.save_every or settings.steps)]
+    every += ["--eval-interval", str(budget_of(settings).interval), "--mtp-patience", settings.patience]
+    chosen = training_of(settings, choice(settings), settings.steps)
+    return ["train", *chosen, *load, *every, "--save", str(saved), "--mtp-metrics-dir", str(settings.run)]
+
+
+def _tracker(settings: AttachSettings) -> Path:
+    """The file that the training writes last."""
+    from megatron_mtp.megatron.checkpoint import TRACKER
+
+    return settings.run / "checkpoint" / TRACKER
+
+
+# --- the Hugging Face folder ------------------------------------------------------------------------------------------
+
+
+def _lacks_export(settings: AttachSettings) -> bool:
+    written = settings.run / "exported" / "config.json"
+    return not written.exists() or written.stat().st_mtime < _tracker(settings).stat().st_mtime
+
+
+def _remove_older_export(settings: AttachSettings) -> None:
+    if (settings.run / "exported").is_dir():
+        shutil.rmtree(settings.run / "exported")
+
+
+def _export(settings: AttachSettings) -> list[str]:
+    folders = [f"{settings.run}/checkpoint", f"{settings.run}/exported"]
+    if settings.drafter:
+        return ["convert", "drafter-to-hf", *folders]
+    family = family_of(settings)
+    flags = [*([] if family is None else ["--family", family]), "--tokenizer", str(settings.model), "--resume"]
+    return ["convert", "mcore-to-hf", *folders, *flags]
+
+
+def family_of(settings: AttachSettings) -> str | None:
     """The family of the exported folder; None for the model's own, or the one that fits."""
-    return args.family or (None if args.donor is not None else "glm4_moe")
+    return settings.family or (None if settings.donor is not None else "glm4_moe")
+
+
+def _verify(settings: AttachSettings) -> list[str]:
+    folders = [f"{settings.run}/exported", f"{settings.run}/checkpoint"]
+    return ["convert", "verify", *folders, "--allow-uncompared"]  # it prints which logits are not compared, and why
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
+def _draft(settings: AttachSettings) -> list[str]:
+    repeated = {"method": "mtp_eagle", "num_speculative_tokens": passes_of(settings)}
+    config = json.dumps(repeated if passes_of(settings) else {"method": settings.drafter or "mtp"})
+    prompts = ["--prompt-file", str(_held_out(settings))] if settings.prompt is None else ["--prompt", settings.prompt]
+    flags = ["--speculative-config", config, "--compare", *prompts, "--max-new-tokens", "96"]
+    return ["generate", "--load", f"{settings.run}/checkpoint", *flags]
+
+
+def _held_out(settings: AttachSettings) -> Path:
+    """The file of prompts from documents that the training held out."""
+    return settings.run / "data" / "held_out.jsonl"
+
+
+def _write_held_out(settings: AttachSettings) -> None:
+    file = _held_out(settings)
+    if settings.prompt is not None or file.exists() or not Path(f"{trained_on(settings)}.idx").exists():
+        return
+    quieten()
+
+    from megatron_mtp.data.prompts import Beginnings
+    from megatron_mtp.data.tokenizer import read_tokenizer
+
+    given = ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--split", default=SPLIT)
+    split = given.parse_known_args(settings.more)[0].split
+    tokenizer, corpus = read_tokenizer(settings.model), trained_on(settings)
+    try:
+        pieces = Beginnings(corpus, DRAFTED_TOKENS, 1, split, "validation", anywhere=True)
+    except ValueError:  # all documents are short
+        pieces = Beginnings(corpus, 1, 1, split, "validation", anywhere=True)
+    lines = [{"prompt": tokenizer.decode(pieces.prompt(number))} for number in range(DRAFTED_PROMPTS)]
+    with written_beside(file, shared=True) as beside:
+        beside.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+_ALL = (
+    Step("corpus", "the corpus", _needs_corpus, _corpus),
+    Step("trunk", "the trunk in Megatron's form", _lacks_trunk, _trunk, check=_check_split),
+    Step("start", "the MTP layers", _lacks_start, _start),
+    Step("sample", "self-generated data", lambda settings: settings.self_generated is not None, _sample),
+    Step("before", "loss and acceptance before the training", _lacks_before, _before, on_ranks=True),
+    Step(
+        "probe",
+        "the probe of learning rates and losses",
+        lambda settings: left_trial(settings) is not None,
+        _probe,
+        on_ranks=True,
+    ),
+    Step("train", "the training", lambda settings: True, _train, on_ranks=True),
+    Step(
+        "export",
+        "the Hugging Face folder",
+        _lacks_export,
+        _export,
+        check=check_gain,
+        prepare=_remove_older_export,
+        of_the_folder=True,
+    ),
+    Step(
+        "verify",
+        "the proof that folder and checkpoint are the same model",
+        lambda settings: settings.load is None and settings.drafter is None,
+        _verify,
+        of_the_folder=True,
+    ),
+    Step("draft", "drafting", lambda settings: settings.load is None, _draft, prepare=_write_held_out),
+)
+STEPS = {step.name: step for step in _ALL}
+"""The steps in their order."""

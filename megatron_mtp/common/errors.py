@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter, _SubParsersAction
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -195,7 +195,7 @@ def from_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
         ) from error
 
 
-def check_counts(args: Namespace, *names: str) -> None:
+def check_counts(args: object, *names: str) -> None:
     """Raises ValueError where a flag that counts something was given, and is below 1."""
     for name in names:
         if (number := getattr(args, name)) is not None and number < 1:

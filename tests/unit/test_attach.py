@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +16,15 @@ from parrot import tokenizer_in
 from test_data_checks import write_dataset
 
 from megatron_mtp.checkpoint.hf import hub
-from megatron_mtp.cli import attach
+from megatron_mtp.cli import attach, attach_flags
 from megatron_mtp.cli import main as cli
-from megatron_mtp.cli.attach_guard import Gain
+from megatron_mtp.cli.attach_flags import given_settings
+from megatron_mtp.cli.attach_guard import Gain, check_gain
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
+from megatron_mtp.cli.attach_record import RECORD
+from megatron_mtp.cli.attach_settings import AttachSettings
+from megatron_mtp.cli.attach_steps import STEPS, Step
+from megatron_mtp.cli.attach_training import PASSES
 from megatron_mtp.cli.convert import parser as of_convert
 from megatron_mtp.cli.sample import parser as of_sample
 from megatron_mtp.common.acceptance import AcceptanceStats
@@ -43,22 +48,24 @@ def give_tokenizer(model: Path) -> None:
     tokenizer_in(model.parent / "tokenizer").save_pretrained(model)
 
 
-def settings(model: Path, run: Path, *flags: str) -> Namespace:
-    args, args.more = attach.parser("attach").parse_known_args([str(model), "texts", str(run), *flags])
-    args.model = model
-    return args
+def settings(model: Path, run: Path, *flags: str) -> AttachSettings:
+    return given_settings([str(model), "texts", str(run), *flags], "attach")
+
+
+def command_of(step: str, args: AttachSettings) -> list[str] | None:
+    return STEPS[step].left_command(args)
 
 
 @pytest.mark.parametrize("layers", ["--mtp-layers", "--depths"])
 def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", layers, "3", "--float32", "--bf16", "--seed", "7")
-    steps = [attach.command_of(name, args) for name in attach.STEPS if name not in ("sample", "probe")]
+    steps = [command_of(name, args) for name in STEPS if name not in ("sample", "probe")]
     for words in steps:
         assert words is not None
         parse("megatron-mtp", *words)
     assert [words[0] for words in steps if words] == ORDER
-    assert attach.command_of("sample", args) is None
-    assert '{"method": "mtp"}' in (attach.command_of("draft", args) or [])
+    assert command_of("sample", args) is None
+    assert '{"method": "mtp"}' in (command_of("draft", args) or [])
     before, training = (words for words in steps if words and words[0] == "train")
     assert training[training.index("--load") + 1] == str(tmp_path / "run" / "start")
     for words in (before, training):
@@ -67,10 +74,10 @@ def test_every_step_is_a_command_that_its_verb_takes(layers: str, model: Path, t
         assert words[words.index("--bf16") :][:3] == ["--bf16", "--seed", "7"]
 
 
-@pytest.mark.parametrize(("flags", "passes"), [([], attach.PASSES), (["--unroll", "4"], 4)])
+@pytest.mark.parametrize(("flags", "passes"), [([], PASSES), (["--unroll", "4"], 4)])
 def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", *flags)
-    commands = {name: attach.command_of(name, args) or [] for name in ("start", "before", "train", "draft")}
+    commands = {name: command_of(name, args) or [] for name in ("start", "before", "train", "draft")}
     for words in commands.values():
         parse("megatron-mtp", *words)
     for name in ("start", "before", "train"):
@@ -82,7 +89,7 @@ def test_one_depth_is_trained_as_it_drafts(flags: list[str], passes: int, model:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_drafter_is_trained_on_the_trunk_exported_and_drafts(kind: str, model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--drafter", kind, "--drafter-steps", "4")
-    commands = {name: attach.command_of(name, args) for name in attach.STEPS}
+    commands = {name: command_of(name, args) for name in STEPS}
     left_out = [name for name, words in commands.items() if words is None]
     is_fitted = kind == "eagle3"
     assert left_out == ["start", "sample", "before", "probe", "verify"][is_fitted:]
@@ -98,11 +105,11 @@ def test_a_drafter_is_trained_on_the_trunk_exported_and_drafts(kind: str, model:
 
 def test_a_fitted_drafter_has_the_layers_and_tokens_of_its_training(model: Path, tmp_path: Path) -> None:
     flags = "--drafter eagle3 --drafter-layers 1 2 3 --lr 1e-3 --mtp-draft-vocab-size 64".split()
-    fit = attach.command_of("start", settings(model, tmp_path / "run", *flags)) or []
+    fit = command_of("start", settings(model, tmp_path / "run", *flags)) or []
     assert " ".join(fit).endswith("data/corpus --drafter-layers 1 2 3 --mtp-draft-vocab-size 64 --resume")
     args = settings(model, tmp_path / "run", *flags, "--drafter-init", "random")
-    assert attach.command_of("start", args) is None
-    assert f"--load {tmp_path}/run/trunk" in " ".join(attach.command_of("train", args) or [])
+    assert command_of("start", args) is None
+    assert f"--load {tmp_path}/run/trunk" in " ".join(command_of("train", args) or [])
 
 
 def test_a_fit_of_a_block_drafter_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +131,7 @@ def test_a_drafter_with_mtp_layers_is_refused(model: Path, tmp_path: Path, capsy
 def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = settings(model, run, "--self-generated", "200", "--temperature", "0", "--anywhere")
-    words = attach.command_of("sample", args)
+    words = command_of("sample", args)
     assert words is not None
     parse("megatron-mtp", *words)
     given = dict(pairwise(words))
@@ -132,14 +139,14 @@ def test_own_texts_are_sampled_from_the_trunk_and_trained_on(model: Path, tmp_pa
     assert (given["--texts"], given["--temperature"], given["--dtype"]) == ("200", "0", "bfloat16")
     assert "--anywhere" in words
     for name in ("before", "train"):
-        training = attach.command_of(name, args)
+        training = command_of(name, args)
         assert training is not None
         assert training[training.index("--data-path") + 1] == given["--output-prefix"] == str(run / "data/own")
 
 
 def test_own_texts_can_be_written_by_a_server(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = settings(model, tmp_path / "run", "--self-generated", "200", "--texts-by", "http://localhost:8000")
-    words = attach.command_of("sample", args)
+    words = command_of("sample", args)
     assert words is not None
     asked = of_sample("sample").parse_args(words[1:])
     assert (asked.server, asked.load, asked.dtype) == ("http://localhost:8000", None, None)
@@ -176,14 +183,13 @@ def test_layers_that_draft_worse_than_before_are_not_exported(
     trained_run(tmp_path / "run", {"code": MIXED, "chat": MIXED}, dict(zip(("code", "chat"), after, strict=True)))
     args = settings(model, tmp_path / "run", *(["--donor", donor] if donor else []))
     if fallen == "none":
-        attach.check_gain(args)
+        check_gain(args)
         return
     said = "those of --donor" if donor else "at their start"
     where = "all text" if fallen == "all" else "chat"  # where it has gained on code, and on all text
     with pytest.raises(ValueError, match=rf"worse than {said} on {where}: 1.400 tokens .* 1.500 before .*--allow-w"):
-        attach.check_gain(args)
-    args.allow_worse = True
-    attach.check_gain(args)
+        check_gain(args)
+    check_gain(replace(args, allow_worse=True))
     record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
     assert record["acceptance"] == [0.5]
     assert record["before"]["expected accepted length"] == 1.5
@@ -195,7 +201,7 @@ def test_a_loss_within_its_error_is_none(model: Path, tmp_path: Path) -> None:
     """Half of the documents gain as much as the others lose, but for one token."""
     after = [each + (2 if place % 2 else -2) for place, each in enumerate(MIXED)]
     trained_run(tmp_path / "run", {"text": MIXED}, {"text": [after[0] - 1, *after[1:]]})
-    attach.check_gain(settings(model, tmp_path / "run"))
+    check_gain(settings(model, tmp_path / "run"))
     record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
     assert record["before"]["is worse"] is False
     assert 0.1 < record["before"]["error"] < 0.2
@@ -210,7 +216,7 @@ def test_worse_is_a_fall_beyond_the_stated_error(after: float, worse: bool) -> N
 def test_the_record_says_what_training_gained(model: Path, tmp_path: Path) -> None:
     trained_run(tmp_path / "run", {"a": MIXED, "b": MIXED}, {"a": MIXED, "b": [each + 1 for each in MIXED]})
     (tmp_path / "run" / "probe.json").write_text('{"chosen": {"rate": "1e-3"}}')
-    attach.check_gain(settings(model, tmp_path / "run"))
+    check_gain(settings(model, tmp_path / "run"))
     record = json.loads((tmp_path / "run/checkpoint/mtp_acceptance.json").read_text())
     assert record["before"]["is worse"] is False
     assert record["before"]["text"] == "texts"
@@ -244,13 +250,13 @@ def test_probe_and_guard_cost_at_most_15_percent_of_the_steps(
         return int(words[len(words) - 1 - words[::-1].index(flag) + 1])
 
     spent = 0
-    while (words := attach.command_of("probe", args)) is not None:
+    while (words := command_of("probe", args)) is not None:
         parse("megatron-mtp", *words)
         assert number(words, "--eval-interval") > number(words, "--train-iters"), "after its last step alone"
         spent += number(words, "--train-iters") + number(words, "--eval-iters")
         finish_trial(words, 1.5)
     assert spent == budget_of(args).probe
-    train = attach.command_of("train", args)
+    train = command_of("train", args)
     assert train is not None
     evaluations = 2 + steps // number(train, "--eval-interval")  # before and after it
     spent += evaluations * number(train, "--eval-iters")
@@ -264,11 +270,11 @@ def test_the_better_half_is_trained_again_and_the_best_is_chosen(
     args = settings(model, tmp_path / "run", "--steps", "6000")
     lengths = iter([1.5, 1.2, 1.4, 1.6, 1.3, 1.1, 1.7, 1.9, 1.8])
     ran = []
-    while (words := attach.command_of("probe", args)) is not None:
+    while (words := command_of("probe", args)) is not None:
         ran.append(finish_trial(words, next(lengths)).rpartition("-")[0])
     assert ran[:6] == ["kd-5e-4", "kd-1.5e-3", "kd-1.5e-4", "lk-5e-4", "lk-1.5e-3", "lk-1.5e-4"]
     assert ran[6:] == ["lk-5e-4", "kd-5e-4", "kd-1.5e-4"]
-    train = attach.command_of("train", args) or []
+    train = command_of("train", args) or []
     assert (train[train.index("--lr") + 1], train[train.index("--mtp-loss") + 1]) == ("5e-4", "kd")
     table = keep_table(args)
     assert table is not None
@@ -280,22 +286,22 @@ def test_the_better_half_is_trained_again_and_the_best_is_chosen(
 
 def test_trials_of_an_array_are_those_of_the_first_round(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run", "--steps", "6000", "--only", "probe", "--trial", "4")
-    assert finish_trial(attach.command_of("probe", args), 1.0).startswith("lk-1.5e-3-")
-    assert attach.command_of("probe", args) is None, "which is finished"
+    assert finish_trial(command_of("probe", args), 1.0).startswith("lk-1.5e-3-")
+    assert command_of("probe", args) is None, "which is finished"
 
 
 def test_a_trial_that_fails_is_the_worst(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that diverges ends its command, and not the probe."""
     args, ran = settings(model, tmp_path / "run", "--steps", "6000", "--loss", "kd"), []
 
-    def step(name: str, args: Namespace) -> int:
-        ran.append(attach.command_of(name, args) or [])
+    def run(step: Step, args: AttachSettings) -> int:
+        ran.append(step.left_command(args) or [])
         if "1.5e-3" in ran[-1]:
             return 1
         finish_trial(ran[-1], 1.5)
         return 0
 
-    monkeypatch.setattr(attach, "_step", step)
+    monkeypatch.setattr(attach, "_run", run)
     assert attach._probe(args) == 0
     assert [words[words.index("--lr") + 1] for words in ran] == ["5e-4", "1.5e-3", "1.5e-4", "5e-4", "1.5e-4"]
     trials = json.loads((tmp_path / "run" / "probe.json").read_text())["trials"]
@@ -320,9 +326,9 @@ def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
         cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *given, "--mtp-init", "fitted"])
     assert "--mtp-init was given with --load, whose trunk no machine holds; leave it out" in capsys.readouterr().err
     args = settings(model, tmp_path / "run", *given)
-    left_out = [name for name in attach.STEPS if attach.command_of(name, args) is None]
+    left_out = [name for name in STEPS if command_of(name, args) is None]
     assert left_out == ["trunk", "sample", "probe", "verify", "draft"]
-    start = attach.command_of("start", args) or []
+    start = command_of("start", args) or []
     assert start[:3] == ["convert", "attach-mtp", str(trunk)]
     assert start[start.index("--mtp-init") + 1] == "last-layer"
 
@@ -330,7 +336,7 @@ def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
 def test_a_schedule_of_losses_reaches_the_training(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = attach.command_of("train", settings(model, tmp_path / "run", "--loss", "lk:0.7,e2e_tv:0.3")) or []
+    train = command_of("train", settings(model, tmp_path / "run", "--loss", "lk:0.7,e2e_tv:0.3")) or []
     assert train[train.index("--mtp-loss") + 1] == "lk:0.7,e2e_tv:0.3"
     for loss, says in (
         ("lk:0.7", "--loss is 'lk:0.7'; give one loss, or several with their parts of the training steps, numbers"),
@@ -347,10 +353,10 @@ def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, t
     args = settings(model, tmp_path / "run", "--self-generated", "200")
     split = "98,2,0"  # the last documents are for validation, whichever command cuts them
     for name in ("before", "train"):
-        training = attach.command_of(name, args)
+        training = command_of(name, args)
         assert training is not None
         assert [training[place + 1] for place, word in enumerate(training) if word == "--split"] == [split]
-    words = attach.command_of("sample", args)
+    words = command_of("sample", args)
     assert words is not None
     asked = of_sample("sample").parse_args(words[1:])
     assert (asked.split, asked.part) == (split, "training")
@@ -359,13 +365,12 @@ def test_held_out_text_is_neither_trained_on_nor_continued_for_it(model: Path, t
 def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    args = settings(model, tmp_path / "run", "--self-generated", "200")
-    args.corpus = str(chats)
-    words = attach.command_of("sample", args)
+    args = replace(settings(model, tmp_path / "run", "--self-generated", "200"), corpus=str(chats))
+    words = command_of("sample", args)
     assert words is not None
     assert words[words.index("--chat") + 1] == str(chats)
-    assert attach.command_of("corpus", args) is None
-    assert "last-layer" in (attach.command_of("start", args) or [])
+    assert command_of("corpus", args) is None
+    assert "last-layer" in (command_of("start", args) or [])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), str(chats), "--self-generated", "200", "--mtp-init", "fitted"])
     assert "--mtp-init is fitted, and there is no text but conversations" in capsys.readouterr().err
@@ -374,12 +379,12 @@ def test_conversations_are_answered(model: Path, tmp_path: Path, capsys: pytest.
 def test_flags_of_chats_reach_the_corpus(model: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    args = settings(model, tmp_path / "run", "--chat-skip-bad-lines", "--chat-mask-history")
-    args.corpus = str(chats)
-    words = attach.command_of("corpus", args)
+    given = settings(model, tmp_path / "run", "--chat-skip-bad-lines", "--chat-mask-history")
+    args = replace(given, corpus=str(chats))
+    words = command_of("corpus", args)
     assert words is not None
     assert words[-2:] == ["--chat-skip-bad-lines", "--chat-mask-history"]
-    assert not {"--chat-skip-bad-lines", "--chat-mask-history"} & set(attach.command_of("train", args) or [])
+    assert not {"--chat-skip-bad-lines", "--chat-mask-history"} & set(command_of("train", args) or [])
 
 
 @pytest.mark.parametrize(
@@ -410,20 +415,21 @@ def test_held_out_text_is_drafted_at_the_end(longest: int, model: Path, tmp_path
     (tmp_path / "run" / "data").mkdir(parents=True)
     documents = [[3 + number % 7] * (longest - number % 2) for number in range(100)]
     write_dataset(tmp_path / "run" / "data" / "corpus", documents)
-    command = attach.command_of("draft", settings(model, tmp_path / "run")) or []
+    STEPS["draft"].prepare(settings(model, tmp_path / "run"))
+    command = command_of("draft", settings(model, tmp_path / "run")) or []
     file = Path(command[command.index("--prompt-file") + 1])
     prompts = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
     tokenizer = read_tokenizer(model)
     held_out = {tokenizer.decode(document[: 32 if longest > 32 else 1]) for document in documents[98:]}
     assert set(prompts) <= held_out
-    asked = attach.command_of("draft", settings(model, tmp_path / "run", "--prompt", "a text")) or []
+    asked = command_of("draft", settings(model, tmp_path / "run", "--prompt", "a text")) or []
     assert asked[asked.index("--prompt") + 1] == "a text"
 
 
 def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
     for flags, init in ([], "fitted"), (["--self-generated", "99"], "fitted"), (["--mtp-init", "random"], "random"):
         args = settings(model, tmp_path / "run", *flags)
-        words = attach.command_of("start", args) or []
+        words = command_of("start", args) or []
         made = of_convert("convert").parse_args(words[1:])
         fitted_to = str(tmp_path / "run/data/corpus") if init == "fitted" else None
         assert (made.mtp_init, made.data_path) == (init, fitted_to)
@@ -433,7 +439,7 @@ def test_depths_begin_as_they_are_asked_to(model: Path, tmp_path: Path) -> None:
 def test_the_layers_of_a_donor_are_grafted_on_the_model(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = settings(model, run, "--donor", "donor", "--self-generated", "99")
-    commands = {name: attach.command_of(name, args) or [] for name in attach.STEPS}
+    commands = {name: command_of(name, args) or [] for name in STEPS}
     for words in filter(None, commands.values()):
         parse("megatron-mtp", *words)
     assert commands["trunk"] == []  # the graft reads the folder itself, whose config may count lost layers
@@ -498,7 +504,7 @@ def test_other_settings_than_those_of_a_run_are_refused(
             cli.main(words)
         said = capsys.readouterr().err
         assert (says in said, said.count("\n"), started) == (True, 1, []), said
-    (run / attach.RECORD).write_text("[]")
+    (run / RECORD).write_text("[]")
     with pytest.raises(SystemExit, match="2"):
         cli.main([*given, "--dry-run"])
     assert "attach.json is damaged (TypeError" in capsys.readouterr().err
@@ -512,7 +518,7 @@ def test_a_run_is_begun_anew_where_that_is_asked_for(
     given = ["attach", str(model), "texts", str(run), "--overwrite"]
     finish(run)
     (tmp_path / "all").mkdir()
-    (tmp_path / "all" / attach.RECORD).write_text("{}")
+    (tmp_path / "all" / RECORD).write_text("{}")
     (tmp_path / "all" / "texts").touch()
     for words, says in (
         (given, f"{run} has no attach.json, so attach did not make it; name another RUN."),
@@ -527,8 +533,8 @@ def test_a_run_is_begun_anew_where_that_is_asked_for(
     assert (tmp_path / "all" / "texts").exists()
     assert cli.main(given[:-1]) == 0
     assert cli.main([*given, "--loss", "tv"]) == 0
-    assert [path.name for path in run.iterdir()] == [attach.RECORD]
-    assert json.loads((run / attach.RECORD).read_text())["loss"] == "tv"
+    assert [path.name for path in run.iterdir()] == [RECORD]
+    assert json.loads((run / RECORD).read_text())["loss"] == "tv"
 
 
 def test_a_dry_run_prints_every_step_and_does_nothing(
@@ -539,7 +545,7 @@ def test_a_dry_run_prints_every_step_and_does_nothing(
     os.utime(tmp_path / "run" / "exported" / "config.json", (1, 1))
     assert cli.main(["attach", str(model), "texts", str(tmp_path / "run"), "--dry-run"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(attach.STEPS)
+    assert len(shown) == len(STEPS)
     assert shown[1] == "> the trunk in Megatron's form: finished"
     assert any("megatron-mtp train --use-checkpoint-args" in one for one in shown)
     assert started == []
@@ -580,11 +586,11 @@ def finish(run: Path) -> None:
 def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path)
     finish(tmp_path)
-    left = {name for name in attach.STEPS if attach.command_of(name, args)}
+    left = {name for name in STEPS if command_of(name, args)}
     assert left == {"corpus", "train", "verify", "draft"}  # which find out by themselves, or cost little
     (tmp_path / "before" / "documents.json").unlink()
-    assert attach.command_of("before", args)
-    training = attach.command_of("train", args)
+    assert command_of("before", args)
+    training = command_of("train", args)
     assert training is not None
     assert training[training.index("--load") + 1] == str(tmp_path / "checkpoint")
     assert "--finetune" not in training
@@ -593,8 +599,8 @@ def test_what_is_finished_is_not_done_again(model: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_older_than_the_checkpoint_is_exported_anew(model: Path, tmp_path: Path) -> None:
     finish(tmp_path)
     os.utime(tmp_path / "exported" / "config.json", (1, 1))
-    words = attach.command_of("export", settings(model, tmp_path))
-    assert words is not None
+    assert command_of("export", settings(model, tmp_path)) is not None
+    STEPS["export"].prepare(settings(model, tmp_path))
     assert not (tmp_path / "exported").exists()
 
 
@@ -614,7 +620,7 @@ def test_steps_are_processes_and_trainings_have_the_launcher(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = commands(monkeypatch)
-    monkeypatch.setattr(attach.shutil, "which", lambda name: name)
+    monkeypatch.setattr(attach_flags.shutil, "which", lambda name: name)
     flags = [str(model), "texts", str(tmp_path / "run"), "--launch", "torchrun --nproc-per-node 8"]
     assert cli.main(["attach", *flags]) == 0
     assert [words[words.index("megatron_mtp") + 1] for words in started] == ORDER

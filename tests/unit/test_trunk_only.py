@@ -9,14 +9,13 @@ import pytest
 import torch
 from hf_models import MODELS, Tensors, make, read, write
 from judged_models import QUIET
-from test_attach import settings
+from test_attach import command_of, settings
 from test_graft import OF_DEPTHS, lost, tensors
 from tiers import tiered
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
 from megatron_mtp.checkpoint.model import load_model
-from megatron_mtp.cli import attach
 from megatron_mtp.cli.convert import main
 from megatron_mtp.common.acceptance import RECORD
 
@@ -105,16 +104,16 @@ def test_a_plan_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_attach_takes_the_trunk_alone_where_the_layers_are_lost(flags: list[str], tmp_path: Path) -> None:
     folder = make(tmp_path / "hf", "mimo", 1)
     args = settings(folder, tmp_path / "run", *flags)
-    assert "--trunk-only" not in (attach.command_of("trunk", args) or [])
+    assert "--trunk-only" not in (command_of("trunk", args) or [])
     lost(folder)
     wanted = ["convert", "hf-to-mcore", str(folder), f"{tmp_path}/run/trunk", "--trunk-only", "--resume"]
-    assert attach.command_of("trunk", args) == wanted
+    assert command_of("trunk", args) == wanted
     assert main(wanted[1:]) == 0
 
 
 def test_attach_leaves_damaged_layers_to_the_refusal(tmp_path: Path) -> None:
     args = settings(damaged(make(tmp_path / "hf", "mimo", 1)), tmp_path / "run")
-    assert "--trunk-only" not in (attach.command_of("trunk", args) or [])
+    assert "--trunk-only" not in (command_of("trunk", args) or [])
 
 
 @pytest.mark.parametrize("name", tiered(["mimo", "glm4_moe", "nemotron_h"], ("mimo",)))

@@ -1,0 +1,63 @@
+"""What a folder RUN of `megatron-mtp attach` was begun with: finished steps depend on it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_mtp.cli.attach_settings import AttachSettings
+from megatron_mtp.common.files import is_inside, remove, written_beside
+from megatron_mtp.spec.config import flag_of
+
+RECORD = "attach.json"
+"""In RUN: the settings of its first start, on which finished steps depend."""
+KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init loss self_generated".split()
+"""Names of these settings."""
+
+
+def check_run(settings: AttachSettings) -> None:
+    """Raises ValueError where RUN was begun with other settings, or --overwrite would remove what is none of ours."""
+    file = settings.run / RECORD
+    other = "--dry-run" if settings.dry_run else "--only" if settings.only else None
+    if settings.overwrite and other:
+        raise ValueError(f"--overwrite was given with {other}, which removes nothing; leave one of them out.")
+    if settings.overwrite and settings.run.exists() and not file.exists():
+        raise ValueError(f"{settings.run} has no {RECORD}, so attach did not make it; name another RUN.")
+    sources = [Path(path) for path in (settings.model, settings.corpus, settings.load, settings.donor) if path]
+    if settings.overwrite and any(is_inside(path, settings.run) for path in sources):
+        raise ValueError(f"--overwrite would remove what is read, which lies in {settings.run}; name another RUN.")
+    if settings.overwrite or not file.exists():
+        return
+    try:
+        kept = {"load": None, **json.loads(file.read_text())}  # older releases had no --load
+        begun = {name: kept[name] for name in KEPT}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); name another RUN, or give --overwrite.") from error
+    given = _kept(settings)
+    others = [_written(name, begun[name]) for name in KEPT if begun[name] != given[name]]
+    if others:
+        raise ValueError(
+            f"{settings.run} was begun with {', '.join(others)}; give the same to go on, name another RUN, or give "
+            "--overwrite to begin it anew."
+        )
+
+
+def keep_settings(settings: AttachSettings) -> None:
+    """Write them at the first start of a RUN, of which --overwrite removes everything before."""
+    if settings.overwrite:
+        remove(settings.run)
+    if not (settings.run / RECORD).exists():
+        settings.run.mkdir(parents=True, exist_ok=True)
+        with written_beside(settings.run / RECORD, shared=True) as beside:
+            beside.write_text(json.dumps(_kept(settings), indent=1))
+
+
+def _kept(settings: AttachSettings) -> dict[str, Any]:
+    """The settings of `KEPT` as a run keeps them in its file, with absolute paths."""
+    kept = {name: getattr(settings, name) for name in KEPT}
+    return kept | {name: os.path.abspath(kept[name]) for name in ("model", "corpus", "load", "donor") if kept[name]}
+
+
+def _written(name: str, value: Any) -> str:
+    flag = name.upper() if name in ("model", "corpus") else flag_of(name)
+    return f"no {flag}" if value is None else f"{flag} {value}"

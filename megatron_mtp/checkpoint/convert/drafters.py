@@ -18,7 +18,7 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
     read_drafter,
     stored_form,
 )
-from megatron_mtp.checkpoint.convert.edit import changed
+from megatron_mtp.checkpoint.convert.edit import NewDrafts, changed
 from megatron_mtp.checkpoint.convert.export_hf import FolderFiles
 from megatron_mtp.checkpoint.convert.import_hf import group_of
 from megatron_mtp.checkpoint.convert.plan import stored_key
@@ -123,7 +123,7 @@ def plan_attaching_drafter(source: Path, drafter: Path, count: str | None = None
     if form.has_embedding:
         _check_embedding(folder.read(WORDS), reader.read(EMBEDDING), drafter)
     groups = [_stored(rule, folder) for rule in form.rules() if rule.mcore[0].key.startswith(DRAFTER)]
-    return changed(reader, source, groups, stored_with(form.kind, args), record, depths=0)
+    return changed(reader, source, NewDrafts(0, groups, record, stored_with(form.kind, args)))
 
 
 def _check_embedding(theirs_VH: Tensor, ours_VH: Tensor, folder: Path) -> None:

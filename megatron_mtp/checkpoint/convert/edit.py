@@ -15,7 +15,7 @@ import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -65,35 +65,38 @@ class Init:
     data: FitData | None = None
 
 
-def changed(
-    reader: DistReader,
-    source: Path,
-    made: list[Group],
-    arguments: dict[str, Any],
-    record: dict[str, Any],
-    depths: int,
-    dropped: frozenset[str] = frozenset(),
-    notes: dict[str, str] | None = None,
-    begin: Callable[[], object] | None = None,
-    unkeyed: tuple[str, ...] = (),
-) -> Conversion:
-    """A copy of a checkpoint's trunk with other tensors that draft.
+@dataclass(frozen=True)
+class NewDrafts:
+    """What drafts in a copy of a checkpoint, and what the copy has otherwise than the checkpoint.
 
-    Args:
-        reader, source: the checkpoint, and what the user gave for it.
+    Attributes:
+        depths: number of MTP layers.
         made: the tensors that draft.
-        arguments: the arguments that differ.
         record: everything except the source that determines the output.
-        depths: number of MTP layers in the result.
+        arguments: the arguments that differ.
         dropped: names of carried tensors that are left out.
-        notes, begin: as in `Conversion`.
         unkeyed: keys that the kept config loses.
+        notes, begin: as in `Conversion`.
     """
-    drafts = "mtp.", DRAFTER
+
+    depths: int
+    made: list[Group]
+    record: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+    unkeyed: tuple[str, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+    begin: Callable[[], object] | None = None
+
+
+def changed(reader: DistReader, source: Path, drafts: NewDrafts) -> Conversion:
+    """A copy of a checkpoint's trunk with other tensors that draft; `source` is what the user gave for the reader's."""
+    arguments = drafts.arguments
     if reader.has_drafter:
         arguments = {"drafter": None, BESIDE_MTP: False, **arguments}
-    kept = (key for key in reader.keys if not key.startswith(drafts) and key.removeprefix(CARRIED) not in dropped)
-    parts = [part for part in ([copied(reader, key) for key in kept], made) if part]
+    trunk = [key for key in reader.keys if not key.startswith(("mtp.", DRAFTER))]
+    kept = [copied(reader, key) for key in trunk if key.removeprefix(CARRIED) not in drafts.dropped]
+    parts = [part for part in (kept, drafts.made) if part]
     new = {key for part in parts for group in part for entry in group.entries for key in entry.keys}
 
     def names(keys: list[str]) -> list[str] | str:
@@ -101,16 +104,16 @@ def changed(
 
     def keep(folder: Path) -> None:
         keep_files(reader.home, folder)
-        correct_origin(folder / HF_FILES, depths, dropped)
-        if unkeyed:
-            _drop_keys(folder / HF_FILES / CONFIG, unkeyed)
+        correct_origin(folder / HF_FILES, drafts.depths, drafts.dropped)
+        if drafts.unkeyed:
+            _drop_keys(folder / HF_FILES / CONFIG, drafts.unkeyed)
 
     return Conversion(
         (source,),
         "Megatron",
-        depths,
+        drafts.depths,
         parts,
-        {"source": reader.fingerprint(), **record},
+        {"source": reader.fingerprint(), **drafts.record},
         lambda folder, _: CheckpointFiles(folder.path, changed_args(reader, **arguments)),
         keep,
         facts={
@@ -118,8 +121,8 @@ def changed(
             "new": names(sorted(new - {*reader.keys})),
             "left out": names([key for key in reader.keys if key not in new]),
         },
-        notes=notes or {},
-        begin=begin,
+        notes=drafts.notes,
+        begin=drafts.begin,
     )
 
 
@@ -154,7 +157,7 @@ def plan_attaching(source: Path, depths: int, init: Init, quiet: bool = False) -
         fitted = cache(partial(Fit(reader, stored, next(iter(template.stack)), init.data, init.seed).projection, quiet))
     made = [group for depth in range(depths) for group in _depth(reader, depth, template, init, fitted)]
     record = {"depths": depths, "init": init.name, "seed": init.seed} | (asdict(init.data) if init.data else {})
-    return changed(reader, source, made, arguments, record, depths, begin=fitted)
+    return changed(reader, source, NewDrafts(depths, made, record, arguments, begin=fitted))
 
 
 def plan_dropping(source: Path, keep: int) -> Conversion:
@@ -162,7 +165,8 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
     reader = DistReader(source)
     depths = StoredDepths.of(reader.keys).layers
     if not depths and not keep and (inner := InnerDrafter.of({}, _carried(reader))) is not None:
-        return changed(reader, source, [], {}, {"depths": 0}, 0, inner.names, unkeyed=(*INNER_KEYS, *STAGES))
+        none = NewDrafts(0, [], {"depths": 0}, dropped=inner.names, unkeyed=(*INNER_KEYS, *STAGES))
+        return changed(reader, source, none)
     if not depths:
         check_no_drafter(_carried(reader), source, "--keep 0 writes a copy without it")
         raise ValueError(f"{source} has no MTP layers; there is nothing to drop.")
@@ -176,7 +180,8 @@ def plan_dropping(source: Path, keep: int) -> Conversion:
     arguments: dict[str, Any] = {"mtp_num_layers": keep or None, **ONE_PASS}
     if (pattern := pattern_of(reader)) is not None:  # it names the layers of every MTP layer behind a slash
         arguments["hybrid_layer_pattern"] = "/".join(pattern.split("/")[: 1 + keep])
-    return changed(reader, source, kept, arguments, {"depths": keep}, keep, _carried_parts(reader, source, keep))
+    dropped = _carried_parts(reader, source, keep)
+    return changed(reader, source, NewDrafts(keep, kept, {"depths": keep}, arguments, dropped))
 
 
 def copied(reader: DistReader, key: str) -> Group:
@@ -332,7 +337,7 @@ def plan_drafts(source: Path, size: int | None, data_path: str | None, file: Pat
     record = {"depths": depths, "drafts": hashlib.sha256(drafted_N.numpy().tobytes()).hexdigest()}
     arguments = {"mtp_draft_vocab_size": None, "mtp_draft_vocab_file": None}
     notes = {"draft vocabulary": f"{len(tokens)} tokens, {said}"}
-    return changed(reader, source, made, arguments, record, depths, notes=notes)
+    return changed(reader, source, NewDrafts(depths, made, record, arguments, notes=notes))
 
 
 def drafted_tokens(

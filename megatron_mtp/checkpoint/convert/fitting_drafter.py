@@ -29,7 +29,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.drafter_form import HEAD, VOCABULARY
-from megatron_mtp.checkpoint.convert.edit import changed, changed_args
+from megatron_mtp.checkpoint.convert.edit import NewDrafts, changed, changed_args
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData, Moments, run_trunk
 from megatron_mtp.checkpoint.convert.stream import Conversion, Group
 from megatron_mtp.checkpoint.hf import Shape
@@ -92,7 +92,7 @@ def plan_fitting(
     if drafted_N is not None:
         made.append(Group.single(VOCABULARY, (len(drafted_N),), drafted_N.dtype, drafted_N.clone))
     record = {"fit": asdict(data), "seed": seed, "layers": kind.layers, "drafted": drafted}
-    return changed(reader, source, made, stored_with(kind, trunk), record, depths=0, begin=weights)
+    return changed(reader, source, NewDrafts(0, made, record, stored_with(kind, trunk), begin=weights))
 
 
 def _shapes(kind: HeadSpec, hidden: int, drafted: int) -> dict[str, Shape]:

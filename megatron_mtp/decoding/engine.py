@@ -316,10 +316,14 @@ def generate(
         Request(prompt, new, sampling, seed, stop_ids=stops, cut=cut, speculative=config, logprobs=logprobs)
         for prompt, new, seed in zip(prompts, budgets, seeds, strict=True)
     ]
-    engine = _engine_for(runner, requests, drafter)
+    return _generated(_engine_for(runner, requests, drafter), requests, emit)
+
+
+def _generated(engine: Engine, requests: list[Request], emit: Callable[[Update], None] | None) -> Generated:
+    """What the engine makes of requests, run until all have ended."""
     number_of = {engine.add(request): number for number, request in enumerate(requests)}
-    token_ids: list[list[int]] = [[] for _ in prompts]
-    found: list[list[TokenLogprob]] = [[] for _ in prompts]
+    token_ids: list[list[int]] = [[] for _ in requests]
+    found: list[list[TokenLogprob]] = [[] for _ in requests]
     while engine.busy:
         for update in engine.step():
             number = number_of[update.request]
@@ -327,8 +331,8 @@ def generate(
             found[number] += update.logprobs
             if emit is not None and (update.tokens or update.finish):
                 emit(replace(update, request=number))
-    if wants_few_shapes(runner.device):
-        runner.kept = engine  # with the steps that it has recorded
+    if wants_few_shapes(engine.runner.device):
+        engine.runner.kept = engine  # with the steps that it has recorded
     return Generated(token_ids, engine.stats, found)
 
 

@@ -16,7 +16,7 @@ check.py       drafts of a folder, here or behind a server, beside its record of
 audit.py       what is in a checkpoint, and what differs between two
 attach.py      MTP layers for a Hugging Face model, step by step
 attach_settings.py    what it was asked for, and the flags of other verbs among that
-attach_flags.py       its flags, and what is refused of them before the first step
+attach_checks.py      what is refused before the first step
 attach_record.py      what a folder RUN was begun with
 attach_steps.py       the steps: what each makes, when it is left to do, the verb that does it
 attach_training.py    what every training and evaluation is given

@@ -1,15 +1,17 @@
 """What `megatron-mtp attach` was asked for, and the flags of other verbs among that."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mtp.losses import LOSSES
 from megatron_mtp.spec.config import flag_of
 from megatron_mtp.training.flags import CHAT_FLAGS
 
 
 @dataclass(frozen=True)
 class AttachSettings:
-    """Values of the flags, which their help describes (`attach_flags.py`).
+    """Values of the flags, which their help describes (`attach.py`).
 
     Attributes:
         more: flags of `train` and their values, as they were written.
@@ -64,6 +66,19 @@ OF_CHATS = [flag_of(name) for name in CHAT_FLAGS]
 """Flags of `train` that say how chats are tokenized: they are the corpus's, and not the training's."""
 OF_FIT = ["--drafter-layers", "--mtp-draft-vocab-size", "--mtp-draft-vocab-file"]
 """Flags of `train` that describe a drafter, which `convert fit-drafter` has too."""
+
+
+def offered_losses() -> list[str]:
+    """All but mix, whose weights are a flag of train more."""
+    return [name for name in LOSSES.names() if name != "mix"]
+
+
+def words_of_launch(command: str) -> list[str]:
+    """The words of --launch. Raises ValueError where it is no command."""
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--launch is '{command}', which is no command ({error}); correct it.") from error
 
 
 def names_of(more: list[str]) -> list[str]:

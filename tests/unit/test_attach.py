@@ -16,9 +16,8 @@ from parrot import tokenizer_in
 from test_data_checks import write_dataset
 
 from megatron_mtp.checkpoint.hf import hub
-from megatron_mtp.cli import attach, attach_flags
+from megatron_mtp.cli import attach, attach_checks
 from megatron_mtp.cli import main as cli
-from megatron_mtp.cli.attach_flags import given_settings
 from megatron_mtp.cli.attach_guard import Gain, check_gain
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.attach_record import RECORD
@@ -49,7 +48,7 @@ def give_tokenizer(model: Path) -> None:
 
 
 def settings(model: Path, run: Path, *flags: str) -> AttachSettings:
-    return given_settings([str(model), "texts", str(run), *flags], "attach")
+    return attach.given_settings([str(model), "texts", str(run), *flags], "attach")
 
 
 def command_of(step: str, args: AttachSettings) -> list[str] | None:
@@ -620,7 +619,7 @@ def test_steps_are_processes_and_trainings_have_the_launcher(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = commands(monkeypatch)
-    monkeypatch.setattr(attach_flags.shutil, "which", lambda name: name)
+    monkeypatch.setattr(attach_checks.shutil, "which", lambda name: name)
     flags = [str(model), "texts", str(tmp_path / "run"), "--launch", "torchrun --nproc-per-node 8"]
     assert cli.main(["attach", *flags]) == 0
     assert [words[words.index("megatron_mtp") + 1] for words in started] == ORDER

@@ -231,7 +231,8 @@ def _import(folder: Path) -> None:
 
 
 def _export(folder: Path) -> None:
-    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+    from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
     from megatron_mtp.checkpoint.convert.stream import Options
 
     mcore_to_hf(folder / "mcore", folder / "back", Options(quiet=True), form_of(folder / "mcore"))

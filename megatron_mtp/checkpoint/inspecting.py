@@ -10,7 +10,8 @@ from megatron_mtp.checkpoint.audit.auditing import facts, open_side
 from megatron_mtp.checkpoint.audit.contents import contents
 from megatron_mtp.checkpoint.audit.side import HFSide
 from megatron_mtp.checkpoint.convert.drafter_form import stored_form
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, pattern_of
+from megatron_mtp.checkpoint.convert.export_hf import Export
+from megatron_mtp.checkpoint.convert.hf_form import form_of, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, origin
 from megatron_mtp.checkpoint.convert.plan import HFModel, name_lines, name_rows
 from megatron_mtp.checkpoint.hf.config import CONFIG

@@ -223,7 +223,7 @@ def _warned(settings: AttachSettings) -> bool:
 
     quieten()
 
-    from megatron_mtp.checkpoint.convert.export_hf import form_of
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
 
     try:
         form_of(start, family=family_of(settings), tokenizer=settings.model)

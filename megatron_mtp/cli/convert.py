@@ -127,7 +127,8 @@ def plan_of(args: Namespace, how: "Options") -> "Conversion":
 
             return plan_import(local_folder(source), how, args.trunk_only)
         case "mcore-to-hf":
-            from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
+            from megatron_mtp.checkpoint.convert.export_hf import plan_export
+            from megatron_mtp.checkpoint.convert.hf_form import form_of
             from megatron_mtp.megatron.checkpoint.reader import DistReader
 
             reader = DistReader(source)

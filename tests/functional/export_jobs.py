@@ -12,7 +12,8 @@ from megatron.training import get_args
 from megatron.training.checkpointing import save_checkpoint
 from safetensors.torch import load_file
 
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import Export, mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.live import export_hf_weights, load_hf_weights
 from megatron_mtp.checkpoint.convert.plan import parts_of
 from megatron_mtp.checkpoint.convert.stream import Options

@@ -293,7 +293,7 @@ def exported(made: Any, model: Any, folder: Path, head: str, out: Path) -> dict[
     The framework exports; where it has no names for layers, this package does, in the form of a family that has some.
     Tensors that both export are compared.
     """
-    from megatron_mtp.checkpoint.convert.export_hf import form_of
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
     from megatron_mtp.checkpoint.convert.import_hf import megatron_arguments
     from megatron_mtp.checkpoint.convert.live import LiveReader, export_hf_weights
     from megatron_mtp.checkpoint.convert.plan import HFModel

@@ -11,7 +11,8 @@ from layouts import SINGLE
 from records import Records
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt
 from megatron_mtp.checkpoint.verify.verify import megatron_logits, verify

@@ -144,7 +144,8 @@ def tuned(corpora: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     scene = tmp_path_factory.mktemp("tuned")
     folder = make(scene / "hf", "glm4_moe", 1, changes={"n_shared_experts": 1})
     checkpoint, _ = trained(folder, corpora["tuned on"], scene)
-    from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+    from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+    from megatron_mtp.checkpoint.convert.hf_form import form_of
     from megatron_mtp.checkpoint.convert.stream import Options
 
     mcore_to_hf(checkpoint, scene / "tuned", Options(quiet=True), form_of(checkpoint, like=folder))

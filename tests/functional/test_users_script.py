@@ -23,7 +23,8 @@ from stack_rows import (
     write_corpus,
 )
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.megatron.checkpoint.reader import DistReader

@@ -560,7 +560,7 @@ def test_a_trunk_without_a_form_is_told_before_the_training(
     def refused(*_: object, **__: object) -> None:
         raise ValueError("no family has its norms.")
 
-    monkeypatch.setattr("megatron_mtp.checkpoint.convert.export_hf.form_of", refused)
+    monkeypatch.setattr("megatron_mtp.checkpoint.convert.hf_form.form_of", refused)
     given = ["attach", str(model), "texts", str(tmp_path / "run")]
     assert cli.main(given) == 0
     assert [

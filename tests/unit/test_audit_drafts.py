@@ -14,8 +14,9 @@ from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.graft import plan_graft
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.cli import audit as page
 from megatron_mtp.cli.convert import main

@@ -9,7 +9,8 @@ from hf_models import make, read
 from tiers import tiered
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching, plan_dropping
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, with_depths
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import kept_form, with_depths
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.convert.stream import Options

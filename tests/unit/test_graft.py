@@ -22,8 +22,9 @@ from trunk_models import LEFT
 
 from megatron_mtp.checkpoint.audit.auditing import audit
 from megatron_mtp.checkpoint.convert import stream
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.graft import plan_graft
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.verify import verify

@@ -10,7 +10,8 @@ import torch
 from hf_models import make, read, write
 from safetensors.torch import load_file, save_file
 
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import folder as folders

@@ -9,7 +9,8 @@ import torch
 from hf_models import make, read
 from megatron.core import dist_checkpointing
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, keep_hf_files
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.model import load_model

@@ -22,7 +22,8 @@ from torch.nn.functional import linear, silu
 
 from megatron_mtp.checkpoint.convert import import_hf
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore, megatron_arguments
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import Family, Layout

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trunk_models import TRUNKS
 
-from megatron_mtp.checkpoint.convert.export_hf import hf_folder_form, kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import hf_folder_form, kept_form
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms.form import MisfitError, Numbers

@@ -14,7 +14,8 @@ from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf, plan_export
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf, plan_export
+from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.quantizing import Quantize
 from megatron_mtp.checkpoint.convert.stream import Options

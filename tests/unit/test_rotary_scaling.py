@@ -13,7 +13,8 @@ from test_random_models import drafted_logits, off
 from tiers import tiered
 
 from megatron_mtp.checkpoint.convert.edit import Init, plan_attaching
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.verify.prompt import Prompt

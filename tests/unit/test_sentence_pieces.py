@@ -13,7 +13,8 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from test_hf_form import trained
 from tokenizers.decoders import DecodeStream
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of, plan_export
+from megatron_mtp.checkpoint.convert.export_hf import plan_export
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.cli import evaluate, generate

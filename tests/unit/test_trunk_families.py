@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trunk_models import LEFT, TRUNKS, larger
 
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import Family, Layout

@@ -14,7 +14,8 @@ from test_graft import OF_DEPTHS, lost, tensors
 from tiers import tiered
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.cli.convert import main
 from megatron_mtp.common.acceptance import RECORD

@@ -10,7 +10,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron_single import LENGTH, VOCABULARY, backward_ours, gradients, make_batch, randomize, relative_difference
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore, set_passes
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf.config import CONFIG, HFConfig

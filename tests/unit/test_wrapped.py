@@ -12,7 +12,8 @@ from tiers import tiered
 from trunk_models import SEEING
 
 from megatron_mtp.checkpoint.convert.edit import changed
-from megatron_mtp.checkpoint.convert.export_hf import kept_form, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
 from megatron_mtp.checkpoint.convert.plan import HFModel
 from megatron_mtp.checkpoint.families import CARRIED

@@ -7,6 +7,8 @@ partial_folder.py   the folder beside the target: resumed, renamed when whole
 import_hf.py        hf-to-mcore
 computation.py      whether arguments and a config.json describe the same computation
 quantizing.py       which weights an export quantizes (--quantize), and what its config says of them
+tokens.py           the vocabulary of a model, from its tokenizer and Megatron's arguments
+hf_form.py          the form of the folder that an export makes: config, files and names of tensors
 export_hf.py        mcore-to-hf; an export leaves out the rows that pad the vocabulary
 live.py             the same of a model in memory, without a checkpoint
 live_drafter.py     the folder of a drafter that is attached to a model in memory

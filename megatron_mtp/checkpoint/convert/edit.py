@@ -24,8 +24,8 @@ import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.export_hf import kept_origin, pattern_of
 from megatron_mtp.checkpoint.convert.fitting import Fit, FitData
+from megatron_mtp.checkpoint.convert.hf_form import kept_origin, pattern_of
 from megatron_mtp.checkpoint.convert.import_hf import SHARES, UNROLL
 from megatron_mtp.checkpoint.convert.plan import counted, unnumbered
 from megatron_mtp.checkpoint.convert.stream import CheckpointFiles, Conversion, Group, keep_files

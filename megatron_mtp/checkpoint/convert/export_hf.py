@@ -1,16 +1,10 @@
-"""mcore-to-hf: from a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time.
-
-The form of the folder is that of another folder, the one that was imported, or made from Megatron's arguments. A
-trained model takes the first form that fits it (`Family.trained`). With MTP layers that is GLM-4 MoE or DeepSeek-V3,
-which transformers, vLLM and SGLang load with MTP; a dense model fits into them too (`split_mlp_rules`).
-"""
+"""mcore-to-hf: from a Megatron distributed checkpoint to a Hugging Face folder, a layer at a time."""
 
 import json
 import shutil
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -20,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.computation import check_config
+from megatron_mtp.checkpoint.convert.hf_form import HFForm, pattern_of, with_depths
 from megatron_mtp.checkpoint.convert.import_hf import pass_keys
 from megatron_mtp.checkpoint.convert.partial_folder import PartialFolder
 from megatron_mtp.checkpoint.convert.plan import (
-    HFModel,
     carried,
     check_mcore,
     moved,
@@ -32,83 +25,34 @@ from megatron_mtp.checkpoint.convert.plan import (
     sides,
     stored_key,
     stored_layout,
-    zero_features,
 )
 from megatron_mtp.checkpoint.convert.quantizing import PLAIN, Quantize, loaded_by
 from megatron_mtp.checkpoint.convert.quantizing import config as quantization_config
 from megatron_mtp.checkpoint.convert.stream import Conversion, Entry, Group, Made, Options
-from megatron_mtp.checkpoint.families import CARRIED, FAMILIES, Family, Layout, family_of, trained_forms
+from megatron_mtp.checkpoint.families import CARRIED, Family, Layout, family_of
 from megatron_mtp.checkpoint.families.inside import InnerDrafter
 from megatron_mtp.checkpoint.families.rules import Rule
-from megatron_mtp.checkpoint.families.trained import common_keys, epsilon_note
+from megatron_mtp.checkpoint.families.trained import epsilon_note
 from megatron_mtp.checkpoint.hf.config import (
     CONFIG,
     DRAFTED,
     INDEX_SHARE,
     INDEXER,
     HFConfig,
-    are_words,
-    read_json,
     text_key,
 )
 from megatron_mtp.checkpoint.hf.folder import HFFolder
 from megatron_mtp.checkpoint.hf.forms.form import Form, name_of
-from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of, without_quantization
+from megatron_mtp.checkpoint.hf.quantized import SIDE_FILES, module_of
 from megatron_mtp.checkpoint.hf.writer import HFShards
 from megatron_mtp.common.acceptance import RECORD, carry_record
 from megatron_mtp.common.files import without_weights
 from megatron_mtp.data.sentence_pieces import model_in
-from megatron_mtp.data.tokenizer import GENERATION_CONFIG, entries, read_tokenizer
-from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDING, HF_FILES, ORIGIN, RELEASE
-from megatron_mtp.megatron.checkpoint.iterations import has_tokenizer, run_tokenizer
+from megatron_mtp.megatron.checkpoint import DRAFT_VOCABULARY, DRAFTER, EMBEDDING, ORIGIN, RELEASE
 from megatron_mtp.megatron.checkpoint.reader import DistReader, StoredDepths
 
 DRAFTS_ALL = f"in {DRAFTED}, which hf-to-mcore and SGLang (--speculative-token-map) read; others draft all tokens"
 """What becomes of a checkpoint's draft vocabulary: the head of the folder has all rows."""
-
-
-@dataclass(frozen=True)
-class HFForm:
-    """The form of the folder that an export makes.
-
-    Attributes:
-        keys: keys of its `config.json`.
-        features: names of the forms that it uses, out of the family's.
-        carried: names of the tensors that no rule covers.
-        files: folder of the tokenizer and other files to copy; None for none.
-        texts: further files, by name.
-        folder: the Hugging Face folder of this form, for carried tensors that the checkpoint lacks; None without one.
-    """
-
-    keys: dict[str, Any]
-    features: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
-    files: Path | None = None
-    texts: dict[str, str] = field(default_factory=dict)
-    folder: HFFolder | None = None
-
-
-def kept_form(folder: Path) -> HFForm | None:
-    """The form that an import kept beside its checkpoint; None if there is none. ValueError where it is damaged."""
-    kept = folder / HF_FILES
-    if not (kept / CONFIG).is_file():
-        return None
-    keys, layout = read_json(kept / CONFIG), kept_origin(kept).get("layout", {})
-    HFConfig.from_keys(keys, str(kept / CONFIG))
-    # The tensors of the checkpoint are whole, whether they were decoded or the config alone said FP8.
-    return HFForm(without_quantization(keys), tuple(layout.get("features", ())), tuple(layout.get("carried", ())), kept)
-
-
-def kept_origin(kept: Path) -> dict[str, Any]:
-    """The record of an import (`import_hf.origin`) among the files that it kept; empty without one."""
-    if not (kept / ORIGIN).is_file():
-        return {}
-    origin = read_json(kept / ORIGIN)
-    layout = origin.get("layout", {}) if isinstance(origin, dict) else None
-    lists = [layout.get(name, []) for name in ("features", "carried")] if isinstance(layout, dict) else [None]
-    if not isinstance(origin, dict) or not all(map(are_words, lists)):
-        raise ValueError(f"{kept / ORIGIN} is no record of a conversion; fetch the checkpoint again, or convert anew.")
-    return origin
 
 
 SENTENCE_PIECES = "a SentencePiece model alone, which transformers may read with other ids; encode with sentencepiece"
@@ -345,33 +289,6 @@ def _lent(reader: DistReader, family: Family, layout: Layout, folder: HFFolder |
     return dict.fromkeys(lacks, folder)
 
 
-def pattern_of(reader: DistReader) -> str | None:
-    """The pattern of a hybrid checkpoint; None for a GPT's."""
-    return getattr(reader.common()["args"], "hybrid_layer_pattern", None)
-
-
-def with_depths(keys: dict[str, Any], depths: int, pattern: str | None = None) -> dict[str, Any]:
-    """The config's keys for this number of MTP layers; unchanged if they imply it already.
-
-    A hybrid's `pattern` gives the keys that name the layers of an MTP layer.
-    """
-    config = HFConfig.from_keys(keys)
-    stored = family_of(config).depths
-    if stored is None or InnerDrafter.of(config.keys, ()) is not None:
-        return keys
-    counts_alone = stored.published or None if stored.default is None else stored.default
-    configured = stored.configured(config)
-    if (counts_alone if configured is None else configured) in (None, depths):
-        return keys
-    counts: dict[str, Any] = {key: depths for key in stored.keys if config.has(key)} or {stored.keys[0]: depths}
-    if depths and stored.layers_key is not None and pattern is not None:
-        counts[stored.layers_key] = pattern.rpartition("/")[2]
-    whole = {**keys, **{key: count for key, count in counts.items() if key in keys}}
-    if (text := text_key(keys)) is None:
-        return whole | counts
-    return {**whole, text: {**keys[text], **counts}}
-
-
 def with_dtype(keys: dict[str, Any], tensors: list[Entry]) -> dict[str, Any]:
     """The config's keys with the commonest type of the tensors' numbers in `dtype` and `torch_dtype`, if present."""
     counts: Counter[torch.dtype] = Counter()
@@ -407,121 +324,3 @@ def _write_files(folder: Path, form: HFForm, keys: dict[str, Any]) -> None:
             shutil.copyfile(file, folder / file.name)
     for name, text in {**form.texts, CONFIG: json.dumps(keys, indent=2) + "\n"}.items():
         (folder / name).write_text(text)
-
-
-def form_of(
-    source: Path | DistReader,
-    like: Path | None = None,
-    family: str | None = None,
-    tokenizer: Path | None = None,
-    trust_remote_code: bool = False,
-) -> HFForm:
-    """The form of the folder that a checkpoint is exported to.
-
-    Args:
-        source, trust_remote_code: the checkpoint, or a reader of it; whether to run code of its tokenizer's folder.
-        like: a Hugging Face folder or converted checkpoint from which to take config and files; a folder also gives
-            the carried tensors that the checkpoint lacks.
-        family: `model_type` to export to; None for the imported one, or the one that fits.
-        tokenizer: folder of the tokenizer to copy.
-
-    Raises:
-        ValueError: the flags contradict each other, the folder has no tokenizer, or no family supports the model.
-    """
-    if like is not None and family is not None:
-        raise ValueError("--like and --family were given, but a folder to be like has its family; drop one of the two.")
-    if tokenizer is not None and not has_tokenizer(tokenizer):
-        raise ValueError(f"--tokenizer is {tokenizer}, where there is no tokenizer; give a folder with tokenizer.json.")
-    reader = source if isinstance(source, DistReader) else DistReader(source)
-    kept = kept_form(reader.home)
-    depths = StoredDepths.of(reader.keys).layers
-    config = HFConfig.from_keys(kept.keys) if kept is not None else None
-    if like is not None:
-        form, remedy = kept_form(like) or hf_folder_form(like), "give a folder of the same model (--like)."
-        where = f"the {CONFIG} of {like}"
-    elif config is not None and kept is not None and family is None and (not depths or family_of(config).depths):
-        named = config.model_type if config.model_type in trained_forms() else "NAME"
-        form, where, remedy = kept, f"{kept.files}/{CONFIG}", f"make the config anew (--family {named})."
-    else:
-        form = trained_form(reader, family, tokenizer or (kept.files if kept else None), trust_remote_code)
-        where, remedy = "the config for it", "it cannot be exported to this family."
-    layout = stored_layout(reader, form.features, form.carried)
-    keys = with_depths(form.keys, layout.depths, pattern_of(reader))
-    check_config(keys, layout, reader.common()["args"], where, remedy)
-    return replace(form, files=tokenizer or form.files)
-
-
-def hf_folder_form(folder: Path) -> HFForm:
-    """The form of a Hugging Face folder, from its config and the names of its tensors."""
-    model = HFModel.read(folder)
-    keys = without_quantization(read_json(folder / CONFIG))
-    return HFForm(keys, tuple(model.layout.features), model.layout.carried, folder, folder=model.folder)
-
-
-def trained_form(
-    reader: DistReader, family: str | None = None, tokenizer: Path | None = None, trust_remote_code: bool = False
-) -> HFForm:
-    """The form of a trained checkpoint, from Megatron's arguments; ValueError where no family takes it."""
-    args = reader.common()["args"]
-    if (pattern := pattern_of(reader)) is not None:
-        raise ValueError(
-            f"the checkpoint is a hybrid model of layers {pattern}, which no form of a trained model here has; apply "
-            "hybrid-to-gpt if these are a GPT's layers, else give a folder of such a model (--like)."
-        )
-    depths = StoredDepths.of(reader.keys).layers
-    forms = trained_forms()
-    fitting = (name for name, form in forms.items() if form.fits(args, depths))
-    chosen = next(fitting) if family is None else family
-    if chosen not in forms:
-        raise ValueError(f"--family is '{chosen}'; a trained model becomes one of {', '.join(forms)}.")
-    form, stored = forms[chosen], FAMILIES[chosen].depths
-    tokens = Tokens.of(tokenizer or run_tokenizer(args, reader.home), args, trust_remote_code)
-    dtype = str(reader.dtype("decoder.final_layernorm.weight")).removeprefix("torch.")
-    keys = {**common_keys(args, tokens.vocabulary(reader), dtype), **form.keys(args), **tokens.ids}
-    keys |= {"architectures": [form.architecture], "model_type": chosen}
-    keys |= {stored.keys[0]: depths} if stored is not None and depths else {}
-    texts = {**form.files, **tokens.generation_config()}
-    return HFForm(keys, zero_features(reader), files=tokens.folder, texts=texts)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The vocabulary, from the tokenizer and Megatron's arguments.
-
-    Attributes:
-        size: number of ids that can occur; None if neither names it.
-        ids: `bos_token_id`, `eos_token_id` and `pad_token_id`, those that exist.
-        folder: folder of the tokenizer; None if unknown.
-    """
-
-    size: int | None
-    ids: dict[str, int]
-    folder: Path | None
-
-    @classmethod
-    def of(cls, folder: Path | None, args: Namespace, trust_remote_code: bool = False) -> "Tokens":
-        """Read a folder's tokenizer; without one, the training's arguments. ValueError where it cannot be loaded."""
-        given = getattr(args, "vocab_size", None)
-        if folder is None or not has_tokenizer(folder):
-            ends = getattr(args, "null_tokenizer_eod_id", None)
-            return cls(given, {} if ends is None else {"eos_token_id": ends}, folder)
-        tokenizer = read_tokenizer(folder, trust_remote_code)
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {name: value for name in names if (value := getattr(tokenizer, name)) is not None}
-        return cls(max(entries(tokenizer), given or 0), ids, folder)
-
-    def vocabulary(self, reader: DistReader) -> int:
-        """Rows of embedding and head, without Megatron's padding; ValueError where the tokenizer has more."""
-        rows = reader.shape(EMBEDDING)[0]
-        if self.size is not None and self.size > rows:
-            raise ValueError(
-                f"the tokenizer {self.folder or ''} has {self.size} tokens, but '{EMBEDDING}' in {reader.folder} has "
-                f"{rows} rows; give the tokenizer that the model was trained with (--tokenizer)."
-            )
-        return self.size or rows
-
-    def generation_config(self) -> dict[str, str]:
-        """`generation_config.json` by its name, so that engines know where texts end; empty if the folder has one."""
-        if not self.ids or (self.folder is not None and (self.folder / GENERATION_CONFIG).is_file()):
-            return {}
-        return {GENERATION_CONFIG: json.dumps(self.ids, indent=2) + "\n"}

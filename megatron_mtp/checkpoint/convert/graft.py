@@ -31,7 +31,7 @@ import torch
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
 from megatron_mtp.checkpoint.convert.edit import OF_DEPTHS, changed_args, copied, correct_origin
-from megatron_mtp.checkpoint.convert.export_hf import Tokens, kept_origin
+from megatron_mtp.checkpoint.convert.hf_form import kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import (
     common_of,
     fingerprint_of,
@@ -50,6 +50,7 @@ from megatron_mtp.checkpoint.convert.stream import (
     Options,
     keep_files,
 )
+from megatron_mtp.checkpoint.convert.tokens import Tokens
 from megatron_mtp.checkpoint.families import CARRIED, Family, family_of
 from megatron_mtp.checkpoint.families.family import COPIES, STORED_HEAD, class_keys, computing
 from megatron_mtp.checkpoint.families.inside import check_no_drafter

@@ -18,7 +18,8 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_mtp.checkpoint.convert.export_hf import Export, form_of, hf_folder_form
+from megatron_mtp.checkpoint.convert.export_hf import Export
+from megatron_mtp.checkpoint.convert.hf_form import form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.hf import Shape

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.computation import differences, settings_of
-from megatron_mtp.checkpoint.convert.export_hf import kept_origin
+from megatron_mtp.checkpoint.convert.hf_form import kept_origin
 from megatron_mtp.checkpoint.convert.import_hf import TRUNK_ONLY, flags_of
 from megatron_mtp.checkpoint.convert.plan import HFModel, RuleSides, check_mcore, sides, stored_key
 from megatron_mtp.checkpoint.convert.stream import Options

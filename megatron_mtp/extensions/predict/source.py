@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megatron_mtp.checkpoint.convert.export_hf import form_of
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.families import family_of

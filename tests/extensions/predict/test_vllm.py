@@ -24,7 +24,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from safetensors.torch import save_file
 
 from megatron_mtp.checkpoint.audit.auditing import audit
-from megatron_mtp.checkpoint.convert.export_hf import form_of, mcore_to_hf
+from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
+from megatron_mtp.checkpoint.convert.hf_form import form_of
 from megatron_mtp.checkpoint.convert.import_hf import Options, hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
 from megatron_mtp.checkpoint.convert.quantizing import Quantize

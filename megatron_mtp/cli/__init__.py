@@ -3,6 +3,8 @@
 main.py        megatron-mtp: looks a verb up and runs it
 verbs.py       VERBS, the table
 convert.py     Hugging Face folders and Megatron checkpoints
+convert_plans.py      the conversion that a command asks for
+convert_text.py       acceptance on the text of --text
 train.py       pretraining on Megatron's loop
 generate.py    texts of a checkpoint
 terminal.py    prompts of the command line, text on a terminal, flags of verbs that run a model

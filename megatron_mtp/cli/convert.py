@@ -6,28 +6,21 @@ for what is damaged in part, and `--dry-run` for what does not fit on the disk.
 """
 
 import json
-import math
-import re
-import subprocess
-import sys
 import textwrap
 import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_mtp.checkpoint.families import FAMILIES, trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
-from megatron_mtp.common.errors import Parser, check_counts, named, sentences, status_of
+from megatron_mtp.cli.convert_plans import SHARD, options, plan_of
+from megatron_mtp.cli.convert_text import acceptances, measurable_tokens
+from megatron_mtp.common.errors import Parser, named, sentences, status_of
 from megatron_mtp.common.files import default_workers
 from megatron_mtp.megatron.runtime import quieten
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
-
-if TYPE_CHECKING:
-    from megatron_mtp.checkpoint.convert.edit import Init
-    from megatron_mtp.checkpoint.convert.stream import Conversion, Options
 
 EXAMPLES = """examples:
   # a model with MTP layers, from a folder or the Hub, for megatron-mtp train --load checkpoints/glm ...
@@ -56,12 +49,6 @@ DIFFERENT, UNCOMPARED = 1, 3
 """Exit status: a difference or damage was found, or a plan does not fit; logits could not be compared."""
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("fp8", "fp8-channel", "nvfp4")
-SHARD = "5GB"
-PACKAGE = "megatron_mtp"
-LEAST_TOKENS, MEASURED_TOKENS = 32, 512
-"""Tokens of a sequence in which --text measures acceptance; a shorter text is one sequence."""
-ENOUGH = 100_000
-"""Characters of a document that hold as many tokens."""
 WORKERS, FORMS = default_workers(), ", ".join(trained_forms())
 
 
@@ -118,155 +105,6 @@ def write(args: Namespace) -> dict[str, Any]:
     return done
 
 
-def plan_of(args: Namespace, how: "Options") -> "Conversion":
-    """The conversion that a command asks for; ValueError for what it refuses."""
-    source, target = args.source, args.target
-    match args.command:
-        case "hf-to-mcore":
-            from megatron_mtp.checkpoint.convert.import_hf import plan_import
-
-            return plan_import(local_folder(source), how, args.trunk_only)
-        case "mcore-to-hf":
-            from megatron_mtp.checkpoint.convert.export_hf import plan_export
-            from megatron_mtp.checkpoint.convert.hf_form import form_of
-            from megatron_mtp.megatron.checkpoint.reader import DistReader
-
-            reader = DistReader(source)
-            form = form_of(reader, args.like, args.family, args.tokenizer, args.trust_remote_code)
-            return plan_export(reader, target, how, form)
-        case "graft":
-            from megatron_mtp.checkpoint.convert.graft import plan_graft
-
-            return plan_graft(local_folder(args.donor), local_folder(source), how, args.trust_remote_code)
-        case "attach-mtp" | "drop-mtp" | "draft-vocab":
-            return _edited(args, how.quiet)
-        case "drafter-to-hf" | "attach-drafter":
-            from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter, plan_drafter
-
-            if args.command == "drafter-to-hf":
-                return plan_drafter(source, how)
-            return plan_attaching_drafter(source, local_folder(args.drafter), args.drafter_layer_ids_count)
-        case "fit-drafter":
-            return _fit_drafter(args, how.quiet)
-        case _:
-            from megatron_mtp.checkpoint.convert.hybrid import plan_migration
-
-            return plan_migration(source, to_hybrid=args.command == "gpt-to-hybrid")
-
-
-def _edited(args: Namespace, quiet: bool) -> "Conversion":
-    from megatron_mtp.checkpoint.convert.edit import plan_attaching, plan_drafts, plan_dropping
-
-    match args.command:
-        case "attach-mtp":
-            return plan_attaching(args.source, args.mtp_num_layers, init(args), quiet)
-        case "drop-mtp":
-            return plan_dropping(args.source, args.keep)
-        case _:
-            check_counts(args, "mtp_draft_vocab_size")
-            return plan_drafts(args.source, args.mtp_draft_vocab_size, args.data_path, args.mtp_draft_vocab_file)
-
-
-def _fit_drafter(args: Namespace, quiet: bool) -> "Conversion":
-    from megatron_mtp.checkpoint.convert.edit import drafted_tokens
-    from megatron_mtp.checkpoint.convert.fitting import FitData
-    from megatron_mtp.checkpoint.convert.fitting_drafter import plan_fitting
-    from megatron_mtp.megatron.checkpoint.reader import DistReader
-
-    check_counts(args, "mtp_draft_vocab_size", "fit_tokens")
-    size, file, drafted = args.mtp_draft_vocab_size, args.mtp_draft_vocab_file, None
-    if size or file:
-        vocabulary = DistReader(args.source).common()["args"].padded_vocab_size
-        drafted, _ = drafted_tokens(size, args.data_path if size else None, file, vocabulary)
-    data = FitData(args.data_path, args.split, args.fit_tokens)
-    return plan_fitting(args.source, args.drafter_layers, drafted, data, args.seed, quiet)
-
-
-def init(args: Namespace) -> "Init":
-    """Initialization that attach-mtp's flags ask for; ValueError for flags that are out of range, or of another way."""
-    from megatron_mtp.checkpoint.convert.edit import Init
-    from megatron_mtp.checkpoint.convert.fitting import FitData
-
-    check_counts(args, "mtp_num_layers", "fit_tokens")
-    if not 0 <= args.seed < 2**63:
-        raise ValueError(f"--seed is {args.seed}; give a whole number from 0 to 2^63 - 1.")
-    given = {name: value for name in ("data_path", "split", "fit_tokens") if (value := getattr(args, name)) is not None}
-    if args.mtp_init != "fitted" and given:
-        flag = f"--{next(iter(given)).replace('_', '-')}"
-        raise ValueError(f"{flag} is of --mtp-init fitted, and --mtp-init is {args.mtp_init}; leave it out, or fit.")
-    if args.mtp_init == "fitted" and not args.data_path:
-        raise ValueError("--mtp-init fitted has no text; give --data-path, the prefix of a .bin and .idx.")
-    return Init(args.mtp_init, args.seed, FitData(**given) if given else None)
-
-
-def measurable_tokens(args: Namespace, models: list[Path]) -> int:
-    """Tokens of a sequence of --text, at most MEASURED_TOKENS; nothing is written yet.
-
-    Raises:
-        ValueError: `acceptances` could not run a model, has no tokenizer of it to read --text with, or too little text.
-    """
-    from megatron_mtp.checkpoint.convert.graft import open_side
-    from megatron_mtp.data.corpus import TEXT_FILES, find_files, list_documents, read_document
-    from megatron_mtp.data.tokenizer import read_tokenizer
-
-    counted = MEASURED_TOKENS
-    for path in models:
-        side = open_side(path)
-        try:
-            side.check_runs()
-            if side.tokenizer is None:
-                raise ValueError(f"{path} has no tokenizer; put the files of its tokenizer there.")
-            tokenizer = read_tokenizer(side.tokenizer, args.trust_remote_code)
-            tokens = 0
-            for document in list_documents(find_files([str(args.text)], TEXT_FILES, "--text")):
-                beginning = read_document(document, "text")[:ENOUGH]
-                tokens += len(tokenizer(beginning, add_special_tokens=False).input_ids)
-                if tokens > MEASURED_TOKENS:
-                    break
-            if tokens <= LEAST_TOKENS:
-                raise ValueError(f"it has {tokens} tokens; give more than {LEAST_TOKENS}.")
-        except ValueError as error:
-            raise ValueError(f"--text cannot be measured, and nothing was written: {error}") from error
-        counted = min(counted, tokens - 1)
-    return counted
-
-
-def acceptances(models: dict[str, Path], checkpoint: Path, tokens: int, args: Namespace) -> dict[str, dict[str, float]]:
-    """Acceptance by depth and expected accepted length on --text, as `evaluate` finds them in processes of their own.
-
-    Args:
-        models: folders or checkpoints by name.
-        checkpoint: that sequences have to fit.
-        tokens: of a sequence, at most.
-        args: of the command.
-
-    Raises:
-        ValueError: one cannot be measured.
-    """
-    from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
-    from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
-    from megatron_mtp.megatron.checkpoint.reader import DistReader
-
-    length = min(tokens, DistReader(checkpoint).common()["args"].max_position_embeddings)
-    flags = ["--text", str(args.text), "--json", "--seq-length", str(length)]
-    flags += ["--trust-remote-code"] * args.trust_remote_code
-    found = {}
-    with TemporaryDirectory(prefix=f".{args.target.name}-read-", dir=args.target.parent) as folder:
-        for number, (name, path) in enumerate(models.items()):
-            if not is_checkpoint(path):  # `evaluate` reads checkpoints
-                source, path = path, Path(folder) / str(number)
-                hf_to_mcore(source, path, options(args))
-            words = [sys.executable, "-m", PACKAGE, "evaluate", "--load", str(path), *flags]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise ValueError(
-                    f"{args.target} is written, but evaluate ends with status {done.returncode} for {path}."
-                )
-            row = json.loads(done.stdout.splitlines()[-1])
-            found[name] = {key: row[key] for key in row if key.endswith((" acceptance", "accepted length"))}
-    return found
-
-
 def look(args: Namespace) -> dict[str, Any]:
     """`convert inspect`."""
     from megatron_mtp.checkpoint.inspecting import inspect, names
@@ -312,37 +150,6 @@ def proof(
         checks = verify(source, checkpoint, text, trust_remote_code=trust_remote_code)
     ok = all(check.ok for check in checks if check.made)
     return {"checks": [asdict(check) for check in checks], "ok": ok, "compared": all(check.made for check in checks)}
-
-
-def options(args: Namespace) -> "Options":
-    """Options of a conversion, from the flags that the command has; ValueError where one is out of range."""
-    import torch
-
-    from megatron_mtp.checkpoint.convert.quantizing import Quantize
-    from megatron_mtp.checkpoint.convert.stream import Options
-
-    if args.workers < 1:
-        raise ValueError(f"--workers is {args.workers}; give 1 or more.")
-    dtype = getattr(args, "dtype", None)
-    return Options(
-        dtype=None if dtype is None else getattr(torch, dtype),
-        shard_bytes=size(getattr(args, "max_shard_size", SHARD)),
-        workers=args.workers,
-        resume=args.resume,
-        quiet=args.json,
-        quantize=Quantize(getattr(args, "quantize", None), getattr(args, "mtp_dtype", None)),
-    )
-
-
-def size(text: str) -> int:
-    """Bytes of '5GB', '500MB' or a number; ValueError for anything else."""
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([KMG]I?B)?", text.strip().upper())
-    unit = match[2] or "" if match else ""
-    power = "KMG".find(unit[:1]) + 1 if unit else 0
-    count = float(match[1]) * (1024 if "I" in unit else 1000) ** power if match else 0
-    if not 1 <= count < math.inf:
-        raise ValueError(f"--max-shard-size is '{text}'; give a size such as 5GB or 500MB.")
-    return int(count)
 
 
 def text_of(result: dict[str, Any]) -> str:

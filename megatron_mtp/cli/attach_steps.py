@@ -124,9 +124,8 @@ def _start(settings: AttachSettings) -> list[str]:
         return ["convert", "graft", str(settings.donor), str(settings.model), start, "--resume"]
     init = settings.mtp_init or ("last-layer" if is_chat_file(settings.corpus) or settings.load else "fitted")
     flags = ["--mtp-num-layers", str(settings.mtp_layers or 1), "--mtp-init", init]
-    return [
-        "convert", "attach-mtp", trunk_of(settings), start, *flags, *(corpus if init == "fitted" else []), "--resume",
-    ]  # fmt: skip
+    flags += corpus if init == "fitted" else []
+    return ["convert", "attach-mtp", trunk_of(settings), start, *flags, "--resume"]
 
 
 # --- the training and what it is compared with ------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from megatron_mtp.model.stock import (
     share_embedding,
     tied_embedding,
 )
+from megatron_mtp.model.trunk_output import AttentionInputs, is_detached
 from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, HeadSettings, MTPConfig, heads_of
 from megatron_mtp.spec.head import drafts_of
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from argparse import BooleanOptionalAction, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,8 +72,11 @@ def parser(program: str) -> Parser:
     add = made.add_argument
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on; default: 127.0.0.1, this machine only")
     add("--port", type=int, default=8000, metavar="N", help="port; 0: any free one; default: 8000")
-    add("--api-key", metavar="KEY", default=os.environ.get(API_KEY), help="key that clients must send; visible in "
-        f"the process list, unlike the variable {API_KEY}; default: that variable, or no key")  # fmt: skip
+    keys = made.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY), help="key that clients must send; "
+        f"visible in the process list, unlike a file or the variable {API_KEY}; default: that variable, or no key"
+    )  # fmt: skip
+    keys.add_argument("--api-key-file", dest="api_key", type=_key_in, metavar="FILE", help="file with the key alone")
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help="web origins that may call the server "
         "(CORS), such as http://localhost:3000, or '*' for all; default: none")  # fmt: skip
     add("--keep-alive", type=int, default=120, metavar="S", help="seconds before idle connections are closed; "
@@ -98,6 +101,14 @@ def parser(program: str) -> Parser:
     add("--cache-gib", type=float, metavar="G", help="GiB for the KV cache and recurrent states; default: what "
         "--max-running full requests need, at most 4, or 80 %% of free GPU memory")  # fmt: skip
     return made
+
+
+def _key_in(file: str) -> str:
+    """The key in a file, without white space around it. Raises ArgumentTypeError."""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"{file} cannot be read ({error}); give a text file with the key alone") from None
 
 
 def run(args: Namespace) -> int:
@@ -200,4 +211,4 @@ def _check(args: Namespace) -> None:
     if args.shutdown_timeout is not None and not args.shutdown_timeout >= 0:
         raise ValueError(f"--shutdown-timeout is {args.shutdown_timeout}; give seconds, 0 or more.")
     if args.api_key == "":
-        raise ValueError(f"--api-key or {API_KEY} is empty; give a key, or leave it out.")
+        raise ValueError(f"the key of --api-key, --api-key-file or {API_KEY} is empty; give a key, or leave it out.")

@@ -1,6 +1,7 @@
 """What `serve` and `generate` say about how texts are drafted, and what a server does before its first request."""
 
 import json
+from pathlib import Path
 
 import pytest
 from drafting_single import runner_of
@@ -32,13 +33,25 @@ def test_a_server_says_how_it_drafts(config: str) -> None:
     assert drafting_line(Engine(runner_of(), speculative=parse_config(config))) == LINES[config]
 
 
-def test_the_key_is_that_of_the_flag_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_that_of_a_flag_or_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(API_KEY, "of the variable")
     assert parser("serve").parse_args(["--load", "x"]).api_key == "of the variable"
     assert parser("serve").parse_args(["--load", "x", "--api-key", "of the flag"]).api_key == "of the flag"
+    file = tmp_path / "key"
+    file.write_text("of the file\n")
+    given = ["--load", "x", "--api-key-file", str(file)]
+    assert parser("serve").parse_args(given).api_key == "of the file"
+    for wrong, said in ((["--api-key", "k"], "not allowed with argument"), ([f"--api-key-file={tmp_path}"], "a text")):
+        with pytest.raises(SystemExit):
+            parser("serve").parse_args([*given, *wrong])
+        assert said in capsys.readouterr().err
+    file.write_text("\n")
     monkeypatch.setenv(API_KEY, "")
-    with pytest.raises(ValueError, match=f"{API_KEY} is empty; give a key"):
-        run(parser("serve").parse_args(["--load", "x"]))
+    for empty in (given, given[:2]):
+        with pytest.raises(ValueError, match=f"{API_KEY} is empty; give a key"):
+            run(parser("serve").parse_args(empty))
 
 
 def test_a_server_says_how_long_texts_may_be_where_the_cache_is_small() -> None:

@@ -18,7 +18,7 @@ from test_data_checks import write_dataset
 from megatron_mtp.checkpoint.hf import hub
 from megatron_mtp.cli import attach, attach_checks
 from megatron_mtp.cli import main as cli
-from megatron_mtp.cli.attach_guard import Gain, check_gain
+from megatron_mtp.cli.attach_guard import Gain, check_gain, gains
 from megatron_mtp.cli.attach_probe import budget_of, keep_table
 from megatron_mtp.cli.attach_record import RECORD
 from megatron_mtp.cli.attach_settings import AttachSettings
@@ -212,6 +212,22 @@ def test_worse_is_a_fall_beyond_the_stated_error(after: float, worse: bool) -> N
     assert Gain(2.0, after, 0.1).is_worse == worse
 
 
+def test_the_error_names_the_source_that_has_fallen_most(model: Path, tmp_path: Path) -> None:
+    begun = dict.fromkeys(("code", "chat", "web"), MIXED)
+    after = {name: [each + more for each in MIXED] for name, more in (("code", -1), ("chat", -2), ("web", 3))}
+    trained_run(tmp_path / "run", begun, after)
+    with pytest.raises(ValueError, match=r"worse than at their start on chat: 1\.300"):
+        check_gain(settings(model, tmp_path / "run"))
+
+
+def test_a_gain_is_that_of_the_documents_of_both_evaluations() -> None:
+    before, after = (
+        {"text": {number: AcceptanceStats(0, 0, [number], [10], [10]) for number in numbers}}
+        for numbers in ((3, 5, 7), (7, 5, 9))
+    )
+    assert gains(before, after)["all text"][:2] == (1.6, 1.6)
+
+
 def test_the_record_says_what_training_gained(model: Path, tmp_path: Path) -> None:
     trained_run(tmp_path / "run", {"a": MIXED, "b": MIXED}, {"a": MIXED, "b": [each + 1 for each in MIXED]})
     (tmp_path / "run" / "probe.json").write_text('{"chosen": {"rate": "1e-3"}}')
@@ -261,6 +277,14 @@ def test_probe_and_guard_cost_at_most_15_percent_of_the_steps(
     spent += evaluations * number(train, "--eval-iters")
     assert spent <= max(0.15 * steps, 3 * int(args.evaluated_batches))
     assert bool(budget_of(args).probe) == (steps >= (100_000 if "--evaluated-batches" in flags else 6000))
+
+
+def test_the_shortest_training_with_a_probe_has_trials_of_fifty_steps(model: Path, tmp_path: Path) -> None:
+    args = settings(model, tmp_path / "run")
+    for args.steps in range(1000, 6000):
+        if budget_of(args).rounds:
+            break
+    assert budget_of(args).rounds == ((6, 50), (3, 100))
 
 
 def test_the_better_half_is_trained_again_and_the_best_is_chosen(

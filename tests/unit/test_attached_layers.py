@@ -508,6 +508,14 @@ def test_new_layers_take_no_random_numbers_of_the_trunk() -> None:
     assert torch.equal(*drawn)
 
 
+def test_layers_of_several_chunks_belong_to_the_one_with_the_head() -> None:
+    first, last = stock("dense"), stock("dense")
+    first.post_process = False
+    attached = attach([first, last], 2)
+    assert attached.model is last
+    assert [hasattr(one, "mtp_attached") for one in (first, last)] == [False, True]
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_new_layers_have_the_names_of_megatrons_block(kind: str) -> None:
     """Exporters of other frameworks read them."""

@@ -1,6 +1,7 @@
 """heads/eagle3/: steps, losses and gradients against the paper's definition in plain float64; what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megatron_single
@@ -18,6 +19,7 @@ from megatron_mtp.heads.eagle3.row import engine_layers
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -268,6 +270,24 @@ def test_a_new_drafter_begins_with_the_trunks_rows_and_the_trunk_stays_frozen() 
     model.mtp.begin_head(attached_of(model).head())
     assert torch.equal(model.mtp.layer.head, attached_of(model).head().weight[DRAFTED])
     assert {name.split(".")[0] for name, weight in model.named_parameters() if weight.requires_grad} == {"mtp"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_new_drafter_begins_with_the_rows_of_all_tensor_parallel_ranks(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, half = drafter_model(DRAFTED), VOCABULARY // 2
+    drafted, whole_VH = torch.tensor(DRAFTED, device="cuda"), attached_of(model).head().weight
+    slices = [DraftVocabulary(drafted, half, 2, each) for each in (0, 1)]
+
+    def add_those_of_the_other(rows_NH: Tensor, group: object) -> None:
+        others = slices[1 - rank]
+        rows_NH[others.first : others.first + len(others.rows_K)] += whole_VH[(1 - rank) * half :][others.rows_K]
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", add_those_of_the_other)
+    own_VH = whole_VH[rank * half : (rank + 1) * half]
+    model.mtp.begin_head(replace(attached_of(model).head(), weight=own_VH, draft_vocabulary=slices[rank]))
+    assert torch.equal(model.mtp.layer.head, whole_VH[drafted])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """losses/objective.py: what the depths are compared with, and what the logs say, against sums written out by hand."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,9 @@ from megatron.core import parallel_state
 from megatron_single import one_head
 from torch import Tensor
 
-from megatron_mtp.data.batch import DepthBatch, depth_batch
+from megatron_mtp.data.batch import DepthBatch, LaterPositions, depth_batch
 from megatron_mtp.losses import depth_loss
-from megatron_mtp.losses.objective import ObjectiveOutput, kept_positions
+from megatron_mtp.losses.objective import HeadObjective, LossSum, ObjectiveOutput, count_acceptance, kept_positions
 from megatron_mtp.model.draft_vocabulary import DraftVocabulary
 from megatron_mtp.model.head import Head
 from megatron_mtp.model.stage_output import Drafted, StageOutput
@@ -48,19 +49,22 @@ def outcome_of(
     leaves: tuple[Tensor, list[Tensor], Tensor], drafted: Tensor | None = None, **settings: Any
 ) -> ObjectiveOutput:
     trunk_SBH, depth_hidden, weight_VH = leaves
-    group = parallel_state.get_tensor_model_parallel_group()
-    head = Head(
+    head = head_of(weight_VH, drafted)
+    stage = StageOutput(trunk_SBH, head, [Drafted(depth_hidden, head, batch())], [batch()])
+    return one_head([0.5, 0.25], head.tp_group, **settings)(stage)
+
+
+def head_of(weight_VH: Tensor, drafted: Tensor | None = None) -> Head:
+    return Head(
         project=lambda state: state @ weight_VH.t(),
         cross_entropy=lambda labels, logits: torch.nn.functional.cross_entropy(
             logits.permute(1, 2, 0), labels, reduction="none"
         ),
-        tp_group=group,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
         weight=weight_VH,
         whole=lambda state: state,
         draft_vocabulary=None if drafted is None else DraftVocabulary(drafted, VOCABULARY),
     )
-    stage = StageOutput(trunk_SBH, head, [Drafted(depth_hidden, head, batch())], [batch()])
-    return one_head([0.5, 0.25], group, **settings)(stage)
 
 
 def plain_kd_sums(slots: list[int]) -> list[float]:
@@ -202,3 +206,52 @@ def test_acceptance_is_of_drafts_from_the_draft_vocabulary() -> None:
     assert counts.offered_at[0] == mask_SB.sum()
     assert counts.accepted_at[0] == (agrees_SB * mask_SB).sum()
     assert counts.overlap_at[0] == pytest.approx((overlap_SB * mask_SB).sum().item(), rel=1e-5)
+
+
+def test_rows_that_only_pad_the_vocabulary_are_never_drafted() -> None:
+    """Of 16 rows 12 are tokens, and the states of the depths lie along another."""
+    trunk_SBH, _, weight_VH = states()
+    head = replace(head_of(weight_VH), vocab_size=12)
+    depth_hidden, mask_DBS = [weight_VH[14].expand_as(trunk_SBH)] * DEPTHS, batch().loss_mask_DBS
+    later = LaterPositions(torch.arange(LENGTH), DEPTHS, head.tp_group)
+    overlap_D = count_acceptance(trunk_SBH, depth_hidden, head, mask_DBS, later)[3]
+    q_V, p_SBV = ((state @ weight_VH[:12].t()).softmax(-1) for state in (weight_VH[14], trunk_SBH))
+    for depth in range(1, 1 + DEPTHS):
+        overlap_SB = torch.minimum(p_SBV.roll(-depth, 0), q_V).sum(-1)  # what comes round is masked
+        assert overlap_D[depth - 1].item() == pytest.approx((overlap_SB * mask_DBS[depth - 1].t()).sum().item())
+
+
+class TwoRanks:
+    """A context-parallel group of this rank, which has the first half of the sequence, and one with as many tokens."""
+
+    def size(self) -> int:
+        return 2
+
+    @staticmethod
+    def all_reduce(values: Tensor, group: "TwoRanks") -> None:
+        values *= group.size()
+
+
+def sums_of_two_ranks(drafted: Tensor | None = None, **settings: Any) -> list[LossSum]:
+    """This rank's sums of the depths."""
+    trunk_SBH, depth_hidden, weight_VH = states()
+    head, group = head_of(weight_VH, drafted), TwoRanks()
+    objective = HeadObjective([0.5, 0.25], group, **settings)  # type: ignore[arg-type]
+    return objective.of_depths(trunk_SBH, Drafted(depth_hidden, head, batch()), None)[1]
+
+
+def test_context_parallel_ranks_keep_positions_of_the_whole_sequence() -> None:
+    kept = torch.tensor([0, 4, 11])  # the last one is the other rank's
+    asked = list[int]()
+    sums = sums_of_two_ranks(kept_positions=lambda positions: (asked.append(positions), kept)[1])
+    assert asked == [2 * LENGTH]
+    masks_D = batch().loss_mask_DBS[..., kept[:2]].sum((1, 2))
+    assert [one.tokens.item() for one in sums] == pytest.approx((masks_D / (3 / (2 * LENGTH))).tolist())
+
+
+def test_labels_in_the_draft_vocabulary_are_counted_over_context_parallel_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", TwoRanks.all_reduce)
+    for one in sums_of_two_ranks(DRAFTED):
+        assert one.whole_tokens == 2 * one.tokens > 0

@@ -1,13 +1,14 @@
-"""training/parameter_group.py: a run that goes on with --override-opt-param-scheduler has the rates of its flags."""
+"""training/parameter_group.py: rates of the MTP layers, also of a run that goes on with other flags."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_mtp.training.parameter_group import keep_schedule
+from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule
 
 KINDS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
@@ -35,3 +36,11 @@ def test_the_state_is_loaded_and_the_rates_are_kept() -> None:
     assert [(group["max_lr"], group["wd_mult"]) for group in run.param_groups] == [(1e-2, 1), (1e-2, 0), (5e-3, 1)]
     moments = [run.chained_optimizers[0].optimizer.state[group["params"][0]]["exp_avg"] for group in run.param_groups]
     assert torch.cat(moments).tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_the_lowest_rate_of_the_mtp_layers_is_in_proportion_to_their_highest() -> None:
+    given: dict[str, Any] = {}
+    config = OptimizerConfig(lr=1e-2, min_lr=1e-3)
+    get_mtp_optimizer(config, [], lr=3e-2, make=lambda *_, **settings: given.update(settings))
+    *_, own = given["config_overrides"].values()
+    assert own == {"max_lr": 3e-2, "min_lr": pytest.approx(3e-3)}

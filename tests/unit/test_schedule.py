@@ -10,7 +10,7 @@ import torch
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.distillation import AcceptedLength
-from megatron_mtp.losses.objective import depth_weights, kept_positions, scaling_factor
+from megatron_mtp.losses.objective import LossSum, ObjectiveOutput, depth_weights, kept_positions, scaling_factor
 from megatron_mtp.losses.token_loss import PacedCrossEntropy
 from megatron_mtp.spec.config import MTPConfig, loss_parts
 from megatron_mtp.training import forward_step
@@ -175,7 +175,7 @@ def test_a_forward_step_learns_by_the_loss_of_its_step(
 
 
 def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the same again in a run that goes on in that step."""
+    """And the same again in a run that goes on in that step; evaluations have the same blocks at every step."""
     args = SimpleNamespace(
         **{"mtp_num_layers": 2, "train_iters": 9, "skip_train": False, "calculate_per_token_loss": False, "seed": 5},
         **{"mtp_loss_scaling_factor": 0.3, "context_parallel_size": 1},
@@ -184,17 +184,20 @@ def test_positions_and_blocks_are_drawn_anew_in_every_step(monkeypatch: pytest.M
     monkeypatch.setattr(forward_step, "mpu", SimpleNamespace(get_context_parallel_group=lambda: None))
     batch = {name: torch.ones(1, 64) for name in ("tokens", "labels", "loss_mask")}
     drafter = MTPConfig(drafter="dflash", drafter_steps=2, drafter_blocks=8)
-    drawn, begun = list[list[int]](), list[list[int]]()
+    drawn, begun, evaluated = list[list[int]](), list[list[int]](), list[list[int]]()
     for args.curr_iteration in (3, 4, 3):
         step = forward_step.ForwardStep(MTPConfig(mtp_token_fraction=0.25), Metrics(None))
         kept = step._objective().heads[0].kept_positions(64)
-        (part,) = forward_step.ForwardStep(drafter, Metrics(None))._batches(depth_batch(batch, 2))
         assert kept is not None
-        assert part.blocks_A is not None
         drawn.append(kept.tolist())
-        begun.append(part.blocks_A.tolist())
+        for trains, found in ((True, begun), (False, evaluated)):
+            with torch.set_grad_enabled(trains):
+                (part,) = forward_step.ForwardStep(drafter, Metrics(None))._batches(depth_batch(batch, 2))
+            assert part.blocks_A is not None
+            found.append(part.blocks_A.tolist())
     for found in (drawn, begun):
         assert found[0] == found[2] != found[1]
+    assert evaluated[0] == evaluated[1]
 
 
 @pytest.mark.usefixtures("megatron")
@@ -210,6 +213,20 @@ def test_every_nth_step_measures_acceptance(monkeypatch: pytest.MonkeyPatch) -> 
         with torch.no_grad():
             assert step._objective().heads[0].measures_acceptance
     assert measured == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize(("per_token", "expected"), [(False, (6.0, 9)), (True, (3.0, 5))])
+def test_a_context_parallel_rank_returns_a_mean_of_all_ranks_or_its_own_sum(
+    per_token: bool, expected: tuple[float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron takes the mean over two ranks, or adds sums and tokens: 5 of this rank's, 9 of both."""
+    args = SimpleNamespace(mtp_num_layers=0, train_iters=5, skip_train=False, context_parallel_size=2)
+    args.calculate_per_token_loss, args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = per_token, 0, 0
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    loss, tokens, whole_tokens = torch.tensor([3.0, 5.0, 9.0]).unbind()
+    output = ObjectiveOutput(loss, LossSum(loss, tokens, whole_tokens), [])
+    found = forward_step.ForwardStep(MTPConfig(), Metrics(None)).loss(output)
+    assert (found[0].item(), found[1].item()) == expected
 
 
 def test_the_log_names_each_loss_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_mtp.common.acceptance import AcceptanceStats, error_of, figures_of
 from megatron_mtp.data.sources import first_number, named_source, read_sources, sources_of, sources_of_files
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.losses.objective import sums_of_documents
+from megatron_mtp.training import documents
 from megatron_mtp.training.datasets import TextDataset
 from megatron_mtp.training.documents import gathered, source_table
 from megatron_mtp.training.run_files import read_documents, write_documents
@@ -82,6 +84,24 @@ def test_a_document_in_two_batches_counts_with_both() -> None:
         "mtp": {3: 11.0, 5: 2.0},
         "drafter": {3: 10.0},
     }
+
+
+@pytest.mark.usefixtures("megatron")
+def test_documents_of_data_and_context_parallel_ranks_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks that share document 3; the other one alone has document 5."""
+    own, others = ([(torch.tensor(numbers), torch.ones(len(numbers), 4, 1))] for numbers in ([3], [3, 5]))
+    one_rank = documents.mpu.get_data_parallel_group()
+
+    def groups(with_context_parallel: bool = False) -> Any:
+        return SimpleNamespace(size=lambda: 2) if with_context_parallel else one_rank
+
+    def all_gather_object(found: list[Any], given: Any, group: Any) -> None:
+        found[:] = [given, {"mtp": others}][: group.size()]
+
+    monkeypatch.setattr(documents.mpu, "get_data_parallel_group", groups)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    found = documents.gathered({"mtp": own})["mtp"]
+    assert {number: counts_4D.unique().item() for number, counts_4D in found.items()} == {3: 2.0, 5: 1.0}
 
 
 @pytest.mark.usefixtures("megatron")

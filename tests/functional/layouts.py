@@ -375,9 +375,9 @@ COVERED: dict[str, set[str]] = {
 """The features that meet every kind of parallelism in some case of `CASES`."""
 
 FIRST: dict[str, str] = {
-    "tp2": "tied-d3 padded-vocabulary-d2 drafter",
+    "tp2": "tied-d3 padded-vocabulary-d2 drafter drafter-spark",
     "tp2-sp": "frozen-moe-d3",
-    "cp2": "documents-d3 first-pass-latent-d1",
+    "cp2": "documents-d3 first-pass-latent-d1 drafter drafter-spark",
     "pp2": "tied-d1",
     "pp2-vpp2": "untied-d3",
     "dp2": "grouped-d3",

@@ -297,24 +297,25 @@ def test_bild_rolls_back_at_the_first_unlikely_token() -> None:
 
 
 THINK = {"verifier": "relaxed", "think_start": 3, "think_end": 4}
+THINKING, ANSWERS = [4, 3], [3, 4]
 
 
-def _relaxed(drafted: list[int], thinking: bool, top_n: int = 3, delta: float = 0.3) -> int:
+def _relaxed(drafted: list[int], text: list[int], top_n: int = 3, delta: float = 0.3) -> int:
     """Every row's target is 0.4, 0.3, 0.2, 0.06, 0.04."""
     probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).expand(1, len(drafted) + 1, 5)
-    round = _round(**THINK, top_n=top_n, delta=delta, text=[4, 3] if thinking else [3, 4])
+    round = _round(**THINK, top_n=top_n, delta=delta, text=text)
     return int(relaxed(probs.log(), Draft(torch.tensor([drafted])), round).accepted_B)
 
 
 def test_relaxed_acceptance_nests_and_is_strict_outside_the_phase() -> None:
-    assert [_relaxed([2, 1, 0], True, top_n=n) for n in (1, 2, 3)] == [0, 0, 3]
-    assert [_relaxed([1, 1, 2], True, delta=d) for d in (0.0, 0.15, 0.25)] == [0, 2, 3]
-    assert _relaxed([1, 1, 2], False) == 0
-    assert _relaxed([0, 0, 1], False) == 2
+    assert [_relaxed([2, 1, 0], THINKING, top_n=n) for n in (1, 2, 3)] == [0, 0, 3]
+    assert [_relaxed([1, 1, 2], THINKING, delta=d) for d in (0.0, 0.15, 0.25)] == [0, 2, 3]
+    assert _relaxed([1, 1, 2], ANSWERS) == _relaxed([1, 1, 2], [0, 1]) == 0
+    assert _relaxed([0, 0, 1], ANSWERS) == 2
 
 
 def test_the_phase_flips_inside_a_draft() -> None:
-    assert _relaxed([4, 1, 1], True, top_n=5, delta=0.5) == 1  # its end is accepted; from there on it is strict
+    assert _relaxed([4, 1, 1], THINKING, top_n=5, delta=0.5) == 1  # its end is accepted; from there on it is strict
     greedy_start = torch.tensor([[0.0, 0, 0, 9, 0], [0.4, 0.39, 0, 0, 0], [0.5, 0, 0, 0, 0]]).unsqueeze(0)
     round = _round(**THINK, text=[])
     assert relaxed(greedy_start, Draft(torch.tensor([[3, 1]])), round).accepted_B.tolist() == [2]

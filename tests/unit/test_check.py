@@ -1,6 +1,7 @@
 """`megatron-mtp check`: drafts of a folder, here or behind a server, beside what was recorded of them."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from hf_models import make
 from parrot import Parrot, Running, running, words
 
 from megatron_mtp.cli import main as cli
+from megatron_mtp.cli.check import _compared
 from megatron_mtp.common.acceptance import RECORD, AcceptanceStats, record_of, resampled
+from megatron_mtp.data.samples import seed_of
 from megatron_mtp.data.tokenizer import train_bpe
+from megatron_mtp.decoding.engine import Engine
+from megatron_mtp.decoding.requests import Request
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -68,6 +73,22 @@ def test_drafts_of_a_folder_are_compared_with_its_record(folder: Path, check: Ru
     assert found["drafts"] >= 64
     _, shown, _ = check()
     assert "drafts are accepted less than recorded, beyond the error and a tolerance of 5%: the text is unlike" in shown
+
+
+@pytest.mark.usefixtures("megatron")
+def test_each_prompt_is_continued_by_a_seed_of_its_own(
+    folder: Path, check: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder, 0.0, 0.0)
+    seeds, add = list[int](), Engine.add
+
+    def kept(engine: Engine, request: Request) -> int:
+        seeds.append(request.seed)
+        return add(engine, request)
+
+    monkeypatch.setattr(Engine, "add", kept)
+    check("--seed", 5)
+    assert seeds == [seed_of(5, number) for number in range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +149,14 @@ def test_the_error_is_that_of_documents_and_not_of_drafts() -> None:
     assert drawn_R1.std() == pytest.approx(0.5 / 8, rel=0.1)
     assert resampled([of(50, 100)] * 64).std() == 0
     assert np.array_equal(resampled(documents), drawn_R1)
+
+
+@pytest.mark.parametrize(("recorded", "is_ok"), [(0.6, True), (0.7, False)])
+def test_drafts_within_the_error_are_as_recorded(recorded: float, is_ok: bool) -> None:
+    """Half of 64 documents accept all: 0.5 with a standard error of 1 / 16."""
+    documents = [of(100 * (number % 2), 100) for number in range(64)]
+    args = Namespace(folder="folder", server=None, tolerance=0.0)
+    assert _compared(args, [*range(64)], documents, [recorded])["ok"] == is_ok
 
 
 def test_positions_are_products_and_short_drafts_count_where_they_are() -> None:

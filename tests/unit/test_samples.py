@@ -87,6 +87,13 @@ def test_prompts_from_anywhere_are_pieces_of_documents_without_their_end(scene: 
     assert len({tuple(prompt) for prompt in drawn} - {tuple(document[:8]) for document in corpus}) > 30
 
 
+def test_documents_are_longer_than_their_prompts(scene: Path) -> None:
+    longest = max(map(len, documents(scene / "corpus")))
+    assert Beginnings(str(scene / "corpus"), longest - 1, 1, "1", "training").documents
+    with pytest.raises(ValueError, match=f"--prompt-tokens is {longest}, and none of the 50 documents"):
+        Beginnings(str(scene / "corpus"), longest, 1, "1", "training")
+
+
 @pytest.mark.parametrize(
     ("split", "part", "found"),
     [("98,2,0", "training", (0, 49)), ("98,2,0", "validation", (49, 50)), ("1", "training", (0, 50))],

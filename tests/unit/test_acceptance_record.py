@@ -27,6 +27,13 @@ def write(folder: Path, stats: AcceptanceStats = EVALUATED) -> Path:
     return folder
 
 
+def test_a_position_is_reached_where_those_before_it_were_accepted() -> None:
+    stats = AcceptanceStats()
+    for accepted in (1, 3, 0):
+        stats.count(offered=3, accepted=accepted, emitted=accepted + 1)
+    assert (stats.offered_at, stats.reached_at, stats.accepted_at) == ([3, 3, 3], [3, 2, 1], [2, 1, 1])
+
+
 def test_a_record_says_what_can_be_expected_greedy_or_sampled(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
     assert json.loads((folder / RECORD).read_text())["acceptance"] == [0.8, 0.4]

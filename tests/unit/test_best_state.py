@@ -3,11 +3,13 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_mtp.training import best_state
+from megatron_mtp.training import run as training
 from megatron_mtp.training.best_state import FILE, Best, BestState, ended_run, read_best
 from megatron_mtp.training.datasets import SameSamples
 
@@ -65,6 +67,24 @@ def test_a_resumed_run_knows_the_best_so_far_and_a_new_one_does_not(tmp_path: Pa
     assert resumed.is_over(10)
     assert BestState(run(tmp_path)).improves(0.5)
     assert BestState(run(tmp_path, iteration=2)).improves(0.5), "which goes on from before the best"
+
+
+def test_a_best_state_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's loop saves that of step 8, of --save-interval, and we save the others."""
+    args, saved = run(tmp_path, do_valid=True), list[str]()
+    metrics: Any = SimpleNamespace(best=BestState(args), validated=0.0, keep_best=lambda: None)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training.loop, "save_checkpoint_and_time", lambda step, *_, **__: saved.append(f"{step}"))
+
+    def megatrons(_: Any, __: Any, ___: Any, step: int, *____: Any) -> bool:
+        saved.extend([f"{step} by Megatron"] * (step % args.save_interval == 0))
+        return False
+
+    decide = training._best_states(metrics, megatrons)
+    for step in range(1, 11):
+        metrics.validated += 0.1
+        decide(None, None, None, step, 0, {}, None)
+    assert saved == ["2", "4", "6", "8 by Megatron", "10"]
 
 
 @pytest.mark.parametrize("moment", ["written_beside", "remove"])

@@ -1,6 +1,7 @@
 """training/parameter_group.py: rates of the MTP layers, also of a run that goes on with other flags."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron_mtp.config import MTPConfig
+from megatron_mtp.training import run
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule
 
 KINDS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -36,6 +39,15 @@ def test_the_state_is_loaded_and_the_rates_are_kept() -> None:
     assert [(group["max_lr"], group["wd_mult"]) for group in run.param_groups] == [(1e-2, 1), (1e-2, 0), (5e-3, 1)]
     moments = [run.chained_optimizers[0].optimizer.state[group["params"][0]]["exp_avg"] for group in run.param_groups]
     assert torch.cat(moments).tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_an_optimizer_keeps_the_rates_of_the_flags_where_that_is_asked_for(
+    overrides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "get_args", lambda: SimpleNamespace(override_opt_param_scheduler=overrides))
+    made = run._optimizers(MTPConfig(), lambda *_, **__: optimizer(1e-2, 1.0))(OptimizerConfig(), [])
+    assert ("load_state_dict" in vars(made.chained_optimizers[0])) == overrides
 
 
 def test_the_lowest_rate_of_the_mtp_layers_is_in_proportion_to_their_highest() -> None:

@@ -37,6 +37,8 @@ def test_a_line_has_step_losses_acceptance_speed_and_time_left() -> None:
         "step 120/560 | lm loss 2.3457 | mtp_1 loss 2.9000 | acceptance 80.0% 40.0% "
         "| conditional acceptance 80.0% 50.0% | 8,192 tokens/s | 0:03:40 left | lr 1.00e-03 | grad norm 0.841 | 1.0 GiB"
     )
+    last = line_of(ROW | {"iteration": 560, "step seconds": 2.0}, {}, 560, 4096)
+    assert "| 2,048 tokens/s | 0:00:00 left |" in last
     more = {"mtp learning rate": 0.01, "lambda": 0.3, "mtp grad norm": 2.0, "TFLOP/s/GPU": 123.4}
     assert line_of(ROW | more, {}, 560, 4096).endswith(
         "| lr 1.00e-03 | mtp lr 1.00e-02 | lambda 0.3 | grad norm 0.841 | mtp grad norm 2 | 123 TFLOP/s/GPU | 1.0 GiB"

@@ -24,6 +24,7 @@ from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.model.arguments import CUDA, flags_without, parsed
 from megatron_mtp.spec.config import MTPConfig, trained_depths
 from megatron_mtp.training.arguments import parse_run_args
+from megatron_mtp.training.run import with_passes
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --normalization RMSNorm --swiglu "
@@ -136,3 +137,10 @@ def save(made: LanguageModule, args: Namespace, folder: Path) -> None:
     args.tokenizer_model = None
     entries = {"model": made.sharded_state_dict(), "args": args, "checkpoint_version": 3.0, "iteration": 1}
     dist_checkpointing.save(entries, str(folder))
+
+
+def test_operations_are_counted_of_every_pass() -> None:
+    args = Namespace(mtp_num_layers=1, mtp_unroll=3, hybrid_layer_pattern="M-*-/*-")
+    counted = with_passes(args)
+    assert (counted.mtp_num_layers, counted.hybrid_layer_pattern) == (3, "M-*-/*-/*-/*-")
+    assert (args.mtp_num_layers, args.hybrid_layer_pattern) == (1, "M-*-/*-")

@@ -1,7 +1,7 @@
 """Which cases run, and which files first.
 
 Cases without a mark are the first tier. One that is marked `matrix` runs with `--all` alone: a case of the first tier
-catches the same faults, as the table in CONTRIBUTING.md says.
+catches the same faults (`plant_faults.py`).
 """
 
 import gc

@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
 from megatron_mtp.config import MTPConfig
+
 from megatron_mtp.training import run
 from megatron_mtp.training.parameter_group import get_mtp_optimizer, keep_schedule
 

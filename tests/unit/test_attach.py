@@ -281,10 +281,8 @@ def test_probe_and_guard_cost_at_most_15_percent_of_the_steps(
 
 def test_the_shortest_training_with_a_probe_has_trials_of_fifty_steps(model: Path, tmp_path: Path) -> None:
     args = settings(model, tmp_path / "run")
-    for args.steps in range(1000, 6000):
-        if budget_of(args).rounds:
-            break
-    assert budget_of(args).rounds == ((6, 50), (3, 100))
+    budgets = (budget_of(replace(args, steps=steps)) for steps in range(1000, 6000))
+    assert next(budget.rounds for budget in budgets if budget.rounds) == ((6, 50), (3, 100))
 
 
 def test_the_better_half_is_trained_again_and_the_best_is_chosen(

@@ -1,0 +1,193 @@
+"""What is tried: layouts, kinds of batches, options of the loss."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtp.extensions.prove.shrink import LAYERS, POSITIONS, VOCAB, Tiny
+
+ROWS, MICROBATCHES = 2, 3
+
+BATCHES = {
+    "rows": "rows",
+    "holes": "rows with holes in the loss mask",
+    "packed": "packed documents",
+    "padded": "packed and padded documents",
+    "unlabelled": "rows without labels",
+}
+"""Kind of batch to its words."""
+
+OFFSETS = {"packed": ([0, 4, 12, 24], [0, 4, 12, 24]), "padded": ([0, 3, 8, 17], [0, 4, 12, 24])}
+"""Where documents start and end: in their own tokens, and as they are held, each a multiple of 2 context ranks."""
+
+KEPT = (0.9, 0.3, 0.6, 0.75)
+"""How many tokens count in the microbatches, where the mask has holes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes, and whether the MTP layers have the last pipeline stage for themselves."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    own_stage: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes; experts are shared out over the data-parallel ones."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+ONE = Layout("1 process")
+TP, SP = Layout("TP 2", tensor=2), Layout("TP 2 with sequence parallelism", tensor=2, sequence_parallel=True)
+PP = Layout("PP 2", pipeline=2)
+OWN_STAGE = Layout("MTP stage of its own", pipeline=2, own_stage=True)
+DP, CP = Layout("DP 2", data=2), Layout("CP 2", context=2)
+EP = Layout("EP 2", expert=2, data=2)
+TP_CP = Layout("TP 2 with CP 2", tensor=2, context=2, sequence_parallel=True)
+
+TRIED = {
+    ONE: ("rows", "holes", "packed", "padded", "unlabelled"),
+    TP: ("holes", "packed"),
+    SP: ("holes", "packed"),
+    PP: ("holes", "packed", "unlabelled"),
+    OWN_STAGE: ("holes", "packed"),
+    DP: ("holes", "packed"),
+    CP: ("rows", "holes", "packed", "padded"),
+    EP: ("holes", "packed"),
+    TP_CP: ("holes", "packed"),
+}
+"""Layout to the kinds of batches that are tried in it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of the tiny model in a layout."""
+
+    layout: Layout
+    batch: str
+    per_token: bool
+    recompute: dict[str, Any] = field(default_factory=dict)
+    own_option: bool = True
+
+    @property
+    def title(self) -> str:
+        """Its words."""
+        words = [self.layout.name, BATCHES[self.batch]]
+        if self.recompute:
+            words.append("recomputed activations")
+        if not self.own_option:
+            words.append("per-token loss" if self.per_token else "loss of microbatches")
+        return ", ".join(words)
+
+    def settings(self, depths: int) -> dict[str, Any]:
+        """Fields of TransformerConfig that the case sets for so many MTP layers."""
+        layout = self.layout
+        found: dict[str, Any] = {
+            "tensor_model_parallel_size": layout.tensor,
+            "pipeline_model_parallel_size": layout.pipeline,
+            "context_parallel_size": layout.context,
+            "expert_model_parallel_size": layout.expert,
+            "sequence_parallel": layout.sequence_parallel,
+            "calculate_per_token_loss": self.per_token,
+            "variable_seq_lengths": False,
+        }
+        if layout.own_stage:
+            found["pipeline_model_parallel_layout"] = f"E{'t' * LAYERS}|{'m' * depths}L"
+        return found | self.recompute
+
+
+def cases_of(tiny: Tiny, everything: bool) -> tuple[list[Case], dict[str, str]]:
+    """The cases of a model, those of its own layout first, and layout to the reason why it has no case."""
+    sizes, per_token = tiny.sizes, bool(tiny.config["calculate_per_token_loss"])
+    tensor, expert = sizes["tensor"] > 1, sizes["expert"] > 1
+    own = {
+        ONE: True,
+        TP: tensor and not tiny.sequence_parallel,
+        SP: tensor and tiny.sequence_parallel,
+        PP: sizes["pipeline"] > 1 and not tiny.own_stage,
+        OWN_STAGE: tiny.own_stage,
+        DP: True,
+        CP: sizes["context"] > 1,
+        EP: expert,
+        TP_CP: tensor and sizes["context"] > 1,
+    }
+    cases, skipped = list[Case](), dict[str, str]()
+    for layout in sorted(TRIED, key=lambda one: not own[one]):
+        if layout is EP and "num_moe_experts" not in tiny.config:
+            skipped[layout.name] = "the flags have no experts"
+        elif own[layout] or everything:
+            cases += _of_layout(tiny, layout, per_token, everything)
+        else:
+            skipped[layout.name] = "not a layout of the flags; --all tries it"
+    return cases, skipped
+
+
+def _of_layout(tiny: Tiny, layout: Layout, per_token: bool, everything: bool) -> Iterator[Case]:
+    for batch in TRIED[layout]:
+        yield Case(layout, batch, per_token)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if layout in (ONE, CP, PP) and (tiny.recompute or everything):
+        yield Case(layout, "holes", per_token, tiny.recompute or full)
+    if everything and layout in (ONE, PP, DP, CP):
+        for batch in TRIED[layout]:
+            if batch in ("holes", "packed"):
+                yield Case(layout, batch, not per_token, own_option=False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch: tokens, labels (None without) and loss mask [rows, S].
+
+    Attributes:
+        held: where documents start and end in a packed row; None for plain rows.
+        true: the same in the documents' own tokens; `held` where nothing is padded.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    mask: Tensor
+    held: list[int] | None = None
+    true: list[int] | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Of every token in its document [rows, S]."""
+        bounds = self.held or [0, self.tokens.size(1)]
+        return torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)]).expand_as(self.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the ranks, which know nothing of this class."""
+        return vars(self) | {"positions": self.positions}
+
+
+def batch_of(kind: str, number: int) -> Batch:
+    """Microbatch `number` of a kind, the same in every layout."""
+    generator = torch.Generator().manual_seed(40 + number)
+
+    def mask(*shape: int) -> Tensor:
+        kept = KEPT[number % len(KEPT)] if kind != "rows" else 1.0
+        return (torch.rand(*shape, generator=generator) < kept).float()
+
+    if kind in ("rows", "holes", "unlabelled"):
+        text = torch.randint(VOCAB, (ROWS, POSITIONS + 1), generator=generator)
+        if kind == "unlabelled":
+            return Batch(text[:, :-1], None, torch.ones(ROWS, POSITIONS))
+        return Batch(text[:, :-1], text[:, 1:], mask(ROWS, POSITIONS))
+    true, held = OFFSETS[kind]
+    tokens, labels, counts = (torch.zeros(1, POSITIONS, dtype=torch.long) for _ in range(3))
+    for (start, end), at in zip(pairwise(true), held, strict=False):
+        length = end - start
+        text = torch.randint(VOCAB, (length + 1,), generator=generator)
+        tokens[0, at : at + length], labels[0, at : at + length] = text[:-1], text[1:]
+        counts[0, at : at + length] = mask(length).long()
+    return Batch(tokens, labels, counts.float(), held, true)

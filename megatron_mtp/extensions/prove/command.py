@@ -1,0 +1,74 @@
+"""`megatron-mtp prove`: a launch line and a Megatron in; for every layout right or wrong, with the cause."""
+
+import json
+from argparse import Namespace
+
+from megatron_mtp.common.errors import Parser, named, status_of
+from megatron_mtp.common.files import written_beside
+
+FOUND_WRONG = 1
+"""Exit status where a case is wrong."""
+
+EXAMPLES = """examples:
+  # the installed Megatron-Core; $FLAGS are the flags of your launch line
+  megatron-mtp prove -- $FLAGS
+
+  # your fork, all layouts, and a page to pass on
+  megatron-mtp prove --megatron /opt/our/Megatron-LM --all --report prove.html -- $FLAGS
+
+  # flags from a YAML file, verdicts as JSON
+  megatron-mtp prove --config run.yaml --json
+"""
+
+
+def parser(program: str) -> Parser:
+    """The parser of the command's flags."""
+    made = Parser(
+        program,
+        usage=f"{program} [--megatron DIR] [--all] [--report FILE] [--json] -- LAUNCH LINE",
+        description="Check the MTP loss of Megatron's own block, without this package in your run. The model of your "
+        "launch line is shrunk and takes one step by Megatron's schedule and DDP, on the CPU over gloo, in every "
+        "layout; logged losses and all gradients are compared with arXiv:2412.19437, eq. 21-25, in float64. A wrong "
+        "number is explained where a known cause gives it. Exit status 1 where a case is wrong.",
+        epilog=EXAMPLES,
+    )
+    add = made.add_argument
+    add("--megatron", type=named, metavar="DIR", help="checkout of Megatron-LM; default: what Python imports")
+    add("--all", action="store_true", help="all layouts and options of the loss, not only those of the launch line")
+    add("--config", type=named, metavar="FILE", help="YAML file of launch flags; those after -- win")
+    add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a case; default: 60")
+    add("--report", type=named, metavar="FILE", help="also write an HTML page")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("line", nargs="*", metavar="FLAG", help="the launch line, after --")
+    return made
+
+
+def main(arguments: list[str], program: str) -> int:
+    """Check and print; bad input ends with one sentence and exit status 2."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser(program).parse_args(arguments[:split])
+    args.line = [*args.line, *arguments[split + 1 :]]
+    return status_of(program, lambda: _print(args))
+
+
+def _print(args: Namespace) -> int:
+    from megatron_mtp.extensions.prove.cases import cases_of
+    from megatron_mtp.extensions.prove.proving import prove
+    from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
+    from megatron_mtp.extensions.prove.shrink import shrink, words_of
+
+    if not 0 < args.seconds < 1e6:
+        raise ValueError(f"--seconds is {args.seconds}; give a number above 0.")
+    words = [*(words_of(args.config) if args.config is not None else []), *args.line]
+    if not words:
+        raise ValueError("there is no launch line; give its flags after --, or a file of them with --config.")
+    tiny = shrink(words)
+    proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
+    print(json.dumps(as_json(proof)) if args.json else as_text(proof), flush=True)
+    if args.report is not None:
+        try:
+            with written_beside(args.report, shared=True) as beside:
+                beside.write_text(as_page(proof), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{args.report} cannot be written ({error.strerror}); name another file.") from error
+    return 0 if proof.is_right else FOUND_WRONG

@@ -1,0 +1,352 @@
+"""Run the cases and judge them: a verdict for each, with the cause where one is known."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import torch
+
+from megatron_mtp.extensions.prove import worker
+from megatron_mtp.extensions.prove.cases import BATCHES, MICROBATCHES, Case, batch_of
+from megatron_mtp.extensions.prove.hypotheses import (
+    OFFSETS,
+    Hypothesis,
+    hypotheses,
+    place_of,
+    scaled_log,
+    weighed,
+)
+from megatron_mtp.extensions.prove.reference import (
+    PAPER,
+    Expected,
+    Microbatch,
+    Model,
+    Rule,
+    Weights,
+    expected,
+    total_of,
+)
+from megatron_mtp.extensions.prove.shrink import Tiny
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
+"""Relative: of a logged loss, and of a gradient's largest entry; float32 against float64 differs by 1e-6 and 3e-6."""
+
+SILENCE = 240.0
+"""Seconds without a word from the ranks after which all of them are ended."""
+
+RIGHT, WRONG, NOT_RUN = "right", "WRONG", "not run"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a case.
+
+    Attributes:
+        status: RIGHT, WRONG or NOT_RUN.
+        logged, right: losses of the depths, as Megatron logs them and as they should be.
+        worst: the gradient that is farthest off, by name, and how far, relative to its largest entry; "" for none.
+        wrong: how many gradients are off, of how many.
+        cause: the cause that gives Megatron's numbers; None where none does.
+        words: why a case has no verdict, or what happened in the place of numbers.
+        convention: "eq. 24-25", or "1 process" where only that could be compared with.
+    """
+
+    case: Case
+    status: str
+    logged: tuple[float, ...] = ()
+    right: tuple[float, ...] = ()
+    worst: tuple[str, float] = ("", 0.0)
+    wrong: tuple[int, int] = (0, 0)
+    cause: Hypothesis | None = None
+    words: str = ""
+    convention: str = "eq. 24-25"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """All verdicts about a Megatron.
+
+    Attributes:
+        version, source: Megatron's version, and its multi_token_prediction.py.
+        stand_ins: what is not Megatron's own in these runs, and why.
+        skipped: layout to the reason why it has no case.
+    """
+
+    version: str
+    source: Path
+    tiny: Tiny
+    verdicts: list[Verdict]
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no case is wrong."""
+        return all(verdict.status != WRONG for verdict in self.verdicts)
+
+
+def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: Path | None, seconds: float) -> Proof:
+    """Run the cases with the Megatron of a folder, or the installed one, and judge them.
+
+    Args:
+        seconds: that a case may take before its ranks are ended.
+
+    Raises:
+        ValueError: that Megatron cannot be imported.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="prove-") as name,
+        _ranks(tiny, cases, megatron, seconds, Path(name)) as told,
+    ):
+        said = next(told, {})["megatron"]
+        judge = Judge(tiny)
+        verdicts = [judge.verdict(cases[event["case"]], event) for event in told]
+    seen = {id(verdict.case) for verdict in verdicts}
+    verdicts += [
+        Verdict(case, NOT_RUN, words="the ranks were ended before it") for case in cases if id(case) not in seen
+    ]
+    verdicts.sort(key=lambda verdict: cases.index(verdict.case))
+    return Proof(said["version"], Path(said["file"]), tiny, judge.with_causes(verdicts), said["stand_ins"], skipped)
+
+
+# --- the ranks -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ranks(
+    tiny: Tiny, cases: Sequence[Case], megatron: Path | None, seconds: float, folder: Path
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """What the ranks tell, as they tell it."""
+    if megatron is not None and not (megatron / "megatron/core").is_dir():
+        raise ValueError(f"--megatron {megatron} has no folder megatron/core; give a checkout of Megatron-LM.")
+    job = {
+        "config": tiny.config,
+        "model": tiny.model,
+        "microbatches": MICROBATCHES,
+        "seconds": seconds,
+        "batches": {kind: [batch_of(kind, number).as_dict() for number in range(MICROBATCHES * 2)] for kind in BATCHES},
+        "cases": [
+            {
+                "layout": vars(case.layout) | {"ranks": case.layout.ranks},
+                "batch": case.batch,
+                "config": case.settings(tiny.depths),
+            }
+            for case in cases
+        ],
+    }
+    torch.save(job, folder / "job.pt")
+    paths = [str(megatron.absolute())] if megatron is not None else []
+    paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asserts it for TP and CP
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "NO_VCS_VERSION": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    with (folder / "errors").open("w+") as errors:
+        command = [sys.executable, worker.__file__, str(folder / "job.pt"), str(folder)]
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            yield _told(process, errors, megatron)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+            process.wait()
+
+
+def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    started = False
+    while True:
+        watchdog = Timer(SILENCE, lambda: os.killpg(process.pid, 9))
+        watchdog.start()
+        line = process.stdout.readline()
+        watchdog.cancel()
+        if not line:
+            break
+        if line.startswith("{"):
+            event = json.loads(line)
+            _check_origin(event, megatron)
+            started = True
+            yield event
+    if not started:
+        errors.seek(0)
+        last = [one.strip() for one in errors if one.strip()][-1:] or [f"no word within {SILENCE:.0f} seconds"]
+        where = f"of --megatron {megatron} " if megatron is not None else ""
+        raise ValueError(f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); correct PYTHONPATH.")
+
+
+def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:
+    """Raises ValueError where another Megatron than that of the folder was imported."""
+    if megatron is not None and "megatron" in event:
+        file = Path(event["megatron"]["file"])
+        if megatron.resolve() not in file.resolve().parents:
+            raise ValueError(f"--megatron {megatron} is not what Python imports, but {file}; uninstall that one.")
+
+
+# --- the judge -------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Compares what the ranks found with eq. 21-25, or with one process where those do not describe the model."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny = tiny
+        self.alone: dict[str, Expected] = {}  # kind of batch to what one process gives
+        self.foreign = ""  # why eq. 21-25 do not describe the model
+        self.candidates: dict[int, list[Hypothesis]] = {}
+        self.tried: list[Hypothesis] = []
+
+    def verdict(self, case: Case, event: dict[str, Any]) -> Verdict:
+        """Of what the ranks told about a case."""
+        if "failed" in event:
+            return self._of_failure(case, event)
+        found = torch.load(event["file"], weights_only=True)
+        Path(event["file"]).unlink()
+        weights = {name: weight.double().requires_grad_() for name, weight in found["weights"].items()}
+        model = Model(weights, self.tiny.config, self.tiny.model)
+        batches = [
+            Microbatch.of(batch_of(case.batch, number), case.layout.context)
+            for number in range(MICROBATCHES * case.layout.data)
+        ]
+        step = Expected(found["step"]["logged"], found["step"]["gradients"])
+        if not self.alone:
+            self.foreign = self._why_foreign(model, batches, found)
+        if case.layout.ranks == 1 and not case.recompute and case.own_option:
+            self.alone[case.batch] = step
+        if self.foreign:
+            return self._beside_one_process(case, step)
+        if words := self._trunk_off(model, batches, case, found):
+            return Verdict(case, NOT_RUN, words=words)
+        right = expected(model, batches, case.per_token)
+        verdict = _compared(case, step, right, found["step"]["apart"])
+        if verdict.status == WRONG:
+            self.candidates[id(case)] = self._causes(case, model, batches, step, right)
+        return verdict
+
+    def _of_failure(self, case: Case, event: dict[str, Any]) -> Verdict:
+        if not event["built"]:
+            return Verdict(case, NOT_RUN, words=f"Megatron does not build it: {event['failed']}")
+        if case.batch == "padded" and case.layout.context > 1 and "multi_token_prediction" in event["failed"]:
+            self.candidates[id(case)] = [OFFSETS]
+        return Verdict(case, WRONG, words=event["failed"])
+
+    def _why_foreign(self, model: Model, batches: Sequence[Microbatch], found: dict[str, Any]) -> str:
+        """Why eq. 21-25 do not describe the model: another trunk, or weights that they do not have."""
+        try:
+            with torch.no_grad():
+                main = sum(float((values * mask).sum()) for (values, mask), *_ in map(model.losses, batches))
+            unknown = _unused(model, batches[0])
+        except (KeyError, RuntimeError) as error:
+            return f"a weight is missing or has another shape ({' '.join(str(error).split())[:80]})"
+        if abs(sum(found["control"]["main"]) - main) > LOSS_TOLERANCE * main:
+            return "its trunk has another loss"
+        gradients: Weights = found["step"]["gradients"]
+        used = [name for name in unknown if float(gradients[name].abs().max()) > 0]
+        return f"it has weights of its own ({', '.join(used)[:80]})" if used else ""
+
+    def _beside_one_process(self, case: Case, step: Expected) -> Verdict:
+        other = self.alone.get(case.batch)
+        if case.layout.data > 1 or other is None or case.per_token != self.tiny.config["calculate_per_token_loss"]:
+            return Verdict(case, NOT_RUN, words=f"eq. 21-25 do not describe the model: {self.foreign}")
+        return replace(_compared(case, step, other, {}), convention="1 process")
+
+    def _trunk_off(self, model: Model, batches: Sequence[Microbatch], case: Case, found: dict[str, Any]) -> str:
+        """Why MTP cannot be judged here: gradients are off without MTP layers too."""
+        without = Model(model.weights, model.config | {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0}, model.model)
+        right = expected(without, batches, case.per_token)
+        names = found["control"]["gradients"]
+        here = Expected([], {name: right.gradients[name] for name in names})
+        verdict = _compared(case, Expected([], names), here, found["control"]["apart"])
+        if verdict.status == RIGHT:
+            return ""
+        name, far = verdict.worst
+        return f"gradients are wrong without MTP layers too ({name} by {far:.1%})"
+
+    # --- causes ----------------------------------------------------------------------------------------------------
+
+    def _causes(
+        self, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected, right: Expected
+    ) -> list[Hypothesis]:
+        """Those that give all of Megatron's numbers; the ones that explained other cases are tried first."""
+        possible = list(hypotheses(case, self.tiny))
+        before = [one for one in self.tried if one in possible]
+        computed = chain(
+            weighed(step.gradients, right.gradients, case, self.tiny), scaled_log(step.logged, right.logged)
+        )
+        for group in (before, [one for one in [*possible, *computed] if one not in before]):
+            fitting = [one for one in group if self._fits(one.rule, case, model, batches, step)]
+            if fitting:
+                self.tried += [one for one in fitting if one not in self.tried]
+                return fitting
+        return []
+
+    @staticmethod
+    def _fits(rule: Rule, case: Case, model: Model, batches: Sequence[Microbatch], step: Expected) -> bool:
+        with torch.no_grad():
+            found = [model.losses(batch, rule) for batch in batches]
+            logged, _ = total_of(model, batches, found, case.per_token, rule)
+        if not _near(step.logged, logged):
+            return False
+        return _compared(case, step, expected(model, batches, case.per_token, rule), {}).status == RIGHT
+
+    def with_causes(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """The verdicts, each with the cause that explains the most cases of those that fit it."""
+        counts = Counter(hypothesis for fitting in self.candidates.values() for hypothesis in fitting)
+        found = []
+        for verdict in verdicts:
+            fitting = self.candidates.get(id(verdict.case), [])
+            found.append(replace(verdict, cause=max(fitting, key=lambda one: counts[one], default=None)))
+        return found
+
+
+def _unused(model: Model, batch: Microbatch) -> list[str]:
+    """Weights that no loss of the reference depends on."""
+    total = sum((values * mask).sum() for values, mask in model.losses(batch, PAPER))
+    gradients = torch.autograd.grad(torch.as_tensor(total), list(model.weights.values()), allow_unused=True)
+    return [name for name, one in zip(model.weights, gradients, strict=True) if one is None]
+
+
+def _near(found: Sequence[float], right: Sequence[float]) -> bool:
+    return len(found) == len(right) and all(
+        abs(one - other) <= LOSS_TOLERANCE * max(abs(other), 1e-6) for one, other in zip(found, right, strict=True)
+    )
+
+
+def _compared(case: Case, found: Expected, right: Expected, apart: dict[str, float]) -> Verdict:
+    """Whether losses and all gradients agree, and copies of weights with each other."""
+    largest = max(float(one.abs().max()) for one in right.gradients.values())
+    far = {}
+    for name, gradient in right.gradients.items():
+        size = max(float(gradient.abs().max()), 1e-4 * largest)
+        far[name] = max(float((found.gradients[name].double() - gradient).abs().max()) / size, apart.get(name, 0.0))
+    wrong = [name for name, distance in far.items() if not distance <= GRADIENT_TOLERANCE]
+    worst = max(far, key=lambda name: far[name])
+    return Verdict(
+        case,
+        RIGHT if not wrong and _near(found.logged, right.logged) else WRONG,
+        tuple(found.logged),
+        tuple(right.logged),
+        (worst, far[worst]) if wrong else ("", 0.0),
+        (len(wrong), len(far)),
+    )
+
+
+def place(verdict: Verdict, proof: Proof) -> str:
+    """FILE:LINE of a verdict's cause."""
+    return "" if verdict.cause is None else place_of(verdict.cause, proof.source)

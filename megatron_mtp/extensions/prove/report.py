@@ -1,0 +1,166 @@
+"""The verdicts as text, as JSON and as a static page."""
+
+import json
+from collections.abc import Iterator
+from html import escape
+from textwrap import wrap
+from typing import Any
+
+from megatron_mtp.extensions.prove.cases import MICROBATCHES
+from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
+from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
+
+WIDTH = 120
+CONVENTION = (
+    "Judged by eq. 21-25 of arXiv:2412.19437 in float64, by documents: a depth's loss is the mean over its targets in "
+    "a microbatch, those of all context-parallel ranks; microbatches weigh the same or, with "
+    "--calculate-per-token-loss, as much as the targets of their main loss."
+)
+BY_ONE = "Compared with one process: the equations do not describe this model."
+
+
+def as_text(proof: Proof) -> str:
+    """A line for each verdict, the right ones together."""
+    lines = [*_head(proof), ""]
+    right = [verdict.case.title for verdict in proof.verdicts if verdict.status == RIGHT]
+    if right:
+        lines += _hanging("right", "; ".join(right))
+    for titles, verdict in _wrong(proof):
+        lines += _hanging(WRONG, "; ".join(titles))
+        lines += _hanging("", explained(verdict, proof))
+    lines += [
+        line for words, titles in not_run(proof).items() for line in _hanging(NOT_RUN, f"{'; '.join(titles)}: {words}")
+    ]
+    return "\n".join(lines)
+
+
+def _head(proof: Proof) -> list[str]:
+    tiny = proof.tiny
+    folder = proof.source.parents[3]
+    lines = wrap(
+        f"Megatron-Core {proof.version} of {folder}, shrunk to {LAYERS} layers of {HIDDEN}, {POSITIONS} tokens, "
+        f"{MICROBATCHES} microbatches; on the CPU over gloo.",
+        WIDTH,
+    )
+    by_one = any(verdict.convention == "1 process" for verdict in proof.verdicts)
+    lines += wrap(BY_ONE if by_one else CONVENTION, WIDTH)
+    left = [*tiny.changed, *(f"no {flag} ({why})" for flag, why in tiny.left_out.items())]
+    if left:
+        lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
+    if tiny.unread:
+        lines += wrap(f"No part in the loss: {' '.join(tiny.unread)}.", WIDTH)
+    return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
+
+
+def _wrong(proof: Proof) -> Iterator[tuple[list[str], Verdict]]:
+    """Titles of the wrong cases of a cause, with the first of them; cases without a cause by themselves."""
+    groups: dict[Any, list[Verdict]] = {}
+    for verdict in proof.verdicts:
+        if verdict.status == WRONG:
+            groups.setdefault(verdict.cause or id(verdict), []).append(verdict)
+    for verdicts in groups.values():
+        shown = next((one for one in verdicts if one.logged), verdicts[0])
+        yield [verdict.case.title for verdict in verdicts], shown
+
+
+def not_run(proof: Proof) -> dict[str, list[str]]:
+    """Reason to the cases and layouts that were not tried for it."""
+    found: dict[str, list[str]] = {}
+    for verdict in proof.verdicts:
+        if verdict.status == NOT_RUN:
+            found.setdefault(verdict.words, []).append(verdict.case.title)
+    for layout, words in proof.skipped.items():
+        found.setdefault(words, []).append(layout)
+    return found
+
+
+def explained(verdict: Verdict, proof: Proof) -> str:
+    """What is wrong in a case, and why."""
+    parts = [numbers(verdict)]
+    cause = verdict.cause
+    if cause is not None:
+        parts.append(f"Megatron's numbers are those of {cause.words} ({place(verdict, proof)}).")
+        if cause.rule.divisor == "ranks" and not verdict.case.per_token:
+            parts.append("Megatron's main loss does the same without --calculate-per-token-loss.")
+        if cause.known:
+            parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
+    elif not verdict.words:
+        parts.append("No known cause gives these numbers.")
+    return " ".join(parts)
+
+
+def numbers(verdict: Verdict) -> str:
+    """Losses and gradients of a wrong case, or what happened in their place."""
+    if verdict.words:
+        return f"{verdict.words}."
+    pairs = enumerate(zip(verdict.logged, verdict.right, strict=True), 1)
+    off = [
+        f"depth {depth}: {found:.5f}, right {right:.5f}"
+        for depth, (found, right) in pairs
+        if f"{found:.5f}" != f"{right:.5f}"
+    ]
+    name, far = verdict.worst
+    wrong, every = verdict.wrong
+    of_gradients = f"{wrong} of {every} gradients are off, {name} by {far:.1%}" if wrong else "all gradients are right"
+    return f"{'; '.join(off) or 'The log is right'}; {of_gradients}."
+
+
+def _hanging(first: str, text: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent=f"{first:8}", subsequent_indent=" " * 8, break_on_hyphens=False)
+
+
+def as_json(proof: Proof) -> dict[str, Any]:
+    """Everything, in plain values."""
+    tiny = proof.tiny
+    return {
+        "megatron": {"version": proof.version, "file": str(proof.source)},
+        "right": proof.is_right,
+        "convention": CONVENTION,
+        "shrunk": {"changed": tiny.changed, "left_out": tiny.left_out, "unread": tiny.unread, "config": tiny.config},
+        "stand_ins": proof.stand_ins,
+        "cases": [
+            {
+                "case": verdict.case.title,
+                "status": verdict.status,
+                "compared_with": verdict.convention,
+                "losses": verdict.logged,
+                "right_losses": verdict.right,
+                "wrong_gradients": verdict.wrong[0],
+                "gradients": verdict.wrong[1],
+                "worst_gradient": verdict.worst[0] or None,
+                "worst_by": verdict.worst[1],
+                "cause": verdict.cause and verdict.cause.words,
+                "place": place(verdict, proof) or None,
+                "known": [f"NVIDIA/Megatron-LM#{number}" for number in verdict.cause.known] if verdict.cause else [],
+                "words": verdict.words or None,
+            }
+            for verdict in proof.verdicts
+        ],
+        "not_tried": proof.skipped,
+    }
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Is this Megatron's MTP right?</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+td, th {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #ddd }}
+.right {{ color: #176f2c }} .WRONG {{ color: #b00020; font-weight: 600 }} .not {{ color: #666 }}
+</style></head><body><h1>Is this Megatron's MTP right?</h1>{head}
+<table><tr><th>Case</th><th>Verdict</th><th>Losses</th><th>Right losses</th><th>Explanation</th></tr>
+{rows}</table><details><summary>As JSON</summary><pre>{json}</pre></details></body></html>
+"""
+
+
+def as_page(proof: Proof) -> str:
+    """One static HTML page."""
+
+    def row(verdict: Verdict) -> str:
+        losses = (" ".join(f"{one:.5f}" for one in of) for of in (verdict.logged, verdict.right))
+        why = explained(verdict, proof) if verdict.status == WRONG else verdict.words
+        cells = (verdict.case.title, verdict.status, *losses, why)
+        style = verdict.status.split()[0]
+        return f'<tr class="{style}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+    head = "".join(f"<p>{escape(line)}</p>" for line in [" ".join(_head(proof))])
+    rows = "\n".join(row(verdict) for verdict in proof.verdicts)
+    return PAGE.format(head=head, rows=rows, json=escape(json.dumps(as_json(proof), indent=1)))

@@ -1,0 +1,600 @@
+"""The ranks: a tiny model of the user's Megatron takes one step in every case, on the CPU over gloo.
+
+    python worker.py JOB.pt FOLDER
+
+A script that stands alone: it imports torch and the Megatron that is first on PYTHONPATH, and nothing of this package.
+Torch and Megatron are imported once; the ranks of every layout are forked from there. What happens goes to stdout, a
+JSON object a line: {"megatron": ...} first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "built":
+whether there was a model by then}.
+
+A case's file holds, for the step and for one without MTP layers (the control): the losses that Megatron logs, sums of
+the main loss by rank, every gradient of the whole model by name, and how far copies on several ranks are apart.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU = torch.device("cpu")
+GRACE = 3.0
+"""Seconds that other ranks have to fail by themselves once one has."""
+
+
+# --- stand-ins for what a CPU lacks ----------------------------------------------------------------------------------
+
+STAND_INS = {
+    "torch.cuda (device, streams, memory, random state)": "Megatron asks for a CUDA device",
+    "megatron.core.tensor_parallel.random (state of generators, shared storage)": "it reaches past torch.cuda",
+    "device='cuda' in torch.tensor, empty, zeros, ones, full, arange": "tensors are made on the CUDA device",
+    "Transformer Engine and Apex": "hidden: Megatron's local layers run",
+    "core attention": "the local one has neither packed documents nor context parallelism",
+    "norms": "the local ones refuse sequence parallelism",
+}
+"""What is not Megatron's own in these runs, and why."""
+
+
+class _Stream:
+    """A CUDA stream or event: always finished."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def stand_in() -> None:
+    """Put the CPU in CUDA's place; before Megatron is imported."""
+
+    def gives(value: Any) -> Any:
+        return lambda *_, **__: value
+
+    cuda: Any = torch.cuda
+    for name in "set_device synchronize empty_cache manual_seed set_rng_state set_stream nvtx_range_push".split():
+        setattr(cuda, name, gives(None))
+    for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
+        setattr(cuda, name, gives(0))
+    cuda.current_device, cuda.device_count, cuda.is_available = gives(CPU), gives(1), gives(True)
+    cuda.get_device_capability, cuda.get_device_name = gives((0, 0)), gives("CPU")
+    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Stream, _Stream
+    cuda.current_stream = cuda.default_stream = gives(_Stream())
+    cuda.get_rng_state = torch.get_rng_state
+    tensor: Any = torch.Tensor
+    tensor.cuda, tensor.pin_memory = (lambda own, *_, **__: own), (lambda own, *_, **__: own)
+    module: Any = torch.nn.Module
+    module.cuda = lambda own, *_, **__: own
+    for name in "tensor empty zeros ones full arange".split():
+        setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+    for name in ("transformer_engine", "apex"):
+        sys.modules[name] = None  # type: ignore[assignment]  # its import raises ImportError
+
+
+def _on_the_cpu(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def stand_in_for_generators() -> None:
+    """Put the CPU's random state and storage in the place of CUDA's where Megatron reaches past torch.cuda."""
+    from megatron.core.tensor_parallel import random
+
+    def shared(emptied: Tensor, source: Tensor) -> None:
+        storage, filled = emptied.untyped_storage(), source.untyped_storage()
+        storage.resize_(filled.nbytes())
+        storage.copy_(filled)
+
+    functions: Any = random
+    functions._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    functions._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    functions._get_share_storage = lambda: shared
+
+
+class GatheredRanks(torch.autograd.Function):
+    """The same tensor of all ranks of a group, behind each other; gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        """The tensors of all ranks."""
+        ctx.group, ctx.rows = group, own.size(0)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Of this rank's tensor."""
+        whole = gradients[0].contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        start = dist.get_rank(ctx.group) * ctx.rows
+        return whole[start : start + ctx.rows], None
+
+
+class Attention(torch.nn.Module):
+    """Causal attention within documents, with grouped queries and context parallelism, as Transformer Engine's."""
+
+    def __init__(
+        self, config: Any, *_: Any, softmax_scale: float | None = None, k_channels: int | None = None, **__: Any
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **others: Any) -> Tensor:
+        """[S, B, heads * channels] or, packed, [T, heads * channels]."""
+        from megatron.core import parallel_state
+
+        packed = others.get("packed_seq_params")
+        if packed is not None:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        bounds = [0, query.size(0) * ranks]
+        if packed is not None:
+            held = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+            bounds = held.tolist()
+        own = positions_of(bounds, ranks, rank)
+        keys = torch.cat([positions_of(bounds, ranks, other) for other in range(ranks)])
+        if ranks > 1:
+            group, gathered = parallel_state.get_context_parallel_group(), cast("Any", GatheredRanks.apply)
+            key, value = gathered(key, group), gathered(value, group)
+        document = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
+        visible = (document[own][:, None] == document[keys]) & (keys <= own[:, None])
+        more = query.size(2) // key.size(2)
+        key, value = key.repeat_interleave(more, 2), value.repeat_interleave(more, 2)
+        scores = torch.einsum("sbnc,tbnc->bnst", query, key) * self.scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        attended = torch.einsum("bnst,tbnc->sbnc", weights, value).flatten(2)
+        return attended if packed is None else attended.squeeze(1)
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm, whose gradients Megatron sums under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.shift = eps, float(config.layernorm_zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The normalized values."""
+        weight = self.weight + self.shift
+        if self.bias is None:
+            return torch.nn.functional.rms_norm(hidden, weight.shape, weight, self.eps)
+        return torch.nn.functional.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
+
+
+def with_stand_ins(spec: Any) -> Any:
+    """A spec of Megatron's with the attention and the norms above."""
+    import dataclasses
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    swaps = {DotProductAttention: Attention, WrappedTorchNorm: Norm}
+    if isinstance(spec, list):
+        return [with_stand_ins(one) for one in spec]
+    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
+        values = {field.name: with_stand_ins(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **values)
+    return swaps.get(spec, spec) if isinstance(spec, type) else spec
+
+
+def positions_of(bounds: list[int], ranks: int, rank: int) -> Tensor:
+    """The positions that a rank of context parallelism holds: of every document a chunk and its mirror image."""
+    if ranks == 1:
+        return torch.arange(bounds[-1])
+    chunks = [torch.arange(start, end).chunk(2 * ranks) for start, end in pairwise(bounds)]
+    return torch.cat([torch.cat([one[rank], one[2 * ranks - 1 - rank]]) for one in chunks])
+
+
+# --- a tiny model of Megatron's --------------------------------------------------------------------------------------
+
+
+def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
+    """The config of a case, without the fields that this Megatron lacks."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    functional = torch.nn.functional
+    settings = {**job["config"], **case["config"]}
+    kind = MLATransformerConfig if settings.pop("multi_latent_attention", False) else TransformerConfig
+    if kind is MLATransformerConfig:
+        settings["multi_latent_attention"] = True
+    activation = settings.pop("activation")
+    settings["activation_func"] = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "squared_relu": lambda x: functional.relu(x).square(),
+    }[activation]
+    settings |= {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "use_cpu_initialization": True}
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in settings.items() if name in known})
+
+
+def model_of(job: dict[str, Any], config: Any) -> Any:
+    """The model of this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    sizes = job["model"]
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    whole = spec
+    if not getattr(spec, "layer_specs", None):  # a stage without layers: the MTP layers are like the trunk's last
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+        whole = get_gpt_decoder_layer_specs(config, False, config.normalization)[-1]
+    of_mtp = get_gpt_mtp_block_spec(config, whole, use_transformer_engine=False) if config.mtp_num_layers else None
+    return GPTModel(
+        config,
+        with_stand_ins(spec),
+        sizes["vocab"],
+        sizes["positions"],
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=sizes["tied"],
+        position_embedding_type=sizes["position_embedding"],
+        rotary_base=sizes["rotary_base"],
+        rotary_percent=sizes["rotary_percent"],
+        mtp_block_spec=None if of_mtp is None else with_stand_ins(of_mtp),
+    ).train()
+
+
+def name_of(name: str, model: Any, tied: bool) -> str:
+    """The name of a parameter in the whole model."""
+    from megatron.core import parallel_state
+
+    if name.startswith("decoder.layers."):
+        own = name.split(".")[2]
+        name = name.replace(own, str(model.decoder.layers[int(own)].layer_number - 1), 1)
+    if found := re.search(r"local_experts\.(\d+)\.", name):
+        local = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        number = int(found[1]) + local * parallel_state.get_expert_model_parallel_rank()
+        name = name.replace(found[0], f"local_experts.{number}.")
+    if tied and name == "output_layer.weight":
+        name = "embedding.word_embeddings.weight"
+    return name.replace(".transformer_layer.", ".mtp_model_layer.")
+
+
+class Shards:
+    """How weights are shared out over the tensor-parallel ranks."""
+
+    def __init__(self, gated: bool) -> None:
+        from megatron.core import parallel_state
+
+        self.gated = gated
+        self.rank = parallel_state.get_tensor_model_parallel_rank()
+        self.ranks = parallel_state.get_tensor_model_parallel_world_size()
+
+    def dim(self, name: str, parameter: Any) -> int | None:
+        """The dimension that is cut; None for a weight that every rank has."""
+        if self.ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
+            return None
+        return 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+
+    def own(self, name: str, whole: Tensor, dim: int | None) -> Tensor:
+        """This rank's part."""
+        if dim is None:
+            return whole
+        if self.gated and "linear_fc1" in name:  # the gate's rows, then the other half's
+            return torch.cat([half.chunk(self.ranks)[self.rank] for half in whole.chunk(2)])
+        return whole.chunk(self.ranks, dim)[self.rank]
+
+    def whole(self, name: str, parts: list[Tensor], dim: int | None) -> Tensor:
+        """The parts of all ranks as one."""
+        if dim is None:
+            return parts[0]
+        if self.gated and "linear_fc1" in name:
+            halves = [part.chunk(2) for part in parts]
+            return torch.cat([half[side] for side in (0, 1) for half in halves])
+        return torch.cat(parts, dim)
+
+
+def drawn(name: str, shape: list[int], centered: bool) -> Tensor:
+    """The weight of a name, the same in every layout."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
+    return values + 1 if "norm" in name and name.endswith("weight") and not centered else values
+
+
+def fill(model: Any, shards: Shards, tied: bool) -> None:
+    """Give every parameter of this rank its part of the weight of its name."""
+    with torch.no_grad():
+        for own_name, parameter in model.named_parameters():
+            name, shape = name_of(own_name, model, tied), list(parameter.shape)
+            dim = shards.dim(name, parameter)
+            if dim is not None:
+                shape[dim] *= shards.ranks
+            values = drawn(name, shape, model.config.layernorm_zero_centered_gamma)
+            parameter.copy_(shards.own(name, values, dim))
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def step(job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any) -> tuple[list[float], float]:
+    """Forward and backward of all microbatches by Megatron's schedule.
+
+    Returns:
+        The MTP losses that Megatron's log would show, and the sum of the main loss over this rank's targets; of ranks
+        that do not have them, nothing and 0.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    count = job["microbatches"]
+    start = count * parallel_state.get_data_parallel_rank()
+    batches = job["batches"][case["batch"]][start : start + count]
+    per_token, main = config.calculate_per_token_loss, list[float]()
+
+    def forward(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        held, true = batch["held"], batch["true"]
+        own = positions_of(held or [0, batch["tokens"].size(1)], ranks, rank)
+        tokens, mask, labels = batch["tokens"], batch["mask"], batch["labels"]
+        others = {}
+        if held is not None:
+            longest = max(end - begin for begin, end in pairwise(held))
+            offsets, padded = (torch.tensor(one, dtype=torch.int32) for one in (true, held))
+            behind = (padded, padded) if true != held else (None, None)
+            others["packed_seq_params"] = PackedSeqParams("thd", offsets, offsets, *behind, longest, longest)
+        out = model(
+            tokens[:, own],
+            batch["positions"][:, own],
+            None,
+            labels=None if labels is None else labels[:, own],
+            loss_mask=mask[:, own],
+            **others,
+        )
+
+        def loss_of(out: Tensor) -> Any:
+            if labels is None:
+                value = torch.nn.functional.cross_entropy(
+                    out[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
+                )
+                total = torch.tensor(tokens[:, 1:].numel())
+            else:
+                value, total = (out.float() * mask[:, own]).sum(), mask.sum()
+            main.append(float(value.detach()))
+            if per_token:
+                return value, (total if labels is None else mask[:, own].sum()).int(), {}
+            return value / total, {}
+
+        return out, loss_of
+
+    tracker: Any = MTPLossLoggingHelper
+    tracker.tracker.clear()
+    ddp.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=[ddp],
+        num_microbatches=count,
+        seq_length=batches[0]["tokens"].size(1),
+        micro_batch_size=batches[0]["tokens"].size(0),
+        forward_only=False,
+    )
+    logged: dict[str, Any] = {}
+    if parallel_state.is_pipeline_last_stage() and config.mtp_num_layers:
+        tracker.track_mtp_metrics(1 / count, 0, None, None, logged)
+    return [float(value) for name, value in logged.items() if re.fullmatch(r"mtp_\d+ loss", name)], sum(main)
+
+
+def gradients_of(model: Any, shards: Shards, tied: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Of the whole model on rank 0, with the distances of copies that should be equal; collective."""
+    own = []
+    for own_name, parameter in model.named_parameters():
+        if own_name == "output_layer.weight" and tied and hasattr(model, "embedding"):
+            continue  # the MTP layers' embedding is the head here; this copy is not used
+        name = name_of(own_name, model, tied)
+        gradient = parameter.main_grad if parameter.main_grad is not None else parameter.grad
+        own.append((name, shards.dim(name, parameter), shards.rank, gradient.detach().clone()))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    copies: dict[str, dict[int, list[Tensor]]] = {}
+    dims: dict[str, int | None] = {}
+    for name, dim, rank, gradient in (entry for of_rank in every for entry in of_rank):
+        dims[name] = dim
+        copies.setdefault(name, {}).setdefault(0 if dim is None else rank, []).append(gradient)
+    whole, apart = {}, {}
+    for name, by_rank in copies.items():
+        parts = [by_rank[rank][0] for rank in sorted(by_rank)]
+        whole[name] = shards.whole(name, parts, dims[name])
+        size = float(whole[name].abs().max()) or 1.0
+        far = max(float((one - of[0]).abs().max()) for of in by_rank.values() for one in of) / size
+        if far > 1e-4:
+            apart[name] = far
+    return whole, apart
+
+
+def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> None:
+    """A case on this rank; rank 0 writes its file."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    tied, found = job["model"]["tied"], dict[str, Any]()
+    without = {name: value for name, value in case["config"].items() if name != "pipeline_model_parallel_layout"}
+    control = case | {"config": without | {"mtp_num_layers": None}}
+    for kind, settings in (("step", case), ("control", control)):
+        model_parallel_cuda_manual_seed(1)
+        config = config_of(job, settings)
+        model, shards = model_of(job, config), Shards(config.gated_linear_unit)
+        fill(model, shards, tied)
+        (folder / f"built-{dist.get_rank()}").write_text("")
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, step(job, settings, ddp, config))
+        whole, apart = gradients_of(model, shards, tied)
+        logged, main = max((one[0] for one in told), key=len), [one[1] for one in told]
+        found[kind] = {"logged": logged, "main": main, "gradients": whole, "apart": apart}
+    if dist.get_rank() == 0:
+        centered = config.layernorm_zero_centered_gamma
+        gradients = found["step"]["gradients"]
+        found["weights"] = {name: drawn(name, list(one.shape), centered) for name, one in gradients.items()}
+        torch.save(found, file)
+
+
+def rank_of(job: dict[str, Any], cases: list[int], rank: int, folder: Path, round_: int) -> None:
+    """A forked rank: the cases of one layout, one after the other."""
+    from megatron.core import parallel_state
+
+    layout = job["cases"][cases[0]]["layout"]
+    sizes = {name: layout[name] for name in ("tensor", "pipeline", "context", "expert")}
+    world = layout["ranks"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    meeting = folder / f"meeting-{cases[0]}-{round_}"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(
+        sizes["tensor"],
+        sizes["pipeline"],
+        context_parallel_size=sizes["context"],
+        expert_model_parallel_size=sizes["expert"],
+    )
+    for number in cases:
+        (folder / f"at-{rank}").write_text(str(number))
+        stacks = (folder / f"stack-{rank}").open("w")
+        faulthandler.dump_traceback_later(job["seconds"], file=stacks, exit=True)
+        (folder / f"built-{rank}").unlink(missing_ok=True)
+        run(job, job["cases"][number], folder, str(folder / f"case-{number}.pt"))
+        dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
+        stacks.close()
+        if rank == 0:
+            say({"case": number, "file": str(folder / f"case-{number}.pt")})
+
+
+# --- the ranks of all layouts ----------------------------------------------------------------------------------------
+
+
+def say(event: dict[str, Any]) -> None:
+    """One line on stdout, whole."""
+    os.write(1, (json.dumps(event) + "\n").encode())
+
+
+def forked(job: dict[str, Any], cases: list[int], folder: Path, round_: int) -> tuple[int, str] | None:
+    """Run the cases of a layout on its ranks; the case that failed, with the reason, or None."""
+    ranks = job["cases"][cases[0]]["layout"]["ranks"]
+    children = {}
+    for rank in range(ranks):
+        for kind in ("at", "stack", "error", "built"):
+            (folder / f"{kind}-{rank}").unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                rank_of(job, cases, rank, folder, round_)
+                status = 0
+            except BaseException as error:
+                last = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__][-1:]
+                place = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+                text = " ".join(str(error).split())[:200]
+                (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {text}{place}")
+            finally:
+                os._exit(status)
+        children[child] = rank
+    failed, deadline = list[int](), float("inf")
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in children:
+            rank = children.pop(child)
+            if status:
+                failed.append(rank)
+                deadline = min(deadline, time.monotonic() + GRACE)
+        elif time.monotonic() > deadline:
+            for left in children:
+                os.kill(left, 9)
+            deadline = float("inf")
+        else:
+            time.sleep(0.02)
+    if not failed:
+        return None
+    return _why(folder, failed)
+
+
+def _why(folder: Path, failed: list[int]) -> tuple[int, str]:
+    """The case that failed and a sentence with the reason."""
+    at = folder / f"at-{failed[0]}"
+    case = int(at.read_text()) if at.exists() else -1
+    for rank in failed:
+        error = folder / f"error-{rank}"
+        if error.exists():
+            return case, f"rank {rank}: {error.read_text()}"
+    for rank in failed:
+        stack = folder / f"stack-{rank}"
+        frames = re.findall(r'File "([^"]*megatron/core/[^"]*)", line (\d+) in (\w+)', stack.read_text())
+        if frames:
+            path, line, function = next((one for one in frames if "multi_token" in one[0]), frames[0])
+            return case, f"rank {rank} hangs in {function} ({Path(path).name}:{line}) and was ended"
+    return case, f"rank {failed[0]} ended without a message"
+
+
+def main() -> None:
+    """All cases of the job, layout by layout."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    stand_in()
+    import megatron.core
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # what every rank would import
+    from megatron.core.transformer import multi_token_prediction
+
+    stand_in_for_generators()
+    said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": STAND_INS}
+    say({"megatron": said})
+    job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
+    layouts: dict[str, list[int]] = {}
+    for number, case in enumerate(job["cases"]):
+        layouts.setdefault(case["layout"]["name"], []).append(number)
+    for cases in layouts.values():
+        left, round_ = cases, 0
+        while left:
+            stopped = forked(job, left, folder, round_)
+            if stopped is None:
+                break
+            case, why = stopped
+            case = case if case in left else left[0]
+            built = any((folder / f"built-{rank}").exists() for rank in range(job["cases"][case]["layout"]["ranks"]))
+            say({"case": case, "failed": why, "built": built})
+            left, round_ = left[left.index(case) + 1 :], round_ + 1
+
+
+if __name__ == "__main__":
+    main()

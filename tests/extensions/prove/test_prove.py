@@ -1,0 +1,389 @@
+"""`prove` without ranks: the shrunk model, the reference, the causes, and its sentences."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+
+from megatron_mtp.extensions.prove import worker
+from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
+from megatron_mtp.extensions.prove.command import main
+from megatron_mtp.extensions.prove.hypotheses import hypotheses
+from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Judge, Proof, Verdict
+from megatron_mtp.extensions.prove.reference import PAPER, Microbatch, Model, Rule, Weights, expected
+from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
+from megatron_mtp.extensions.prove.shrink import Tiny, shrink, words_of
+
+FLAGS = (
+    "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --mtp-num-layers 2 --position-embedding-type none"
+).split()
+TINY = shrink(FLAGS)
+
+
+def weights_of(tiny: Tiny) -> Weights:
+    """Weights of a model without groups of heads, biases and learned positions."""
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        centre = float(len(shape) == 1)
+        return (centre + 0.2 * torch.randn(*shape, generator=generator, dtype=torch.float64)).requires_grad_()
+
+    weights = {name: drawn(96, 32) for name in ("embedding.word_embeddings.weight", "output_layer.weight")}
+    weights["decoder.final_layernorm.weight"] = drawn(32)
+    layers = [f"decoder.layers.{number}." for number in range(tiny.config["num_layers"])]
+    for number in range(tiny.depths):
+        prefix = f"mtp.layers.{number}."
+        layers.append(f"{prefix}mtp_model_layer.")
+        weights |= {f"{prefix}{name}.weight": drawn(32) for name in ("enorm", "hnorm", "final_layernorm")}
+        weights[f"{prefix}eh_proj.weight"] = drawn(32, 64)
+    for prefix in layers:
+        weights |= {f"{prefix}{name}.weight": drawn(32) for name in ("input_layernorm", "pre_mlp_layernorm")}
+        weights[f"{prefix}self_attention.linear_qkv.weight"] = drawn(96, 32)
+        weights[f"{prefix}self_attention.linear_proj.weight"] = drawn(32, 32)
+        weights[f"{prefix}mlp.linear_fc1.weight"], weights[f"{prefix}mlp.linear_fc2.weight"] = (
+            drawn(96, 32),
+            drawn(32, 48),
+        )
+    return weights
+
+
+# --- shrink ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_line_shrinks_and_says_what_changed() -> None:
+    tiny = shrink([*FLAGS, "--bf16", "--lr", "1e-4", "--fp8_format=hybrid", "--mtp-num-layers", "5"])
+    assert tiny.depths == 3
+    assert "--mtp-num-layers 3 for 5" in tiny.changed
+    assert "--hidden-size 32 for 7168" in tiny.changed
+    assert tiny.left_out == {"--bf16": "float32 instead", "--fp8-format": "float32 instead"}
+    assert tiny.unread == ("--lr",)
+
+
+def test_the_kind_of_model_is_kept() -> None:
+    tiny = shrink(
+        "--mtp-num-layers 1 --multi-latent-attention --kv-lora-rank 512 --num-experts 256 --moe-router-topk 8 "
+        "--moe-layer-freq ([0]*3+[1]*58) --moe-router-score-function sigmoid --calculate-per-token-loss "
+        "--pipeline-model-parallel-layout Ettt*2|tt|mL --expert-model-parallel-size 8".split()
+    )
+    config = tiny.config
+    assert (config["multi_latent_attention"], config["q_lora_rank"], config["kv_lora_rank"]) == (True, None, 16)
+    assert (config["num_moe_experts"], config["moe_layer_freq"]) == (4, [0, 1, 1, 1])
+    assert config["moe_router_score_function"] == "sigmoid"
+    assert config["calculate_per_token_loss"]
+    assert tiny.model["tied"]
+    assert tiny.own_stage
+
+
+def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
+    cases, skipped = cases_of(shrink([*FLAGS, "--context-parallel-size", "8"]), everything=False)
+    assert {case.layout.name for case in cases} == {"1 process", "DP 2", "CP 2"}
+    assert skipped["EP 2"] == "the flags have no experts"
+    every, skipped = cases_of(TINY, everything=True)
+    assert len(every) > 2 * len(cases)
+    assert [*skipped] == ["EP 2"]
+    assert any(case.per_token for case in every)
+    assert any(case.recompute for case in every)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--num-layers 4", "have no MTP layers"),
+        ("--mtp-num-layers two", "--mtp-num-layers is 'two'; give a whole number"),
+        ("--mtp-num-layers", "--mtp-num-layers has no value"),
+        ("--mtp-num-layers 1 --norm-epsilon small", "--norm-epsilon is 'small'; give a number"),
+        ("--mtp-num-layers 1 --position-embedding-type alibi", "cannot shrink"),
+        ("--mtp-num-layers 1 --hybrid-layer-pattern M*M*/*", "--hybrid-layer-pattern cannot be shrunk"),
+        ("pretrain_gpt.py --mtp-num-layers 1", "'pretrain_gpt.py', which is not a flag"),
+    ],
+)
+def test_what_cannot_be_shrunk_is_refused_in_a_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", *words.split()], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+def test_flags_of_a_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "num_layers: 61\nswiglu: true\nbf16: false\nmtp-num-layers: 2\nrecompute_modules: [core_attn, mlp]\n"
+    )
+    words = "--num-layers 61 --swiglu --mtp-num-layers 2 --recompute-modules core_attn mlp"
+    assert words_of(file) == words.split()
+    file.write_text("- a list")
+    with pytest.raises(ValueError, match="no mapping"):
+        words_of(file)
+
+
+def test_no_launch_line_and_no_megatron_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        ([], "there is no launch line"),
+        (["--seconds", "0", "--", *FLAGS], "--seconds is 0.0"),
+        (["--megatron", str(tmp_path), "--", *FLAGS], "has no folder megatron/core"),
+    ):
+        assert main(arguments, "megatron-mtp prove") == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_megatron_that_cannot_be_imported_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('a module of ours is missing')\n")
+    assert main(["--megatron", str(tmp_path), "--", *FLAGS], "megatron-mtp prove") == 2
+    said = capsys.readouterr().err
+    assert "cannot be imported (ImportError: a module of ours is missing)" in said
+    assert len(said.splitlines()) == 1
+
+
+# --- reference -------------------------------------------------------------------------------------------------------
+
+
+def plain_losses(weights: Weights, kind: str, number: int) -> list[tuple[Tensor, float]]:
+    """Sum and count of the main loss and of each depth, a document after the other, with torch's own functions."""
+    batch = batch_of(kind, number)
+    assert batch.labels is not None
+    found = [(torch.zeros((), dtype=torch.float64), 0.0)] * 3
+    bounds = batch.held or [0, batch.tokens.size(1)]
+
+    def norm(name: str, values: Tensor) -> Tensor:
+        return rms_norm(values, (32,), weights[f"{name}.weight"], 1e-5)
+
+    def layer(prefix: str, values: Tensor) -> Tensor:
+        mixed = norm(f"{prefix}input_layernorm", values) @ weights[f"{prefix}self_attention.linear_qkv.weight"].T
+        query, key, value = (part.transpose(0, 1) for part in mixed.view(-1, 4, 3, 8).unbind(2))
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
+        values = values + attended @ weights[f"{prefix}self_attention.linear_proj.weight"].T
+        inner = norm(f"{prefix}pre_mlp_layernorm", values) @ weights[f"{prefix}mlp.linear_fc1.weight"].T
+        gate, up = inner.chunk(2, -1)
+        return values + (silu(gate) * up) @ weights[f"{prefix}mlp.linear_fc2.weight"].T
+
+    embedding, head = weights["embedding.word_embeddings.weight"], weights["output_layer.weight"]
+    for row, labels, mask in zip(batch.tokens, batch.labels, batch.mask, strict=True):
+        for start, end in pairwise(bounds):
+            tokens, targets, counts = row[start:end], labels[start:end], mask[start:end].double()
+            hidden = embedding[tokens]
+            for number_ in range(4):
+                hidden = layer(f"decoder.layers.{number_}.", hidden)
+            hidden = norm("decoder.final_layernorm", hidden)
+            for depth in range(min(3, end - start)):
+                if depth:  # position i takes the token at i + depth, and predicts the one behind it
+                    prefix = f"mtp.layers.{depth - 1}."
+                    hidden = hidden[:-1]
+                    both = [norm(f"{prefix}enorm", embedding[tokens[depth:]]), norm(f"{prefix}hnorm", hidden)]
+                    hidden = torch.cat(both, -1) @ weights[f"{prefix}eh_proj.weight"].T
+                    hidden = norm(f"{prefix}final_layernorm", layer(f"{prefix}mtp_model_layer.", hidden))
+                losses = cross_entropy(hidden @ head.T, targets[depth:], reduction="none")
+                total, count = found[depth]
+                found[depth] = total + (losses * counts[depth:]).sum(), count + float(counts[depth:].sum())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rows", "holes", "packed"])
+def test_the_reference_is_the_model_of_the_paper_document_by_document(kind: str) -> None:
+    weights = weights_of(TINY)
+    plain = [plain_losses(weights, kind, number) for number in range(2)]
+    total = sum((main / count + 0.05 * (one / n + two / m)) / 2 for (main, count), (one, n), (two, m) in plain)
+    gradients = torch.autograd.grad(torch.as_tensor(total), list(weights.values()))
+    batches = [Microbatch.of(batch_of(kind, number), ranks=1) for number in range(2)]
+    right = expected(Model(weights, TINY.config, TINY.model), batches, per_token=False)
+    logged = [sum(float(one[depth][0].detach()) / one[depth][1] for one in plain) / 2 for depth in (1, 2)]
+    assert right.logged == pytest.approx(logged, rel=1e-12)
+    for name, gradient in zip(weights, gradients, strict=True):
+        torch.testing.assert_close(right.gradients[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_per_token_loss_weighs_microbatches_by_their_targets() -> None:
+    weights = weights_of(TINY)
+    plain = [plain_losses(weights, "holes", number) for number in range(2)]
+    every = sum(main[1] for main, *_ in plain)
+    total = sum((main + 0.05 * count * (one / n + two / m)) / every for (main, count), (one, n), (two, m) in plain)
+    gradient = torch.autograd.grad(torch.as_tensor(total), weights["mtp.layers.0.eh_proj.weight"])[0]
+    batches = [Microbatch.of(batch_of("holes", number), ranks=1) for number in range(2)]
+    right = expected(Model(weights, TINY.config, TINY.model), batches, per_token=True)
+    torch.testing.assert_close(right.gradients["mtp.layers.0.eh_proj.weight"], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
+    batch = Microbatch.of(batch_of("packed", 0), ranks=2)
+    owner, _ = batch.owners()
+    assert owner.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0] + [0] * 3 + [1] * 6 + [0] * 3
+    assert [worker.positions_of([0, 4, 12], 2, rank).tolist() for rank in (0, 1)] == [
+        [0, 3, 4, 5, 10, 11],
+        [1, 2, 6, 7, 8, 9],
+    ]
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def told(tmp_path: Path, case: Case, weights: Weights, rule: Rule, **changes: Any) -> dict[str, Any]:
+    """What ranks would tell whose Megatron follows a rule."""
+    batches = [
+        Microbatch.of(batch_of(case.batch, number), case.layout.context)
+        for number in range(MICROBATCHES * case.layout.data)
+    ]
+    model = Model(weights, TINY.config, TINY.model)
+    found = expected(model, batches, case.per_token, rule)
+    without = Model(weights, TINY.config | {"mtp_num_layers": 0}, TINY.model)
+    trunk = expected(without, batches, case.per_token).gradients
+    main = sum(float((values * mask).sum()) for (values, mask), *_ in map(model.losses, batches))
+    control = {name: one for name, one in trunk.items() if not name.startswith("mtp.")}
+    content = {
+        "step": {"logged": found.logged, "gradients": found.gradients, "apart": {}},
+        "control": {"logged": [], "main": [main], "gradients": control, "apart": {}},
+        "weights": {name: one.detach() for name, one in weights.items()},
+    }
+    for part, values in changes.items():
+        content[part] |= values
+    torch.save(content, tmp_path / "case.pt")
+    return {"case": 0, "file": str(tmp_path / "case.pt")}
+
+
+def judged(event: dict[str, Any], case: Case, tiny: Tiny = TINY) -> Verdict:
+    judge = Judge(tiny)
+    return judge.with_causes([judge.verdict(case, event)])[0]
+
+
+def test_right_numbers_are_right_in_every_kind_of_batch(tmp_path: Path) -> None:
+    weights = weights_of(TINY)
+    for case in (
+        Case(ONE, "holes", True),
+        Case(CP, "padded", False),
+        Case(DP, "packed", True),
+        Case(ONE, "unlabelled", False),
+    ):
+        assert judged(told(tmp_path, case, weights, PAPER), case).status == RIGHT
+
+
+CAUSES: list[tuple[Case, Rule, str]] = [
+    (Case(CP, "holes", False), Rule(divisor="ranks", shown="ranks"), "context-parallel ranks' own means"),
+    (Case(CP, "packed", True), Rule(divisor="ranks", shown="ranks"), "context-parallel ranks' own means"),
+    (Case(ONE, "padded", False), Rule(follow="true offsets"), "without padding"),
+    (Case(ONE, "holes", False), Rule(masks=-1), "a mask of the tokens"),
+    (Case(ONE, "holes", False), Rule(factor=2.0), "lambda were not divided"),
+    (Case(ONE, "packed", False), Rule(follow="buffer"), "run into each other"),
+    (Case(ONE, "holes", True), Rule(divisor="main"), "targets of the main loss"),
+    (Case(ONE, "rows", False), Rule(detached=frozenset({"head"})), "no gradient to the output layer"),
+    (Case(ONE, "rows", False), Rule(log_factor=3.0), "a log of 3 times"),
+]
+
+
+@pytest.mark.parametrize(("case", "rule", "words"), CAUSES, ids=[words for *_, words in CAUSES])
+def test_the_cause_of_wrong_numbers_is_named(tmp_path: Path, case: Case, rule: Rule, words: str) -> None:
+    verdict = judged(told(tmp_path, case, weights_of(TINY), rule), case)
+    assert verdict.status == WRONG
+    assert verdict.cause is not None
+    assert words in verdict.cause.words
+
+
+def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:
+    case = Case(ONE, "holes", False)
+    rule = Rule(masks=-1, tokens=1, factor=0.7)
+    verdict = judged(told(tmp_path, case, weights_of(TINY), rule), case)
+    assert (verdict.status, verdict.cause) == (WRONG, None)
+
+
+def test_copies_of_a_weight_that_differ_are_wrong(tmp_path: Path) -> None:
+    case, name = Case(ONE, "rows", False), "embedding.word_embeddings.weight"
+    verdict = judged(told(tmp_path, case, weights_of(TINY), PAPER, step={"apart": {name: 0.5}}), case)
+    assert (verdict.status, verdict.worst) == (WRONG, (name, 0.5))
+
+
+def test_a_trunk_that_is_wrong_by_itself_is_no_verdict_on_mtp(tmp_path: Path) -> None:
+    case, weights = Case(ONE, "rows", False), weights_of(TINY)
+    event = told(tmp_path, case, weights, PAPER)
+    content = torch.load(event["file"])
+    content["control"]["gradients"]["decoder.final_layernorm.weight"] *= 1.5
+    torch.save(content, event["file"])
+    verdict = judged(event, case)
+    assert verdict.status == NOT_RUN
+    assert "without MTP layers too (decoder.final_layernorm.weight by 50.0%)" in verdict.words
+
+
+def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process(tmp_path: Path) -> None:
+    weights, alone, two = weights_of(TINY), Case(ONE, "holes", False), Case(CP, "holes", False)
+    judge = Judge(TINY)
+    foreign = {"control": {"main": [1.0]}}
+    assert judge.verdict(alone, told(tmp_path, alone, weights, PAPER, **foreign)).convention == "1 process"
+    right = judge.verdict(two, told(tmp_path, two, weights, PAPER, **foreign))
+    wrong = judge.verdict(two, told(tmp_path, two, weights, Rule(divisor="ranks", shown="ranks"), **foreign))
+    replicas = replace(two, layout=DP)
+    assert [right.status, wrong.status] == [RIGHT, WRONG]
+    assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == NOT_RUN
+
+
+def test_every_cause_has_numbers_of_its_own() -> None:
+    """No bent rule gives the paper's numbers in the case that it is for, or it would explain nothing."""
+    case, weights = Case(CP, "padded", False), weights_of(TINY)
+    model = Model(weights, TINY.config, TINY.model)
+    batches = [Microbatch.of(batch_of(case.batch, number), 2) for number in range(MICROBATCHES)]
+    right = expected(model, batches, False)
+    for hypothesis in hypotheses(case, TINY):
+        bent = expected(model, batches, False, hypothesis.rule)
+        same = all(torch.allclose(bent.gradients[name], one, rtol=1e-6) for name, one in right.gradients.items())
+        assert not (same and bent.logged == pytest.approx(right.logged, rel=1e-6)), hypothesis.words
+
+
+# --- ranks that fail, and what is printed -----------------------------------------------------------------------------
+
+
+def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "at-1").write_text("7")
+    stack = 'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed.py", line 4 in wait\n'
+    stack += '  File "/x/megatron/core/transformer/multi_token_prediction.py", line 205 in roll_tensor\n'
+    (tmp_path / "stack-1").write_text(stack)
+    assert worker._why(tmp_path, [1]) == (
+        7,
+        "rank 1 hangs in roll_tensor (multi_token_prediction.py:205) and was ended",
+    )
+
+
+def test_a_failure_before_there_is_a_model_is_no_fault() -> None:
+    case = Case(CP, "padded", False)
+    failed = "rank 0: IndexError: list index out of range (multi_token_prediction.py:315)"
+    refused = judged({"case": 0, "failed": "rank 0: ValueError: no", "built": False}, case)
+    crashed = judged({"case": 0, "failed": failed, "built": True}, case)
+    assert (refused.status, crashed.status) == (NOT_RUN, WRONG)
+    assert crashed.cause is not None
+    assert crashed.cause.known == (4495, 6205)
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Proof:
+    weights, case = weights_of(TINY), Case(CP, "holes", False)
+    source = tmp_path / "site/megatron/core/transformer/multi_token_prediction.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("import torch\n\n            safe_num_tokens = num_tokens.clamp(min=1)\n")
+    wrong = judged(told(tmp_path, case, weights, Rule(divisor="ranks", shown="ranks")), case)
+    alone = Case(ONE, "holes", False)
+    right = judged(told(tmp_path, alone, weights, PAPER), alone)
+    return Proof("0.19.2", source, TINY, [right, wrong], {"norms": "why"}, {"EP 2": "the flags have no experts"})
+
+
+WAYS: list[Callable[[Proof], str]] = [as_text, as_page, lambda proof: json.dumps(as_json(proof))]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["text", "page", "json"])
+def test_a_wrong_case_is_told_with_place_and_issue(proof: Proof, way: Callable[[Proof], str]) -> None:
+    said = " ".join(way(proof).split())
+    for words in ("CP 2, rows with holes", "multi_token_prediction.py:3", "NVIDIA/Megatron-LM#7498"):
+        assert words in said
+    assert not proof.is_right
+
+
+def test_the_text_has_a_line_for_what_was_not_tried(proof: Proof) -> None:
+    lines = as_text(proof).splitlines()
+    assert "right   1 process, rows with holes in the loss mask" in lines
+    assert "not run EP 2: the flags have no experts" in lines
+    assert max(map(len, lines)) <= 120

@@ -120,14 +120,19 @@ def _of_divisors() -> Iterator[Hypothesis]:
 
 def _of_shifts(packed: bool) -> Iterator[Hypothesis]:
     roll = PACKED_ROLL if packed else ROLL
-    yield Hypothesis("a mask of the tokens, one shift behind the targets", Rule(masks=-1), (MASK,))
-    yield Hypothesis("a mask that is shifted once too often", Rule(masks=1), (MASK,))
-    yield Hypothesis("a loss of masked targets too", Rule(masked=False), (MASK,))
-    yield Hypothesis("targets one shift behind", Rule(labels=-1), (LABELS,))
-    yield Hypothesis("targets that are shifted once too often", Rule(labels=1), (LABELS,))
-    yield Hypothesis("targets and mask one shift behind", Rule(labels=-1, masks=-1), (LABELS,))
-    yield Hypothesis("embeddings of the tokens one shift behind", Rule(tokens=-1), (EMBEDDING,))
-    yield Hypothesis("embeddings of tokens that are shifted once too often", Rule(tokens=1), (EMBEDDING,))
+    for how, words in (
+        ("never", "that are never shifted"),
+        ("late", "one shift behind"),
+        ("early", "one shift ahead"),
+        ("twice", "that are shifted twice for each depth"),
+    ):
+        yield Hypothesis(f"masks {words}", Rule(masks=how), (MASK,))
+        yield Hypothesis(f"targets {words}", Rule(labels=how), (LABELS,))
+        yield Hypothesis(f"targets and masks {words}", Rule(labels=how, masks=how), (LABELS,))
+        yield Hypothesis(f"embeddings of tokens {words}", Rule(tokens=how), (EMBEDDING,))
+    yield Hypothesis("sums of masked targets too, divided by the others", Rule(masked=False), (MASK,))
+    every = Rule(masked=False, divisor="positions", shown="positions")
+    yield Hypothesis("a mean of masked targets too", every, (MASK,))
     yield Hypothesis("a last token that is followed by its document's first", Rule(follow="circle"), (roll,))
     if packed:
         yield Hypothesis("documents that run into each other", Rule(follow="buffer"), (roll,))

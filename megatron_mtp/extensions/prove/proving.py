@@ -104,6 +104,7 @@ def prove(tiny: Tiny, cases: Sequence[Case], skipped: dict[str, str], megatron: 
     Raises:
         ValueError: that Megatron cannot be imported.
     """
+    torch.set_num_threads(1)  # the products are tiny: threads would only wait for each other
     with (
         tempfile.TemporaryDirectory(prefix="prove-") as name,
         _ranks(tiny, cases, megatron, seconds, Path(name)) as told,

@@ -8,7 +8,7 @@ A `Rule` says how tokens follow each other, what counts and what is divided by w
 of the paper, by documents, over a whole microbatch. Letters in names: N all positions of a microbatch, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,7 +37,7 @@ class Rule:
         follow: which token is next: within the "document", "row" (the last is followed by none), "buffer" (documents
             run into each other), "circle" (a document's last token is followed by its first), "true offsets" (documents
             end where they would without padding), "chunk" or "local" (a context-parallel rank's own chunk or tokens).
-        tokens, labels, masks: how many tokens more, or less than none, each is shifted.
+        tokens, labels, masks: how often each is shifted at a depth, a key of SHIFTS.
         masked: whether masked targets are left out of the sum.
         positions: whether position ids are shifted along with the tokens.
         divisor: what a depth's sum is divided by: the "depth"'s own targets, by context-parallel "ranks", those of the
@@ -55,9 +55,9 @@ class Rule:
     """
 
     follow: str = "document"
-    tokens: int = 0
-    labels: int = 0
-    masks: int = 0
+    tokens: str = "on time"
+    labels: str = "on time"
+    masks: str = "on time"
     masked: bool = True
     positions: bool = True
     divisor: str = "depth"
@@ -73,6 +73,15 @@ class Rule:
 
 
 PAPER = Rule()
+
+SHIFTS: dict[str, Callable[[int], int]] = {
+    "on time": lambda depth: depth,
+    "never": lambda depth: 0,
+    "late": lambda depth: depth - 1,
+    "early": lambda depth: depth + 1,
+    "twice": lambda depth: 2 * depth,
+}
+"""How often something is shifted until a depth."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +191,14 @@ class Model:
         first = first.detach() if "hidden" in detached else first
         state = first
         for depth in range(1, int(self.config["mtp_num_layers"]) + 1):
-            steps = max(0, depth + rule.tokens)
+            steps = SHIFTS[rule.tokens](depth)
             place = shifted(batch.positions, after, steps) if rule.positions else batch.positions
             embedded = self.embedded(shifted(batch.tokens, after, steps), place, "positions" in detached)
             embedded = embedded.detach() if "embedding" in detached else embedded
             state = self._layer_of_mtp(depth, embedded, state if rule.hidden == "previous" else first, batch, rule)
             logits = state @ (head.detach() if "head" in detached else head).T
-            counted = shifted(mask, after, max(0, depth + rule.masks)) if rule.masked else torch.ones_like(mask)
-            found.append((_nll(logits, shifted(labels, after, max(0, depth + rule.labels))), counted))
+            counted = shifted(mask, after, SHIFTS[rule.masks](depth))
+            found.append((_nll(logits, shifted(labels, after, SHIFTS[rule.labels](depth))), counted))
         return found
 
     def _detaches(self) -> bool:
@@ -379,11 +388,11 @@ def total_of(
         total = total + share * main[number] / counts[number]
         for depth in range(1, depths + 1):
             counts_of_depth = [one[depth][1].sum() for one in found]
-            mean = _mean(batch, losses, depth, rule.divisor, counts_of_depth, by_count=per_token)
+            mean = _mean(batch, losses, depth, rule.divisor, counts_of_depth, per_token, rule.masked)
             shown = (
                 mean
                 if rule.shown == rule.divisor and not (per_token and rule.divisor == "ranks")
-                else _mean(batch, losses, depth, rule.shown, counts_of_depth, by_count=False)
+                else _mean(batch, losses, depth, rule.shown, counts_of_depth, False, rule.masked)
             )
             own = rule.single[depth - 1] if rule.single else 1.0
             total = total + weight * own * share * mean
@@ -398,16 +407,18 @@ def _mean(
     divisor: str,
     counts: list[Tensor],
     by_count: bool,
+    masked: bool,
 ) -> Tensor:
     """A depth's loss in a microbatch.
 
     Args:
         divisor: see `Rule`.
         counts: the depth's targets in all microbatches.
+        masked: whether masked targets are left out of the sum.
         by_count: whether the means of context-parallel ranks weigh as much as the targets of their main loss.
     """
     values, mask = losses[depth]
-    sums, main = values * mask, losses[0][1]
+    sums, main = values * mask if masked else values, losses[0][1]
     if divisor == "ranks":
         owner = batch.owners()[0]
         own = [owner == rank for rank in range(batch.ranks)]

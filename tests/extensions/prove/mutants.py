@@ -62,12 +62,22 @@ CONCATENATED = "torch.cat((decoder_input, hidden_states), -1)"
 CALLED = "            hidden_states, input_ids, position_ids, padding_mask = self.layers[layer_idx]("
 
 MUTANTS = (
-    Mutant("mask not shifted", *_mask("num_tokens = loss_mask.sum()"), "mask"),
-    Mutant("mask ignored in the sum", "mtp_loss = loss_mask * mtp_loss", "mtp_loss = 1.0 * mtp_loss", "masked targets"),
-    Mutant("labels not shifted", LABELS, "        pass", "targets"),
-    Mutant("labels shifted twice", LABELS, LABELS + "\n" + LABELS, "targets"),
-    Mutant("tokens not shifted", ROLLED_IDS, "        pass", "embeddings of the tokens"),
-    Mutant("tokens shifted twice", ROLLED_IDS, ROLLED_IDS + "\n" + ROLLED_IDS, "embeddings of tokens"),
+    Mutant("mask not shifted", *_mask("num_tokens = loss_mask.sum()"), "masks that are never shifted"),
+    Mutant(
+        "mask ignored in the sum",
+        "mtp_loss = loss_mask * mtp_loss",
+        "mtp_loss = 1.0 * mtp_loss",
+        "sums of masked targets",
+    ),
+    Mutant("labels not shifted", LABELS, "        pass", "targets that are never shifted"),
+    Mutant("labels shifted twice", LABELS, LABELS + "\n" + LABELS, "targets that are shifted twice"),
+    Mutant("tokens not shifted", ROLLED_IDS, "        pass", "embeddings of tokens that are never"),
+    Mutant(
+        "tokens shifted twice",
+        ROLLED_IDS,
+        ROLLED_IDS + "\n" + ROLLED_IDS,
+        "embeddings of tokens that are shifted twice",
+    ),
     Mutant(
         "rolled end of a row not zeroed",
         "        rolled_tensor.select(dims, shifts).fill_(0)\n",

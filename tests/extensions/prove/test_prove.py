@@ -270,7 +270,7 @@ CAUSES: list[tuple[Case, Rule, str]] = [
     (Case(CP, "holes", False), Rule(divisor="ranks", shown="ranks"), "context-parallel ranks' own means"),
     (Case(CP, "packed", True), Rule(divisor="ranks", shown="ranks"), "context-parallel ranks' own means"),
     (Case(ONE, "padded", False), Rule(follow="true offsets"), "without padding"),
-    (Case(ONE, "holes", False), Rule(masks=-1), "a mask of the tokens"),
+    (Case(ONE, "holes", False), Rule(masks="never"), "masks that are never shifted"),
     (Case(ONE, "holes", False), Rule(factor=2.0), "lambda were not divided"),
     (Case(ONE, "packed", False), Rule(follow="buffer"), "run into each other"),
     (Case(ONE, "holes", True), Rule(divisor="main"), "targets of the main loss"),
@@ -289,7 +289,7 @@ def test_the_cause_of_wrong_numbers_is_named(tmp_path: Path, case: Case, rule: R
 
 def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:
     case = Case(ONE, "holes", False)
-    rule = Rule(masks=-1, tokens=1, factor=0.7)
+    rule = Rule(masks="late", tokens="early", factor=0.7)
     verdict = judged(told(tmp_path, case, weights_of(TINY), rule), case)
     assert (verdict.status, verdict.cause) == (WRONG, None)
 

@@ -14,7 +14,7 @@ ROWS, MICROBATCHES = 2, 3
 
 BATCHES = {
     "rows": "rows",
-    "holes": "rows with holes in the loss mask",
+    "holes": "masked rows",
     "packed": "packed documents",
     "padded": "packed and padded documents",
     "unlabelled": "rows without labels",
@@ -82,12 +82,17 @@ class Case:
     @property
     def title(self) -> str:
         """Its words."""
-        words = [self.layout.name, BATCHES[self.batch]]
+        return f"{self.layout.name}, {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """The words without its layout's."""
+        words = [BATCHES[self.batch]]
         if self.recompute:
             words.append("recomputed activations")
         if not self.own_option:
             words.append("per-token loss" if self.per_token else "loss of microbatches")
-        return ", ".join(words)
+        return " with ".join(words)
 
     def settings(self, depths: int) -> dict[str, Any]:
         """Fields of TransformerConfig that the case sets for so many MTP layers."""

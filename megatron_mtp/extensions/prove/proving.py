@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -196,7 +197,7 @@ def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:
     """Raises ValueError where another Megatron than that of the folder was imported."""
     if megatron is not None and "megatron" in event:
         file = Path(event["megatron"]["file"])
-        if megatron.resolve() not in file.resolve().parents:
+        if (megatron / "megatron/core").resolve() not in file.resolve().parents:
             raise ValueError(f"--megatron {megatron} is not what Python imports, but {file}; uninstall that one.")
 
 
@@ -241,11 +242,16 @@ class Judge:
         return verdict
 
     def _of_failure(self, case: Case, event: dict[str, Any]) -> Verdict:
+        failed = str(event["failed"])
+        refusal = re.match(r"rank \d+: (?:ValueError|AssertionError|NotImplementedError): (.*)", failed)
+        in_mtp = "multi_token_prediction.py" in failed
+        if refusal is not None and not in_mtp:
+            return Verdict(case, NOT_RUN, words=f"Megatron refuses it: {refusal[1]}")
         if not event["built"]:
-            return Verdict(case, NOT_RUN, words=f"Megatron does not build it: {event['failed']}")
-        if case.batch == "padded" and case.layout.context > 1 and "multi_token_prediction" in event["failed"]:
+            return Verdict(case, NOT_RUN, words=f"Megatron does not build it: {failed}")
+        if case.batch == "padded" and case.layout.context > 1 and in_mtp:
             self.candidates[id(case)] = [OFFSETS]
-        return Verdict(case, WRONG, words=event["failed"])
+        return Verdict(case, WRONG, words=failed)
 
     def _why_foreign(self, model: Model, batches: Sequence[Microbatch], found: dict[str, Any]) -> str:
         """Why eq. 21-25 do not describe the model: another trunk, or weights that they do not have."""

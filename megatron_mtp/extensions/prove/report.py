@@ -1,12 +1,12 @@
 """The verdicts as text, as JSON and as a static page."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from textwrap import wrap
 from typing import Any
 
-from megatron_mtp.extensions.prove.cases import MICROBATCHES
+from megatron_mtp.extensions.prove.cases import MICROBATCHES, Case
 from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
 from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
 
@@ -22,16 +22,22 @@ BY_ONE = "Compared with one process: the equations do not describe this model."
 def as_text(proof: Proof) -> str:
     """A line for each verdict, the right ones together."""
     lines = [*_head(proof), ""]
-    right = [verdict.case.title for verdict in proof.verdicts if verdict.status == RIGHT]
-    if right:
-        lines += _hanging("right", "; ".join(right))
-    for titles, verdict in _wrong(proof):
-        lines += _hanging(WRONG, "; ".join(titles))
+    if right := [verdict.case for verdict in proof.verdicts if verdict.status == RIGHT]:
+        lines += _hanging("right", titles(right))
+    for cases, verdict in _wrong(proof):
+        lines += _hanging(WRONG, titles(cases))
         lines += _hanging("", explained(verdict, proof))
-    lines += [
-        line for words, titles in not_run(proof).items() for line in _hanging(NOT_RUN, f"{'; '.join(titles)}: {words}")
-    ]
+    for words, what in not_run(proof).items():
+        lines += _hanging(NOT_RUN, f"{what}: {words}")
     return "\n".join(lines)
+
+
+def titles(cases: Iterable[Case]) -> str:
+    """Cases by layout: "TP 2 (rows, packed documents); PP 2 (rows)"."""
+    by_layout: dict[str, list[str]] = {}
+    for case in cases:
+        by_layout.setdefault(case.layout.name, []).append(case.kind)
+    return "; ".join(f"{layout} ({', '.join(kinds)})" for layout, kinds in by_layout.items())
 
 
 def _head(proof: Proof) -> list[str]:
@@ -52,26 +58,29 @@ def _head(proof: Proof) -> list[str]:
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
 
 
-def _wrong(proof: Proof) -> Iterator[tuple[list[str], Verdict]]:
-    """Titles of the wrong cases of a cause, with the first of them; cases without a cause by themselves."""
+def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
+    """The wrong cases of a cause, with the verdict on one that has numbers; cases without a cause by themselves."""
     groups: dict[Any, list[Verdict]] = {}
     for verdict in proof.verdicts:
         if verdict.status == WRONG:
             groups.setdefault(verdict.cause or id(verdict), []).append(verdict)
     for verdicts in groups.values():
         shown = next((one for one in verdicts if one.logged), verdicts[0])
-        yield [verdict.case.title for verdict in verdicts], shown
+        yield [verdict.case for verdict in verdicts], shown
 
 
-def not_run(proof: Proof) -> dict[str, list[str]]:
+def not_run(proof: Proof) -> dict[str, str]:
     """Reason to the cases and layouts that were not tried for it."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Case]] = {}
     for verdict in proof.verdicts:
         if verdict.status == NOT_RUN:
-            found.setdefault(verdict.words, []).append(verdict.case.title)
+            found.setdefault(verdict.words, []).append(verdict.case)
+    layouts: dict[str, list[str]] = {}
     for layout, words in proof.skipped.items():
-        found.setdefault(words, []).append(layout)
-    return found
+        layouts.setdefault(words, []).append(layout)
+    return {words: titles(cases) for words, cases in found.items()} | {
+        words: "; ".join(names) for words, names in layouts.items()
+    }
 
 
 def explained(verdict: Verdict, proof: Proof) -> str:
@@ -102,7 +111,7 @@ def numbers(verdict: Verdict) -> str:
     name, far = verdict.worst
     wrong, every = verdict.wrong
     of_gradients = f"{wrong} of {every} gradients are off, {name} by {far:.1%}" if wrong else "all gradients are right"
-    return f"{'; '.join(off) or 'The log is right'}; {of_gradients}."
+    return f"{verdict.case.title}: {'; '.join(off) or 'the log is right'}; {of_gradients}."
 
 
 def _hanging(first: str, text: str) -> list[str]:

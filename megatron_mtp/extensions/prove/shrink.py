@@ -232,7 +232,6 @@ def shrink(words: Sequence[str]) -> Tiny:
         "gradient_accumulation_fusion": False,
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": True,
-        "perform_initialization": False,
     }
     heads = line.whole("--num-attention-heads", HEADS)
     grouped = line.has("--group-query-attention") and line.whole("--num-query-groups", 1) < heads

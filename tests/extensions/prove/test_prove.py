@@ -349,12 +349,14 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_failure_before_there_is_a_model_is_no_fault() -> None:
+def test_a_refusal_of_megatron_is_no_fault_and_a_crash_is() -> None:
     case = Case(CP, "padded", False)
     failed = "rank 0: IndexError: list index out of range (multi_token_prediction.py:315)"
-    refused = judged({"case": 0, "failed": "rank 0: ValueError: no", "built": False}, case)
+    refused = judged({"case": 0, "failed": "rank 1: ValueError: not with experts (moe.py:6)", "built": True}, case)
+    unbuilt = judged({"case": 0, "failed": "rank 0: TypeError: no field", "built": False}, case)
     crashed = judged({"case": 0, "failed": failed, "built": True}, case)
-    assert (refused.status, crashed.status) == (NOT_RUN, WRONG)
+    assert [one.status for one in (refused, unbuilt, crashed)] == [NOT_RUN, NOT_RUN, WRONG]
+    assert refused.words == "Megatron refuses it: not with experts (moe.py:6)"
     assert crashed.cause is not None
     assert crashed.cause.known == (4495, 6205)
 
@@ -377,13 +379,13 @@ WAYS: list[Callable[[Proof], str]] = [as_text, as_page, lambda proof: json.dumps
 @pytest.mark.parametrize("way", WAYS, ids=["text", "page", "json"])
 def test_a_wrong_case_is_told_with_place_and_issue(proof: Proof, way: Callable[[Proof], str]) -> None:
     said = " ".join(way(proof).split())
-    for words in ("CP 2, rows with holes", "multi_token_prediction.py:3", "NVIDIA/Megatron-LM#7498"):
+    for words in ("CP 2, masked rows", "multi_token_prediction.py:3", "NVIDIA/Megatron-LM#7498"):
         assert words in said
     assert not proof.is_right
 
 
 def test_the_text_has_a_line_for_what_was_not_tried(proof: Proof) -> None:
     lines = as_text(proof).splitlines()
-    assert "right   1 process, rows with holes in the loss mask" in lines
+    assert "right   1 process (masked rows)" in lines
     assert "not run EP 2: the flags have no experts" in lines
     assert max(map(len, lines)) <= 120

@@ -11,7 +11,7 @@ from megatron_mtp.extensions.prove.reference import Rule, Weights
 from megatron_mtp.extensions.prove.shrink import Tiny
 
 ROLL, PACKED_ROLL = r"def roll_tensor\(", r"def _roll_tensor_packed_seq\("
-LOSS, LOG = r"MTPLossAutoScaler\.apply\(hidden_states|MTPLossAutoScaler\.apply\($", r"mtp_loss_for_log = |/ num_tokens,"
+LOSS, LOG = r"MTPLossAutoScaler\.apply\(", r"mtp_loss_for_log = |/ num_tokens,"
 MASK, LABELS = r"loss_mask, num_tokens = roll_tensor\(", r"mtp_labels, _ = roll_tensor\("
 EMBEDDING, JOIN = r"def _get_embeddings\(", r"torch\.cat\(\(decoder_input, hidden_states\)|def _concat_embeddings\("
 CHAIN, SCALE = r"class MultiTokenPredictionBlock\(", r"mtp_loss_scale = "
@@ -80,6 +80,12 @@ def _of_context_ranks(case: Case) -> Iterator[Hypothesis]:
         Rule(shown="ranks"),
         (LOG,),
         (4896,),
+    )
+    yield Hypothesis(
+        "sums that are divided by the targets of the main loss, and a log of the ranks' own means",
+        Rule(divisor="main", shown="ranks"),
+        (LOSS,),
+        (3159, 2417, 4896),
     )
     for inner in (Rule(), RANKS.rule):
         yield Hypothesis(
@@ -190,10 +196,15 @@ def scaled_log(found: list[float], right: list[float]) -> Iterator[Hypothesis]:
 
 
 def place_of(hypothesis: Hypothesis, source: Path) -> str:
-    """FILE:LINE of the cause in the user's Megatron; the file alone where no line is like it."""
-    lines = source.read_text(encoding="utf-8").splitlines()
+    """FILE:LINE of the cause in the user's Megatron; the file alone where no line is like it.
+
+    Args:
+        source: its multi_token_prediction.py; until 0.16 the loss is in gpt_model.py.
+    """
     for pattern in hypothesis.places:
-        for number, line in enumerate(lines, 1):
-            if re.search(pattern, line.rstrip()):
-                return f"{source.name}:{number}"
+        for file in (source, source.parents[1] / "models/gpt/gpt_model.py"):
+            lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+            for number, line in enumerate(lines, 1):
+                if re.search(pattern, line.rstrip()):
+                    return f"{file.name}:{number}"
     return source.name

@@ -1,6 +1,7 @@
 """The verdicts as text, as JSON and as a static page."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from html import escape
 from textwrap import wrap
@@ -63,7 +64,8 @@ def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
     groups: dict[Any, list[Verdict]] = {}
     for verdict in proof.verdicts:
         if verdict.status == WRONG:
-            groups.setdefault(verdict.cause or id(verdict), []).append(verdict)
+            words = re.sub(r"^rank \d+: ", "", verdict.words)
+            groups.setdefault(verdict.cause or words or id(verdict), []).append(verdict)
     for verdicts in groups.values():
         shown = next((one for one in verdicts if one.logged), verdicts[0])
         yield [verdict.case for verdict in verdicts], shown
@@ -102,8 +104,9 @@ def numbers(verdict: Verdict) -> str:
     """Losses and gradients of a wrong case, or what happened in their place."""
     if verdict.words:
         return f"{verdict.words}."
-    pairs = enumerate(zip(verdict.logged, verdict.right, strict=True), 1)
-    off = [
+    pairs = enumerate(zip(verdict.logged, verdict.right, strict=False), 1)
+    off = [] if verdict.logged else ["no MTP loss is logged"]
+    off += [
         f"depth {depth}: {found:.5f}, right {right:.5f}"
         for depth, (found, right) in pairs
         if f"{found:.5f}" != f"{right:.5f}"

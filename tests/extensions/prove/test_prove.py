@@ -287,6 +287,15 @@ def test_the_cause_of_wrong_numbers_is_named(tmp_path: Path, case: Case, rule: R
     assert words in verdict.cause.words
 
 
+def test_a_loss_that_is_not_made_is_named(tmp_path: Path, proof: Proof) -> None:
+    case = Case(ONE, "unlabelled", False)
+    event = told(tmp_path, case, weights_of(TINY), Rule(factor=0.0), step={"logged": []})
+    verdict = judged(event, case)
+    assert verdict.cause is not None
+    assert "no gradient reaches the MTP layers" in verdict.cause.words
+    assert "no MTP loss is logged" in as_text(replace(proof, verdicts=[verdict]))
+
+
 def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:
     case = Case(ONE, "holes", False)
     rule = Rule(masks="late", tokens="early", factor=0.7)

@@ -46,10 +46,15 @@ OFFSETS = Hypothesis(
     (r"cu_seqlens = packed_seq_params\.cu_seqlens_q$", PACKED_ROLL),
     (4495, 6205),
 )
+COPY = Hypothesis(
+    "an embedding whose copy on the stage of the MTP layers keeps its gradient to itself",
+    Rule(detached=frozenset({"embedding"})),
+    (r"self\.embedding = LanguageModelEmbedding\(",),
+)
 POSITIONS = Hypothesis(
     "learned position embeddings whose copy on the stage of the MTP layers keeps its gradient to itself",
     Rule(detached=frozenset({"positions"})),
-    (r"embedding = |def _get_embeddings\(",),
+    (r"self\.embedding = LanguageModelEmbedding\(",),
 )
 
 
@@ -60,6 +65,8 @@ def hypotheses(case: Case, tiny: Tiny) -> Iterator[Hypothesis]:
         yield OFFSETS
     if ranks > 1:
         yield from _of_context_ranks(case)
+    if case.layout.pipeline > 1:
+        yield COPY
     if tiny.model["position_embedding"] == "learned_absolute":
         yield POSITIONS
         yield Hypothesis("position ids that stay when tokens are shifted", Rule(positions=False), (EMBEDDING,))
@@ -96,7 +103,7 @@ def _of_context_ranks(case: Case) -> Iterator[Hypothesis]:
             (3959,),
         )
     for (how, words), inner in product(
-        {"chunk": "chunk's end", "local": "rank's tokens, end to end"}.items(), (Rule(), RANKS.rule)
+        {"chunk": "chunk", "local": "rank's own tokens, end to end"}.items(), (Rule(), RANKS.rule)
     ):
         yield Hypothesis(
             f"tokens that are shifted within a context-parallel {words}",
@@ -172,7 +179,6 @@ def weighed(found: Weights, right: Weights, case: Case, tiny: Tiny) -> Iterator[
     factor = sum(float(one @ other) for one, other in pairs) / square
     scale = float(tiny.config["mtp_loss_scaling_factor"])
     names = {
-        0.0: "nothing: no gradient reaches the MTP layers",
         float(tiny.depths): "as if lambda were not divided by the number of MTP layers",
         1 / tiny.depths: "as if lambda were divided twice by the number of MTP layers",
         float(case.layout.context): "too much by the context-parallel size",
@@ -183,6 +189,8 @@ def weighed(found: Weights, right: Weights, case: Case, tiny: Tiny) -> Iterator[
         float(case.layout.data): "too much by the data-parallel size",
     }
     near = next((words for value, words in names.items() if abs(factor - value) < 1e-4 * max(value, 1)), "")
+    if abs(factor) < 1e-9:
+        near = "that is, no gradient reaches the MTP layers"
     words = f"MTP losses that weigh {factor:.4g} times what they should" + (f", {near}" if near else "")
     yield Hypothesis(words, Rule(factor=factor), (SCALE, LOSS))
 

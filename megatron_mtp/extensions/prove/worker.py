@@ -39,6 +39,7 @@ GRACE = 3.0
 STAND_INS = {
     "torch.cuda (device, streams, memory, random state)": "Megatron asks for a CUDA device",
     "megatron.core.tensor_parallel.random (state of generators, shared storage)": "it reaches past torch.cuda",
+    "is_inference_column_parallel_linear (0.20)": "it compares with classes of Transformer Engine",
     "device='cuda' in torch.tensor, empty, zeros, ones, full, arange": "tensors are made on the CUDA device",
     "Transformer Engine and Apex": "hidden: Megatron's local layers run",
     "core attention": "the local one has neither packed documents nor context parallelism",
@@ -101,9 +102,10 @@ def _on_the_cpu(make: Any) -> Any:
     return made
 
 
-def stand_in_for_generators() -> None:
-    """Put the CPU's random state and storage in the place of CUDA's where Megatron reaches past torch.cuda."""
+def stand_in_in_megatron() -> None:
+    """Put the CPU's random state and storage in the place of CUDA's, and hide a class of Transformer Engine."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_token_prediction
 
     def shared(emptied: Tensor, source: Tensor) -> None:
         storage, filled = emptied.untyped_storage(), source.untyped_storage()
@@ -114,6 +116,9 @@ def stand_in_for_generators() -> None:
     functions._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     functions._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     functions._get_share_storage = lambda: shared
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        functions = multi_token_prediction
+        functions.is_inference_column_parallel_linear = lambda *_, **__: False
 
 
 class GatheredRanks(torch.autograd.Function):
@@ -576,7 +581,7 @@ def main() -> None:
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401  # what every rank would import
     from megatron.core.transformer import multi_token_prediction
 
-    stand_in_for_generators()
+    stand_in_in_megatron()
     said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": STAND_INS}
     say({"megatron": said})
     job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])

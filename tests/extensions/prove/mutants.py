@@ -155,7 +155,12 @@ MUTANTS = (
     Mutant(
         "no final norm", "apply_module(self.final_layernorm)(hidden_states)", "hidden_states", "without final_layernorm"
     ),
-    Mutant("norms exchanged", "apply_module(self.enorm)(decoder_input)", "apply_module(self.hnorm)(decoder_input)", ""),
+    Mutant(
+        "hnorm in the place of enorm",
+        "apply_module(self.enorm)(decoder_input)",
+        "apply_module(self.hnorm)(decoder_input)",
+        "",
+    ),
     Mutant(
         "every depth from the trunk",
         CALLED,
@@ -220,11 +225,37 @@ MUTANTS = (
         "copy of the embedding not summed",
         "def _allreduce_embedding_grad(",
         "def _allreduce_embedding_grad(*_, **__):\n    pass\n\n\ndef _unused_embedding_grad(",
-        "",
+        "copy on the stage of the MTP layers",
         "distributed/finalize_model_grads.py",
         ((PP, "holes"),),
     ),
 )
+
+CURES = (
+    Mutant(
+        "padded offsets",
+        "cu_seqlens = packed_seq_params.cu_seqlens_q\n",
+        "padded = packed_seq_params.cu_seqlens_q_padded\n"
+        "    cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded\n",
+        "",
+        cases=((ONE, "padded"),),
+    ),
+    Mutant(
+        "counts of all context-parallel ranks",
+        "        mtp_loss = loss_mask * mtp_loss\n",
+        "        mtp_loss = loss_mask * mtp_loss\n"
+        "        if cp_group is not None and cp_group.size() > 1:\n"
+        "            num_tokens = num_tokens.clone()\n"
+        "            torch.distributed.all_reduce(num_tokens, group=cp_group)\n"
+        "            mtp_loss = mtp_loss * cp_group.size()  # DDP and the log average over these ranks\n"
+        "            if mtp_layer_number == 0:\n"
+        "                original_num_tokens = original_num_tokens.clone() / cp_group.size()\n"
+        "                torch.distributed.all_reduce(original_num_tokens, group=cp_group)\n",
+        "",
+        cases=((CP, "rows"), (CP, "holes"), (CP, "packed")),
+    ),
+)
+"""What corrects the faults of Megatron-Core 0.19.2, in the form of a mutant: then its cases are right."""
 
 
 @contextmanager

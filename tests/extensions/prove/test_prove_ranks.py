@@ -1,14 +1,15 @@
 """`prove` with ranks: Megatron's own block, as it is and with planted faults."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, Mutant, planted, proof_of
+from mutants import CURES, MUTANTS, Mutant, planted, proof_of
 
 from megatron_mtp.extensions.prove.cases import ONE, Case
 from megatron_mtp.extensions.prove.command import main
-from megatron_mtp.extensions.prove.proving import WRONG, prove
+from megatron_mtp.extensions.prove.proving import RIGHT, WRONG, prove
 from megatron_mtp.extensions.prove.shrink import shrink
 
 FLAGS = (
@@ -42,6 +43,13 @@ def test_a_planted_fault_is_found_and_named(mutant: Mutant) -> None:
     wrong = [verdict for verdict in proof_of(mutant).verdicts if verdict.status == WRONG]
     assert wrong
     assert mutant.cause in " ".join(verdict.cause.words for verdict in wrong if verdict.cause is not None)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", "--calculate-per-token-loss"])
+@pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.name)
+def test_a_corrected_megatron_is_right(cure: Mutant, more: str) -> None:
+    assert {verdict.status for verdict in proof_of(replace(cure, more=more)).verdicts} == {RIGHT}
 
 
 @pytest.mark.matrix

@@ -70,6 +70,7 @@ def attach(
     weight: float | None = None,
     block: str = OWN,
     mask_at: str = TOKENS,
+    true_vocab_size: int | None = None,
 ) -> "Attached":
     """Attach MTP layers or a drafter to a `GPTModel` or `HybridModel` of Megatron's, or train the layers that it has.
 
@@ -94,6 +95,8 @@ def attach(
         mask_at: where the loss mask of a forward without labels stands. 'tokens', as in Megatron-Core since 0.19: it
             is 1 at position i where `input_ids[i]` counts. 'labels': where `input_ids[i + 1]` does. With labels it
             stands at them.
+        true_vocab_size: tokens, where further rows of the output layer only pad it; they then have no probability in
+            the losses, and an exported drafter has no row for them. None if every row is a token.
 
     Raises:
         ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
@@ -109,6 +112,11 @@ def attach(
     heads = _heads(settings, depths or chunks[0].config.mtp_num_layers or 0)
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
+    if true_vocab_size is not None and not 1 <= true_vocab_size <= chunks[0].vocab_size:
+        raise ValueError(
+            f"true_vocab_size is {true_vocab_size}, and the output layer has {chunks[0].vocab_size} rows; give at most "
+            "those."
+        )
     for chunk in chunks:
         _check(chunk, depths, settings, weight, block, adopts)
     for head in heads:
@@ -118,7 +126,7 @@ def attach(
     if heads[-1].settings.drafter is not None:
         from megatron_mtp.model.stock_drafter import add_drafter, described
 
-        drafter = described(chunks[-1], heads[-1])
+        drafter = described(chunks[-1], heads[-1], true_vocab_size)
     if not adopts and depths is not None:
         for chunk in chunks:
             add_block(chunk, depths, block)
@@ -131,7 +139,8 @@ def attach(
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    return Attached(next((one for one in chunks if one.post_process), chunks[-1]), heads, weight, mask_at)
+    last = next((one for one in chunks if one.post_process), chunks[-1])
+    return Attached(last, heads, weight, mask_at, true_vocab_size)
 
 
 def _heads(settings: MTPConfig, depths: int) -> list[HeadSettings]:
@@ -177,11 +186,18 @@ class Attached(Attachment):
         last: what `weight=` added to the last forward with gradients, without a graph; None before.
     """
 
-    def __init__(self, model: Any, heads: Sequence[HeadSettings], weight: float | None, mask_at: str = TOKENS) -> None:
+    def __init__(
+        self,
+        model: Any,
+        heads: Sequence[HeadSettings],
+        weight: float | None,
+        mask_at: str = TOKENS,
+        true_vocab_size: int | None = None,
+    ) -> None:
         of_stock, drafter = HEADS
         here = heads if model.post_process else ()
         made = [StockHead(model) if head.name == of_stock else getattr(model, drafter) for head in here]
-        super().__init__(model, made)
+        super().__init__(model, made, true_vocab_size=true_vocab_size)
         self.settings, self.weight, self.mask_at = [head.settings for head in heads], weight, mask_at
         self._read = ReadStates(model, next((head.drafter.layers for head in self.heads if head.drafter), ()))
         self._read_SBX: Tensor | None = None

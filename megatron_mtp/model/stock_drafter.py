@@ -21,11 +21,12 @@ BASE = 10_000.0
 """The base of angles of a drafter whose trunk has none."""
 
 
-def described(chunk: Any, head: HeadSettings) -> HeadSpec:
+def described(chunk: Any, head: HeadSettings, tokens: int | None) -> HeadSpec:
     """The drafter on this trunk, reading layers by Megatron's numbers.
 
     Args:
         chunk: a stage of the model; any.
+        tokens: of the vocabulary; None if every row of the output layer is one.
 
     Raises:
         ValueError: the trunk has no such drafter.
@@ -33,7 +34,8 @@ def described(chunk: Any, head: HeadSettings) -> HeadSpec:
     kind, symbols = head.settings.drafter, symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
     assert kind is not None
     given = {**vars(head.settings), "drafter_steps": head.depths}
-    made = HeadSpec.resolve(kind, given, trunk_of(chunk, symbols, head.settings.drafter_rope_scaling))
+    trunk = trunk_of(chunk, symbols, head.settings.drafter_rope_scaling)
+    made = HeadSpec.resolve(kind, given, trunk if tokens is None else replace(trunk, vocabulary=tokens))
     return replace(made, layers=tuple(symbols * number for number in made.layers))
 
 

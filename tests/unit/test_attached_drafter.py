@@ -10,7 +10,7 @@ import pytest
 import torch
 from drafter_settings import LAYERS, SETTINGS, STEPS, gradients_of_stage, settings_of, trained
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_single import make_batch, our_model, relative_difference
+from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
 from stock_models import draw, learned, packed_batch, stock
 from tiers import tiered
 from torch import Tensor
@@ -192,6 +192,28 @@ def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path:
                 distances[draft - 1].append((taught_V - drafted_V.softmax(-1)).abs().sum() / 2)
     expected = torch.stack([torch.stack(each).mean() for each in distances])
     torch.testing.assert_close(found[:drafts], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, "eagle3", "dspark"])
+def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None, tmp_path: Path) -> None:
+    """The loss does not change with them, and the drafter's folder has no row for them."""
+    losses, tokens = [], VOCABULARY - 5
+    batch = make_batch(STEPS)
+    text = batch["tokens"].clamp(max=tokens - 1)
+    for shift in (0.0, 3.0):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, None if kind else 2, settings_of(kind) if kind else None, true_vocab_size=tokens)
+        draw(model)
+        with torch.no_grad():
+            model.output_layer.weight[tokens:] += shift
+        model(text, batch["position_ids"], batch["attention_mask"])
+        losses.append(attached.loss(text, None, torch.ones_like(text)).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    if kind:
+        export_drafter(model, tmp_path / "drafter")
+        assert read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter")).kind.vocabulary == tokens
+    with pytest.raises(ValueError, match=f"true_vocab_size is {VOCABULARY + 1}, and the output layer has {VOCABULARY}"):
+        attach(stock("dense"), 1, true_vocab_size=VOCABULARY + 1)
 
 
 def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ megatron-mtp VERB --help lists the flags of a verb, with examples of its own.
 """
 
 
+OLD_VERBS = {"foretell": "predict"}
+"""Names of verbs in the release before, and their names now."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line (None for sys.argv) and return its exit status: 2 for an unknown verb.
 
@@ -48,6 +52,9 @@ def spelled_as_flags(arguments: list[str]) -> list[str]:
             return [verb, "--help"]
         case ["version"]:
             return ["--version"]
+        case [verb, *others] if verb in OLD_VERBS:
+            print(f"{PROGRAM}: {verb} is {OLD_VERBS[verb]} now; the old name works for one release.", file=sys.stderr)
+            return [OLD_VERBS[verb], *others]
     return arguments
 
 

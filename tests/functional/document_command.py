@@ -59,7 +59,7 @@ SHORTER = {
     "evaluate": ("--eval-iters", "2"),
     "attach": "--steps 2 --sequence 64 --batch 16 --evaluated-batches 1 --max-new-tokens 8".split(),
     "generate": ("--max-new-tokens", "16"),
-    "foretell": "--prompts 4 --prompt-tokens 8 --new-tokens 8".split(),
+    "predict": "--prompts 4 --prompt-tokens 8 --new-tokens 8".split(),
     "serve": ("--cache-gib", "0.01"),
     "plan": ("--global-batch-size", "1024"),
 }

@@ -34,7 +34,7 @@ HIDDEN = 2048
 SEEN_POSITIONS = 1024
 """Rows of its chunks."""
 SEEN = {"ce": 0.05458, "kd": 0.07298, "tv": 0.0742}
-"""Its seconds. `CALIBRATING` gives the share that products reach; the others are foretold from it."""
+"""Its seconds. `CALIBRATING` gives the share that products reach; the others are predicted from it."""
 CALIBRATING = "ce"
 
 

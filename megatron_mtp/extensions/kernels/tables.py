@@ -106,7 +106,7 @@ def _of_losses(losses: Sequence[str], rate: float) -> Table:
 def _seen(rate: float) -> Table:
     rows = []
     for name, seconds in SEEN.items():
-        foretold = work_of(name, SEEN_POSITIONS).seconds(CARDS[H200], rate)
-        error = "calibrates" if name == CALIBRATING else f"{foretold / seconds - 1:+.1%}"
-        rows.append([name, f"{1e3 * foretold:.1f}", f"{1e3 * seconds:.1f}", error])
-    return {"title": "The H200's record, milliseconds", "header": ["loss", "foretold", "seen", "error"], "rows": rows}
+        predicted = work_of(name, SEEN_POSITIONS).seconds(CARDS[H200], rate)
+        error = "calibrates" if name == CALIBRATING else f"{predicted / seconds - 1:+.1%}"
+        rows.append([name, f"{1e3 * predicted:.1f}", f"{1e3 * seconds:.1f}", error])
+    return {"title": "The H200's record, milliseconds", "header": ["loss", "predicted", "seen", "error"], "rows": rows}

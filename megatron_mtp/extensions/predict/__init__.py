@@ -6,7 +6,7 @@ acceptance.py  rounds of drafting and verifying: acceptance by position, and wha
 source.py      the given folder: a Megatron checkpoint or a Hugging Face one, its family, prompts and continuations
 predict.py     a checkpoint and an engine in, acceptance by position and its causes out
 report.py      the answer as a table and as JSON, with the form of vLLM's synthetic acceptance
-command.py     megatron-mtp foretell
+command.py     megatron-mtp predict
 """
 
 from megatron_mtp.cli.verbs import Verb

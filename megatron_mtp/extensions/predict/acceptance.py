@@ -41,7 +41,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Prediction:
     """Acceptance in an engine.
 
     Attributes:
@@ -55,13 +55,13 @@ class Foretold:
     causes: list[Cause]
 
 
-def foretell(
+def predicted(
     model: LanguageModule,
     samples: list[Sample],
     count: int,
     feeding: Feeding,
     progress: Callable[[], object] = lambda: None,
-) -> Foretold:
+) -> Prediction:
     """Acceptance of `count` drafts a round by an engine's rules, by training's, and with every rule undone.
 
     Args:
@@ -86,7 +86,7 @@ def foretell(
     if sums["swapped"].accepted_per_forward >= sums[""].accepted_per_forward + NOTABLE:
         found.append(EXCHANGED)
     causes = [Cause(each, sums[each.rule]) for each in found]
-    return Foretold(sums[""], promised, sorted(causes, key=lambda cause: -cause.undone.accepted_per_forward))
+    return Prediction(sums[""], promised, sorted(causes, key=lambda cause: -cause.undone.accepted_per_forward))
 
 
 EXCHANGED = Difference(

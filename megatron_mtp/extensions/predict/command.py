@@ -1,4 +1,4 @@
-"""`megatron-mtp foretell`: checkpoints, engines and a text in; acceptance by position and its causes out."""
+"""`megatron-mtp predict`: checkpoints, engines and a text in; acceptance by position and its causes out."""
 
 import json
 import sys
@@ -16,16 +16,16 @@ INCOMPLETE = 1
 
 EXAMPLES = """examples:
   # acceptance of a trained checkpoint in vLLM once it is exported
-  megatron-mtp foretell runs/quickstart/checkpoint --engine vllm --text docs
+  megatron-mtp predict runs/quickstart/checkpoint --engine vllm --text docs
 
   # three draft tokens per step, from a Hugging Face folder, as JSON with vLLM's synthetic acceptance rates
-  megatron-mtp foretell exported --engine sglang --text prompts.txt --num-speculative-tokens 3 --json
+  megatron-mtp predict exported --engine sglang --text prompts.txt --num-speculative-tokens 3 --json
 
   # the same checkpoint exported as another family
-  megatron-mtp foretell runs/mine/checkpoint --engine vllm --family mimo --text docs
+  megatron-mtp predict runs/mine/checkpoint --engine vllm --family mimo --text docs
 
   # one line per checkpoint and engine
-  megatron-mtp foretell runs/one/checkpoint runs/two/checkpoint --engine vllm --engine sglang --text docs --table
+  megatron-mtp predict runs/one/checkpoint runs/two/checkpoint --engine vllm --engine sglang --text docs --table
 """
 
 
@@ -85,8 +85,8 @@ def _alone(args: Namespace) -> int:
     from megatron_mtp.extensions.predict.report import as_json, as_text
 
     with redirect_stdout(sys.stderr):  # what libraries print is no part of the answer
-        case, foretold = predict(args.checkpoints[0], ENGINES[args.engine[0]], args)
-    print(json.dumps(as_json(case, foretold)) if args.json else as_text(case, foretold), flush=True)
+        case, predicted = predict(args.checkpoints[0], ENGINES[args.engine[0]], args)
+    print(json.dumps(as_json(case, predicted)) if args.json else as_text(case, predicted), flush=True)
     return 0
 
 

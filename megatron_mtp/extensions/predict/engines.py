@@ -151,7 +151,7 @@ class Engine:
         """
         if family not in self.families:
             raise ValueError(
-                f"foretell has no rules of {self.title} for the family '{family}', whatever the engine itself runs; it "
+                f"predict has no rules of {self.title} for the family '{family}', whatever the engine itself runs; it "
                 f"has them for {', '.join(self.families)} (--family chooses the form of a checkpoint's export)."
             )
         rules = self.families[family]
@@ -182,15 +182,13 @@ class Engine:
         """
         if kind not in self.drafters:
             known = ", ".join(self.drafters) or "no kind of drafters"
-            raise ValueError(
-                f"foretell has no rules of {self.title} for the drafter '{kind}'; it has them for {known}."
-            )
+            raise ValueError(f"predict has no rules of {self.title} for the drafter '{kind}'; it has them for {known}.")
         rules = self.drafters[kind]
         if not is_latent:
             return rules
         if rules.latent_source is None:
             raise ValueError(
-                f"foretell has no rules of {self.title} for the drafter '{kind}' with latent attention; it has them "
+                f"predict has no rules of {self.title} for the drafter '{kind}' with latent attention; it has them "
                 "for grouped queries (train --drafter without --drafter-multi-latent-attention)."
             )
         return DrafterRules(rules.latent_source)
@@ -297,7 +295,7 @@ ENGINES: dict[str, Engine] = {
             "glm4_moe": FamilyRules("src/transformers/modeling_layers.py"),
             "deepseek_v3": FamilyRules("src/transformers/modeling_layers.py"),
         },
-        evidence="run: tests/extensions/predict/test_foretold_engines.py",
+        evidence="run: tests/extensions/predict/test_predicted_engines.py",
         module="own",
         keys="own",
         counts="depths",

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_mtp.checkpoint.model import load_model
-from megatron_mtp.extensions.predict.acceptance import Foretold, foretell
+from megatron_mtp.extensions.predict.acceptance import Prediction, predicted
 from megatron_mtp.extensions.predict.engines import Engine
 from megatron_mtp.extensions.predict.report import Case
 from megatron_mtp.extensions.predict.rows import check_model, depth_layers
@@ -27,13 +27,13 @@ from megatron_mtp.extensions.predict.source import (
 )
 
 
-def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
+def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
     """Acceptance of a checkpoint's MTP layers, or of its drafter, in an engine.
 
     Args:
         checkpoint: a Megatron checkpoint, a Hugging Face folder, or a name on the Hub.
         engine: a row of `ENGINES`.
-        args: the flags of `megatron-mtp foretell`.
+        args: the flags of `megatron-mtp predict`.
 
     Raises:
         ValueError: the checkpoint cannot be read, or the engine cannot draft with it so.
@@ -42,7 +42,7 @@ def predict(checkpoint: Path, engine: Engine, args: Namespace) -> tuple[Case, Fo
         return _predict_drafter(source, engine, args) if source.drafter else _predict_depths(source, engine, args)
 
 
-def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
+def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
     """Generate with a cache, then run the MTP layers by the engine's rules over the texts."""
     engine.feeding(source.family, 1)  # refuses a family before anything is loaded
     loaded, tokenizer = load(source, args.tokenizer, args.trust_remote_code)
@@ -60,12 +60,12 @@ def _predict_depths(source: Source, engine: Engine, args: Namespace) -> tuple[Ca
     gc.collect()  # the model that generates, before the one that drafts is loaded
     feeding = engine.feeding(source.family, depths)
     with _bar("drafting", len(samples)) as bar:
-        foretold = foretell(load_model(source.checkpoint), samples, count, feeding, bar.update)
+        found = predicted(load_model(source.checkpoint), samples, count, feeding, bar.update)
     new = sum(sample.end - sample.prompt for sample in samples)
-    return Case(engine, source.family, depths, None, count, len(samples), new), foretold
+    return Case(engine, source.family, depths, None, count, len(samples), new), found
 
 
-def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Foretold]:
+def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[Case, Prediction]:
     """Draft in our own decoder."""
     assert source.drafter is not None
     rules = engine.drafter(source.drafter, source.is_latent)
@@ -76,7 +76,7 @@ def _predict_drafter(source: Source, engine: Engine, args: Namespace) -> tuple[C
         stats, new = accepted_of_drafter(loaded, prompts, args.new_tokens, count, ends, bar.update)
     if not stats.target_forwards:
         raise ValueError(DRAFTS_NOTHING)
-    return Case(engine, source.family, 0, source.drafter, count, len(prompts), new, rules), Foretold(stats, stats, [])
+    return Case(engine, source.family, 0, source.drafter, count, len(prompts), new, rules), Prediction(stats, stats, [])
 
 
 DRAFTS_NOTHING = "the model ends every text with its first token and drafts nothing; give other --text."

@@ -1,4 +1,4 @@
-"""The answer of `megatron-mtp foretell`: as text, as JSON with vLLM's synthetic acceptance, and as lines of a table.
+"""The answer of `megatron-mtp predict`: as text, as JSON with vLLM's synthetic acceptance, and as lines of a table.
 
 vLLM's `--speculative-config` takes `synthetic_acceptance_rates` with `rejection_sample_method` "synthetic": rate d is
 the share of rounds that accept the drafts 1 .. d. So a load test can run before the model is deployed.
@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from megatron_mtp.common.acceptance import AcceptanceStats
-from megatron_mtp.extensions.predict.acceptance import Cause, Foretold
+from megatron_mtp.extensions.predict.acceptance import Cause, Prediction
 from megatron_mtp.extensions.predict.engines import DrafterRules, Engine
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -45,13 +45,13 @@ class Case:
 
     @property
     def evidence(self) -> str:
-        """Whether the engine's counts were compared with what is foretold."""
+        """Whether the engine's counts were compared with what is predicted."""
         return self.engine.evidence_of(self.family) if self.rules is None else self.rules.evidence
 
 
-def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
+def as_json(case: Case, predicted: Prediction) -> dict[str, Any]:
     """The prediction's figures for --json; `speculative_config` is vLLM's."""
-    rates = [round(rate, 4) for rate in foretold.engine.accepted_per_position]
+    rates = [round(rate, 4) for rate in predicted.engine.accepted_per_position]
     return {
         "speculative_config": {
             "method": case.drafter or "mtp",
@@ -68,47 +68,47 @@ def as_json(case: Case, foretold: Foretold) -> dict[str, Any]:
         "accepts": case.engine.accepts,
         "prompts": case.prompts,
         "new_tokens": case.new,
-        "rounds": foretold.engine.target_forwards,
+        "rounds": predicted.engine.target_forwards,
         "acceptance": rates,
-        "accepted_per_round": round(foretold.engine.accepted_per_forward, 4),
-        "acceptance_as_trained": [round(rate, 4) for rate in foretold.trained.accepted_per_position],
-        "accepted_per_round_as_trained": round(foretold.trained.accepted_per_forward, 4),
-        "causes": [_cause_json(case, foretold, cause) for cause in foretold.causes],
+        "accepted_per_round": round(predicted.engine.accepted_per_forward, 4),
+        "acceptance_as_trained": [round(rate, 4) for rate in predicted.trained.accepted_per_position],
+        "accepted_per_round_as_trained": round(predicted.trained.accepted_per_forward, 4),
+        "causes": [_cause_json(case, predicted, cause) for cause in predicted.causes],
     }
 
 
-def _cause_json(case: Case, foretold: Foretold, cause: Cause) -> dict[str, Any]:
+def _cause_json(case: Case, predicted: Prediction, cause: Cause) -> dict[str, Any]:
     return {
         "rule": cause.difference.rule,
         "engine": cause.difference.engine,
         "trained": cause.difference.trained,
         "source": _source(case, cause),
         "acceptance_if_undone": [round(rate, 4) for rate in cause.undone.accepted_per_position],
-        "accepted_per_round_lost": round(cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward, 4),
+        "accepted_per_round_lost": round(cause.undone.accepted_per_forward - predicted.engine.accepted_per_forward, 4),
     }
 
 
-def as_text(case: Case, foretold: Foretold) -> str:
+def as_text(case: Case, predicted: Prediction) -> str:
     """The prediction for a terminal."""
     head = [f"{case.engine.title} ({case.evidence})"]
     heads = DRAFTERS[case.drafter].called if case.drafter else _number(case.depths, "depth")
     head.append(f"{case.family} with {heads}, {_number(case.count, 'draft')} a round")
     head.append(
-        f"{case.prompts} prompts, {case.new} greedy tokens behind them, {foretold.engine.target_forwards} rounds"
+        f"{case.prompts} prompts, {case.new} greedy tokens behind them, {predicted.engine.target_forwards} rounds"
     )
-    parts = ["\n".join(head), _rates(case, foretold)]
+    parts = ["\n".join(head), _rates(case, predicted)]
     if case.limit is not None and case.depths > case.limit:
         parts.append(
             f"It loads {_number(case.limit, 'depth')} at most: export a copy with that many "
             f"(megatron-mtp convert drop-mtp CKPT DST --keep {case.limit})."
         )
-    parts.append(_causes(case, foretold))
+    parts.append(_causes(case, predicted))
     return "\n\n".join(parts)
 
 
 def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
     """A line for every checkpoint and engine, from its JSON; a length is of tokens a forward pass of the trunk."""
-    head = ["checkpoint", "engine", "family", "depths", "K", "as trained, %", "length", "foretold, %", "length"]
+    head = ["checkpoint", "engine", "family", "depths", "K", "as trained, %", "length", "predicted, %", "length"]
     table = [head]
     for row in rows:
         cells = [str(row[key]) for key in ("checkpoint", "engine", "family")]
@@ -123,11 +123,11 @@ def as_table(rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"no line: {one['checkpoint']}, {one['engine']}: {one['reason']}" for one in failed)])
 
 
-def _rates(case: Case, foretold: Foretold) -> str:
+def _rates(case: Case, predicted: Prediction) -> str:
     """Acceptance by position: the engine's, training's."""
     titles = [f"draft {place}" for place in range(1, case.count + 1)] + ["drafts a round"]
     lines = [f"{'':<12}" + "".join(f"{title:>16}" for title in titles)]
-    for name, found in (("as trained", foretold.trained), ("foretold", foretold.engine)):
+    for name, found in (("as trained", predicted.trained), ("predicted", predicted.engine)):
         lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in _cells(found, case.count)))
     return "\n".join(lines)
 
@@ -137,14 +137,14 @@ def _cells(found: AcceptanceStats, count: int) -> list[str]:
     return [*rates, *["-"] * (count - len(rates)), f"{found.accepted_per_forward:.3f}"]
 
 
-def _causes(case: Case, foretold: Foretold) -> str:
+def _causes(case: Case, predicted: Prediction) -> str:
     if case.rules is not None:
         return f"It feeds the drafter as training does ({case.engine.repository}: {case.rules.source})."
-    if not foretold.causes:
+    if not predicted.causes:
         return "It feeds the MTP layers as training does."
     lines = ["What differs from training, and the drafts a round that are gained if that rule alone is undone:"]
-    for cause in foretold.causes:
-        gained = cause.undone.accepted_per_forward - foretold.engine.accepted_per_forward
+    for cause in predicted.causes:
+        gained = cause.undone.accepted_per_forward - predicted.engine.accepted_per_forward
         first, *more = wrap(f"{cause.difference.engine} (in training: {cause.difference.trained})", WIDTH)
         lines += [f"  {gained:+.3f}  {first}", *(f"          {line}" for line in more)]
         lines.append(f"          ({_source(case, cause)})")

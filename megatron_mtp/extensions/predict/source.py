@@ -1,4 +1,4 @@
-"""The given checkpoint as what foretelling needs: a family, a model, and texts as an engine would make them.
+"""The given checkpoint as what a prediction needs: a family, a model, and texts as an engine would make them.
 
 In:  a Megatron checkpoint, or a Hugging Face folder, which is converted into a folder of temporary files.
 Out: `Source`; prompts cut from files; their greedy continuations; what a drafter's drafts were accepted of.

@@ -1,4 +1,4 @@
-"""What the compiler makes of the losses' kernels, beside the record; occupancy; the times that are foretold."""
+"""What the compiler makes of the losses' kernels, beside the record; occupancy; the times that are predicted."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_bytes_of_a_logit_are_those_of_the_design() -> None:
     assert moved == {"ce": 6, "kd": 10} | dict.fromkeys(("tv", "nla", "lk", "e2e_tv"), 14)
 
 
-def test_the_record_of_ce_foretells_the_other_losses() -> None:
+def test_the_record_of_ce_predicts_the_other_losses() -> None:
     """docs/explanation/evidence_gpu.md: milliseconds of an H200; `ce` alone calibrates."""
     page = DOCUMENTS["docs/explanation/evidence_gpu.md"].read_text(encoding="utf-8")
     rate = tables.rate_seen()

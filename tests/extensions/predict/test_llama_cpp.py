@@ -1,4 +1,4 @@
-"""What is foretold of llama.cpp is what it accepts, within two points: its last round of a text makes fewer drafts.
+"""What is predicted of llama.cpp is what it accepts, within two points: its last round of a text makes fewer drafts.
 
 Optional: `scripts/test_llama_cpp.sh` installs its bindings into an environment of their own and runs this; else it is
 skipped.
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_accepts_what_is_foretold(name: str, tmp_path: Path) -> None:
+def test_llama_cpp_accepts_what_is_predicted(name: str, tmp_path: Path) -> None:
     checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
     launch.run(launch.pretrain(*RUN, *MODELS[name].split(), "--save", str(checkpoint)), tmp_path / "train.log")
     mcore_to_hf(checkpoint, exported, Options(quiet=True), form_of(checkpoint, family="glm4_moe"))

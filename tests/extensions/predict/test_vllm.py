@@ -1,6 +1,6 @@
 """Trained checkpoints in vLLM for CPU: it loads what an audit calls sound, and emits the tokens that we compute.
 
-It accepts the drafts that we foretell.
+It accepts the drafts that we predict.
 
 Optional: `scripts/test_vllm.sh` installs vLLM into an environment of its own and runs this; else it is skipped.
 
@@ -129,7 +129,7 @@ def test_vllm_accepts_what_was_trained(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", IMPORTED)
-def test_vllm_accepts_what_is_foretold_of_a_trained_folder(family: str, tmp_path: Path) -> None:
+def test_vllm_accepts_what_is_predicted_of_a_trained_folder(family: str, tmp_path: Path) -> None:
     """A random folder of the family's form is imported, trained, exported and served."""
     source, mcore, saved, exported = (tmp_path / name for name in ("source", "mcore", "saved", "exported"))
     steps, changes = IMPORTED[family]
@@ -143,7 +143,7 @@ def test_vllm_accepts_what_is_foretold_of_a_trained_folder(family: str, tmp_path
 
 
 def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name: str, off: int = 0) -> None:
-    """vLLM's tokens are our greedy ones, and it accepted the drafts that we foretell, or `off` more or fewer."""
+    """vLLM's tokens are our greedy ones, and it accepted the drafts that we predict, or `off` more or fewer."""
     feeding = ENGINES["vllm"].feeding(family, len(model.mtp.layers))
     whole = greedy(model, PROMPT, NEW + max(DRAFTS) + 1)
     for each in served:
@@ -157,7 +157,7 @@ def agree(model: LanguageModule, served: list[dict[str, Any]], family: str, name
         assert 0.05 < ours.accepted_per_forward / drafts < 0.95  # all or none accepted would say nothing of the drafts
 
 
-def test_vllm_accepts_what_is_foretold_of_a_hybrid_and_of_its_drafter(tmp_path: Path) -> None:
+def test_vllm_accepts_what_is_predicted_of_a_hybrid_and_of_its_drafter(tmp_path: Path) -> None:
     """Qwen3.5 in bfloat16, the only type of vLLM's delta rule for CPUs; its heads are those of the published models."""
     source, mcore, saved, exported = (tmp_path / name for name in ("source", "mcore", "saved", "exported"))
     with_drafter, beside = tmp_path / "with_drafter", tmp_path / "beside"

@@ -1,6 +1,6 @@
-"""What is foretold of transformers is what it accepts: exported models, one, two and three drafts a round.
+"""What is predicted of transformers is what it accepts: exported models, one, two and three drafts a round.
 
-What is foretold of vLLM's runner V2 is what our own decoder accepts, where both feed two depths alike.
+What is predicted of vLLM's runner V2 is what our own decoder accepts, where both feed two depths alike.
 """
 
 import json
@@ -40,7 +40,7 @@ MODELS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["dense", "experts", "latent"])
-def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> None:
+def test_transformers_accepts_what_is_predicted(name: str, tmp_path: Path) -> None:
     (family, kind), checkpoint, exported = MODELS[name], tmp_path / "checkpoint", tmp_path / "exported"
     flags = [*RUN, *kind.split(), "--save", str(checkpoint)]
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")
@@ -62,7 +62,7 @@ def test_transformers_accepts_what_is_foretold(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix
-def test_runner_v2_of_vllm_is_foretold_to_accept_what_our_decoder_accepts(tmp_path: Path) -> None:
+def test_runner_v2_of_vllm_is_predicted_to_accept_what_our_decoder_accepts(tmp_path: Path) -> None:
     """Of two depths; DeepSeek-V3's class hands on states after the norm, as training does."""
     (family, kind), checkpoint = MODELS["latent"], tmp_path / "checkpoint"
     flags = [*RUN, "--mtp-num-layers", "2", *kind.split(), "--save", str(checkpoint)]
@@ -75,5 +75,5 @@ def test_runner_v2_of_vllm_is_foretold_to_accept_what_our_decoder_accepts(tmp_pa
         theirs = accepted(model, text, sample, count, feeding).accepted_at
         config = {"method": "mtp", "num_speculative_tokens": count}
         ours = generate(runner, [PROMPT], NEW, speculative=config).stats.accepted_at
-        print(f"{count} drafts: vLLM's runner V2 is foretold to keep {theirs}, our decoder keeps {ours}")
+        print(f"{count} drafts: vLLM's runner V2 is predicted to keep {theirs}, our decoder keeps {ours}")
         assert theirs == pytest.approx(ours, abs=1)  # our last round drafts no more than is left of the text

@@ -24,7 +24,7 @@ from megatron_mtp.cli.convert import main as convert
 from megatron_mtp.data.tokenizer import train_bpe
 from megatron_mtp.decoding.engine import generate
 from megatron_mtp.decoding.load import load_runner
-from megatron_mtp.extensions.predict.acceptance import Sample, accepted, foretell, rounds
+from megatron_mtp.extensions.predict.acceptance import Sample, accepted, predicted, rounds
 from megatron_mtp.extensions.predict.engines import (
     ENGINES,
     FIRST_PASS_KEYS,
@@ -306,12 +306,12 @@ def test_exchanged_halves_are_named_as_the_cause() -> None:
     model = our_model(1).eval()
     sample = Sample(text_of_drafts(model, TRAINED, 20), prompt=4, end=18)
     feeding = ENGINES["transformers"].feeding("glm4_moe", 1)
-    right = foretell(model, [sample], 1, feeding)
+    right = predicted(model, [sample], 1, feeding)
     assert right.engine.accepted_per_position == [1.0]
     assert right.causes == []
     weight = model.mtp.layers[0].eh_proj.weight
     weight.data = weight.data.roll(weight.size(1) // 2, dims=1)
-    wrong = foretell(model, [sample], 1, feeding)
+    wrong = predicted(model, [sample], 1, feeding)
     assert wrong.engine.accepted_per_forward < 0.5
     assert [cause.difference.rule for cause in wrong.causes] == ["swapped"]
     assert wrong.causes[0].undone.accepted_per_position == [1.0]
@@ -324,7 +324,7 @@ def test_causes_are_measured_one_by_one_and_sorted() -> None:
         model.decoder.final_layernorm.weight.mul_(torch.linspace(-3, 3, 32))
     sample = Sample(text_of_drafts(model, TRAINED, 24), prompt=4, end=22)
     calls: list[None] = []
-    found = foretell(model, [sample], 1, ENGINES["vllm"].feeding("mimo", 1), lambda: calls.append(None))
+    found = predicted(model, [sample], 1, ENGINES["vllm"].feeding("mimo", 1), lambda: calls.append(None))
     assert len(calls) == 1
     assert found.trained.accepted_per_position == [1.0]
     assert [cause.difference.rule for cause in found.causes] == ["trunk", "zeroed"]
@@ -340,7 +340,7 @@ def test_causes_are_measured_one_by_one_and_sorted() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random GLM-4 MoE of two depths with a tokenizer, and a text."""
-    place = tmp_path_factory.mktemp("foretell")
+    place = tmp_path_factory.mktemp("predict")
     text = "".join(f"the model drafts {number} tokens and keeps {number % 7}\n" for number in range(200))
     (place / "text.txt").write_text(text)
     train_bpe([text], 258, place / "tokenizer")
@@ -350,7 +350,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     try:
-        status = cli.main(["foretell", *map(str, arguments)])
+        status = cli.main(["predict", *map(str, arguments)])
     except SystemExit as end:
         status = int(end.code or 0)
     shown = capsys.readouterr()
@@ -452,7 +452,7 @@ def test_layers_that_an_engine_does_not_build_in_depths_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.matrix)])
-def test_a_hybrid_is_foretold(family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hybrid_is_predicted(family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = make(tmp_path / "hf", family, 1, changes={"vocab_size": 258, "max_position_embeddings": 128})
     texts = ("--text", folder / "text.txt", "--tokenizer", folder / "tokenizer")
     figures = json_of(told(capsys, made, *texts, *SMALL, "--engine", "vllm", "--json"))
@@ -475,7 +475,7 @@ def drafter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "fitted"
 
 
-def test_a_drafter_is_foretold_or_refused_by_its_kind(
+def test_a_drafter_is_predicted_or_refused_by_its_kind(
     folder: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = (drafter, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)
@@ -490,7 +490,7 @@ def test_a_drafter_is_foretold_or_refused_by_its_kind(
 
 
 @pytest.mark.matrix
-def test_a_drafter_is_foretold_by_our_own_decoder(
+def test_a_drafter_is_predicted_by_our_own_decoder(
     folder: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = (drafter, "--text", folder / "text.txt", "--tokenizer", folder / "tokenizer", *SMALL)

@@ -552,10 +552,10 @@ def forked(job: dict[str, Any], cases: list[int], folder: Path, round_: int) -> 
             time.sleep(0.02)
     if not failed:
         return None
-    return _why(folder, failed)
+    return reason(folder, failed)
 
 
-def _why(folder: Path, failed: list[int]) -> tuple[int, str]:
+def reason(folder: Path, failed: list[int]) -> tuple[int, str]:
     """The case that failed and a sentence with the reason."""
     at = folder / f"at-{failed[0]}"
     case = int(at.read_text()) if at.exists() else -1

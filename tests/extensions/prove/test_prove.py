@@ -352,7 +352,7 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path) -> None:
     stack = 'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed.py", line 4 in wait\n'
     stack += '  File "/x/megatron/core/transformer/multi_token_prediction.py", line 205 in roll_tensor\n'
     (tmp_path / "stack-1").write_text(stack)
-    assert worker._why(tmp_path, [1]) == (
+    assert worker.reason(tmp_path, [1]) == (
         7,
         "rank 1 hangs in roll_tensor (multi_token_prediction.py:205) and was ended",
     )

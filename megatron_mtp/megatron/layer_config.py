@@ -38,6 +38,7 @@ def layer_config(config: TransformerConfig, drafter: HeadSpec, **others: Any) ->
         "rotary_interleaved": False,
         "num_moe_experts": None,
         "expert_model_parallel_size": 1,
+        "variable_seq_lengths": False,
         "ffn_hidden_size": drafter.ffn,
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": False,

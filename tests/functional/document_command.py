@@ -36,6 +36,7 @@ LISTED = {
     "sbatch --nodes 2 --gpus-per-node": "needs GPUs (tests/unit/test_recipes.py reads the recipe)",
     "sbatch --nodes 1 --gpus-per-node": "needs GPUs (tests/unit/test_recipes.py reads the recipe)",
     "sbatch --mem 64G": "needs the checkpoint of such a run (tests/functional/test_slurm.py converts one)",
+    "megatron-mtp prove": "ends with status 1 where Megatron is wrong (tests/extensions/prove runs it)",
     "megatron-mtp check": "needs a model that was trained to draft (tests/unit/test_check.py runs it)",
     "megatron-mtp sample --server": "needs a server of the model (tests/functional/test_serve.py runs it)",
     "megatron-mtp attach models/Qwen3-0.6B my_texts runs/own --self-generated 2000 --texts-by": (

@@ -11,7 +11,7 @@ from judged_models import PROMPT, QUIET, Logits
 from tiers import tiered
 from trunk_models import SEEING
 
-from megatron_mtp.checkpoint.convert.edit import changed
+from megatron_mtp.checkpoint.convert.edit import NewDrafts, changed
 from megatron_mtp.checkpoint.convert.export_hf import mcore_to_hf
 from megatron_mtp.checkpoint.convert.hf_form import kept_form
 from megatron_mtp.checkpoint.convert.import_hf import flags_of, hf_to_mcore
@@ -156,7 +156,7 @@ def as_megatron_saves(converted: Path, saved: Path) -> None:
     """The checkpoint of a run that began with a converted one: Megatron saves what it has modules for, and no files."""
     reader = DistReader(converted)
     around = frozenset(key.removeprefix(CARRIED) for key in reader.keys if key.startswith(CARRIED))
-    changed(reader, converted, [], {}, {}, 0, around).write(saved, QUIET)
+    changed(reader, converted, NewDrafts(0, [], {}, dropped=around)).write(saved, QUIET)
     shutil.rmtree(saved / "hf")
 
 

@@ -64,6 +64,13 @@ class Parser(ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{flags_meant(wrong, *parsers)}")
         return found
 
+    def parse_with_line(self, arguments: list[str]) -> Any:
+        """As `parse_args`, with the launch flags after `--` added to the positional `line` as they are."""
+        split = arguments.index("--") if "--" in arguments else len(arguments)
+        found = self.parse_args(arguments[:split])
+        found.line = [*found.line, *arguments[split + 1 :]]
+        return found
+
     @override
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = [self._hyphenated(word) for word in (sys.argv[1:] if args is None else args)]

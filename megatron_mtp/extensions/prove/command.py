@@ -45,9 +45,7 @@ def parser(program: str) -> Parser:
 
 def main(arguments: list[str], program: str) -> int:
     """Check and print; bad input ends with one sentence and exit status 2."""
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    args = parser(program).parse_args(arguments[:split])
-    args.line = [*args.line, *arguments[split + 1 :]]
+    args = parser(program).parse_with_line(arguments)
     return status_of(program, lambda: _print(args))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_mtp.checkpoint.convert.live import load_hf_weights
+from megatron_mtp.checkpoint.convert.live_drafter import load_drafter_weights
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.requests import Finish, Update
 
@@ -19,6 +20,7 @@ def update_weights(
     running: str = "finish",
     like: Path | None = None,
     version: int | None = None,
+    drafter: Iterable[tuple[str, Tensor]] | None = None,
     emit: Callable[[list[Update]], object] | None = None,
 ) -> list[Update]:
     """Give an engine's model new weights, with which waiting requests begin; the cache of beginnings is emptied.
@@ -33,6 +35,8 @@ def update_weights(
             updates says.
         like: a folder whose names they have; None for those of an export of the checkpoint that was loaded.
         version: the new `policy_version`; None for one more than the last.
+        drafter: names and tensors of the folder of its drafter, all or some (`export_drafter_weights`); None for the
+            drafter that it has.
         emit: called with the updates of each step, as they come; it may cancel requests.
 
     Returns:
@@ -57,6 +61,8 @@ def update_weights(
     engine.scheduler.restart()
     engine.is_torn = True
     load_hf_weights(engine.runner.model, weights, engine.runner.source, like)
+    if drafter is not None:
+        load_drafter_weights(engine.runner.model, drafter)
     engine.runner.read_weights()
     engine.runner.alarm.reset()
     engine.is_torn = False

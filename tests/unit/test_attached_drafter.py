@@ -217,7 +217,7 @@ def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None,
 
 
 def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the model has no attached drafter; give attach settings with one"):
+    with pytest.raises(ValueError, match="the model has no drafter; give attach settings with one"):
         export_drafter(stock("dense"), tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
 

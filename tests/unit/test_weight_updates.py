@@ -3,20 +3,25 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 import torch
+from drafter_folders import make_drafter, make_trunk, spoiled
 from drafting_single import trained_forward
 from hf_models import VOCABULARY, make, read
+from judged_models import QUIET
 from parrot import Running, running
 from tiers import tiered
 from torch import Tensor
 
+from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
 from megatron_mtp.checkpoint.convert.import_hf import hf_to_mcore
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
+from megatron_mtp.checkpoint.convert.live_drafter import load_drafter_weights
 from megatron_mtp.checkpoint.convert.stream import Options
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.decoding.engine import Engine, generate
@@ -187,6 +192,41 @@ def test_what_is_no_update_is_refused(versions: Versions) -> None:
         update_weights(engine, [(name, tensor)])
     with pytest.raises(ValueError, match=r"has the shape \(1,\), and the model's is"):
         update_weights(engine, [(name, tensor.flatten()[:1])])
+
+
+@pytest.mark.parametrize("kind", tiered(["eagle3-whole", "eagle", "dflash", "dflash2"], ["eagle3-whole", "dflash2"]))
+def test_a_drafter_follows_its_folder(kind: str, tmp_path: Path) -> None:
+    """The engine then drafts like one that was loaded with the new drafter; the trunk stays."""
+    _, trunk = make_trunk(tmp_path)
+    folder, old = make_drafter(tmp_path, kind, trunk)
+    drawn = torch.Generator().manual_seed(1)
+    changed = spoiled(
+        folder,
+        tmp_path / "changed",
+        lambda tensors: tensors.update(
+            {
+                name: value + 0.3 * torch.randn(value.shape, generator=drawn)
+                for name, value in tensors.items()
+                if value.is_floating_point() and name not in ("lm_head.weight", "embed_tokens.weight")
+            }
+        ),
+    )
+    new = tmp_path / "new"
+    plan_attaching_drafter(trunk, changed).write(new, QUIET)
+    config = config_from({"method": kind.split("-")[0], "num_speculative_tokens": 3})
+    runners = [load_runner(each, VOCABULARY, config=config) for each in (old, old, new)]
+    update_weights(Engine(runners[1], speculative=config), [], drafter=read(changed).items())
+    made = [generate(each, PROMPTS, 24, speculative=config) for each in runners]
+    assert made[0].token_ids == made[1].token_ids == made[2].token_ids
+    weights, others, wanted = (dict(each.model.named_parameters()) for each in runners)
+    assert [name for name, value in wanted.items() if not torch.equal(value, others[name])] == []
+    assert any(not torch.equal(value, weights[name]) for name, value in wanted.items())
+    _, found, expected = (replace(one.stats, target_seconds=0, drafter_seconds=0) for one in made)
+    assert found == expected
+    with pytest.raises(ValueError, match="'fc' is no tensor of this model; send those of the drafter's folder"):
+        update_weights(Engine(runners[1], speculative=config), [], drafter=[("fc", torch.zeros(1))])
+    with pytest.raises(ValueError, match="the model has no drafter"):
+        load_drafter_weights(load_runner(trunk, VOCABULARY).model, read(changed).items())
 
 
 PROMPTS = [[3 + number, 5, 7] for number in range(6)]

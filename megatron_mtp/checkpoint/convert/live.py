@@ -22,6 +22,7 @@ from megatron_mtp.checkpoint.convert.export_hf import Export
 from megatron_mtp.checkpoint.convert.hf_form import form_of, hf_folder_form
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.convert.stream import Options
+from megatron_mtp.checkpoint.families.rules import Rule
 from megatron_mtp.checkpoint.hf import Shape
 from megatron_mtp.megatron.checkpoint import EMBEDDING, OUTPUT
 from megatron_mtp.megatron.checkpoint.reader import DistReader
@@ -102,14 +103,31 @@ def load_hf_weights(
         raise ValueError("neither source nor like was given; give the model's checkpoint, or a folder like it.")
     reader = LiveReader([model], None)
     form = hf_folder_form(like) if like is not None else form_of(source or _HERE)
-    rules = {tensor.name: rule for rule in Export.of(reader, _HERE, form).rules for tensor in rule.hf}
+    return write_weights(reader, Export.of(reader, _HERE, form).rules, weights, f"a folder like {like or source}")
+
+
+def write_weights(
+    reader: "LiveReader", rules: Iterable[Rule], weights: Iterable[tuple[str, Tensor]], folder: str
+) -> int:
+    """Copy whole tensors of a folder's names into the model of `reader`, by the rules of that folder.
+
+    Args:
+        folder: how messages call the folder.
+
+    Returns:
+        How many tensors came.
+
+    Raises:
+        ValueError: as of `load_hf_weights`.
+    """
+    rule_of = {tensor.name: rule for rule in rules for tensor in rule.hf}
     waiting: dict[str, Tensor] = {}
     count = 0
     for name, value in weights:
         count += 1
-        rule = rules.get(name)
+        rule = rule_of.get(name)
         if rule is None:
-            raise ValueError(f"'{name}' is no tensor of this model; send those of a folder like {like or source}.")
+            raise ValueError(f"'{name}' is no tensor of this model; send those of {folder}.")
         shape = next(tensor.shape for tensor in rule.hf if tensor.name == name)
         if shape is not None and shape != tuple(value.shape):
             raise ValueError(f"'{name}' has the shape {tuple(value.shape)}, and the model's is {shape}.")

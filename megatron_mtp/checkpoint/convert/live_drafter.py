@@ -1,8 +1,8 @@
-"""The drafter that `attach` has put on a model, as the folder that engines load, without a checkpoint."""
+"""The drafter of a model in memory under the names of its folder, which engines load: weights out, and weights in."""
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from torch import Tensor
 from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
 from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, head_key
 from megatron_mtp.checkpoint.convert.drafters import config_keys
-from megatron_mtp.checkpoint.convert.live import LiveReader
+from megatron_mtp.checkpoint.convert.live import LiveReader, write_weights
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.common.files import written_beside
+from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.spec.config import HEADS
-
-_, DRAFTER_BLOCK = HEADS
+from megatron_mtp.spec.head import HeadSpec
 
 
 @torch.no_grad()
@@ -64,13 +64,37 @@ def export_drafter(model: torch.nn.Module, folder: Path) -> None:
         (made / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
 
 
+@torch.no_grad()
+def load_drafter_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> int:
+    """Copy tensors of a drafter's folder into the drafter of a model; all ranks call this, with whole tensors.
+
+    Args:
+        model: with a drafter.
+        weights: as of `export_drafter_weights`. What the folder repeats of the trunk, such as the output layer of an
+            EAGLE-3 folder, is left to the trunk.
+
+    Returns:
+        How many tensors came.
+
+    Raises:
+        ValueError: the model has no drafter, or a tensor is not of its folder or has another shape.
+    """
+    form, reader = form_of_model(unwrap_model(model)), LiveReader([model], None)
+    rules = form.rules(head_key(reader))
+    own = [rule for rule in rules if all(piece.key.startswith(DRAFTER) for piece in rule.mcore)]
+    shared = {one.name for rule in rules if rule not in own for one in rule.hf}
+    sent = ((name, tensor) for name, tensor in weights if name not in shared)
+    return write_weights(reader, own, sent, "the drafter's folder")
+
+
 def form_of_model(model: Any) -> DrafterForm:
     """The form of the folder of a model's drafter, which reads layers by the numbers of a folder."""
-    block = getattr(model, DRAFTER_BLOCK, None)
-    if block is None:
-        raise ValueError("the model has no attached drafter; give attach settings with one, MTPConfig(drafter=...).")
+    made: list[HeadSpec | None] = [getattr(getattr(model, name, None), "drafter", None) for name in HEADS]
+    drafter = next((one for one in made if one is not None), None)
+    if drafter is None:
+        raise ValueError("the model has no drafter; give attach settings with one, MTPConfig(drafter=...).")
     symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
-    kind = replace(block.drafter, layers=tuple(number // symbols for number in block.drafter.layers))
+    kind = replace(drafter, layers=tuple(number // symbols for number in drafter.layers))
     codec, order_N = CODECS[kind.kind], torch.arange(kind.vocabulary)
     layer, hidden = codec.layer_names[0], model.config.hidden_size
     return DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)

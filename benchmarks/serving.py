@@ -1,4 +1,4 @@
-"""Several texts at once with a trained head: plain decoding, a fixed K, automatic K, and transformers one by one.
+"""Several requests at once with a trained head: plain decoding, a fixed K, automatic K, and transformers one by one.
 
     python benchmarks/serving.py                                    the quickstart's checkpoint; 1, 4, 16 and 64 texts
     python benchmarks/serving.py --checkpoint runs/attached/checkpoint --data-path runs/attached/data/corpus --texts 1 4
@@ -80,7 +80,7 @@ def serving(wanted: Namespace) -> Found:
         if "transformers" in rates:
             over = round(rates["auto"] / rates["transformers"], 2)
             goals.append(Goal(f"auto over transformers one by one, {texts} at once", over, OVER_TRANSFORMERS, ">="))
-    header = "texts at once", "plain", "best fixed K", "K", "its accepted length", "auto", "auto / better of both"
+    header = "requests at once", "plain", "best fixed K", "K", "its accepted length", "auto", "auto / better of both"
     return Found(results, goals, [Table("Tokens a second", header, rows)])
 
 
@@ -103,7 +103,7 @@ def requests_of(runner: Runner, number: int, prompt: Callable[[int], list[int]])
 
 
 def measured(runner: Runner, requests: list[Request], texts: int, wanted: Namespace) -> tuple[dict[str, Any], float]:
-    """Rates of every side with so many texts at once, and that of automatic K over the best of the others."""
+    """Rates of every side with so many requests at once, and that of automatic K over the best of the others."""
     emitted, stats = dict[str, list[list[int]]](), dict[str, AcceptanceStats]()
     sides = sides_of(runner, requests, texts, emitted, stats)
     if wanted.transformers:

@@ -147,7 +147,7 @@ def train_step(wanted: Namespace) -> Found:
         first[name], figures = measure(model, depths, wanted.repeats)
         rows.append((name, *figures))
         print(f"> {rows[-1]}", flush=True)  # a run that is cut short has said this much
-    header = "depths/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
+    header = "D/s ours/s Megatron/ratio/by round/quartiles/CPU time/MiB ours/MiB Megatron".split("/")
     return Found(
         {"sizes": asdict(sizes), "repeats": wanted.repeats, "loss and gradient norm of the first step": first},
         [Goal(f"{wanted.model}, ours / Megatron's own MTP, {row[0]}", row[3], model.goal) for row in rows],

@@ -25,5 +25,5 @@ attach_training.py    what every training and evaluation is given
 attach_probe.py       the budget beside a training, and the probe of learning rates and losses
 attach_guard.py       layers that draft worse than before are not exported
 preprocess.py  text to .bin and .idx
-doctor.py      what this machine has, and what the absence of a thing costs
+doctor.py      check the environment for missing or slow components
 """

@@ -58,7 +58,7 @@ REPORTS = (
         "MTP tensors lie in a side file that the index does not name, and are not loaded",
         "convert hf-to-mcore {side} {new}",
         0,
-        "read beside the model: mtp.safetensors",
+        "also read: mtp.safetensors",
     ),
     Report(
         "kekzl/imp#1450",

@@ -145,7 +145,7 @@ def test_a_plan_of_other_depths_is_what_is_done(init: str, tmp_path: Path, capsy
         assert files(tmp_path) == there
         done = told(capsys, *command)
         old, new = DistReader(command[1]), DistReader(command[2])
-        assert (plan["depths before"], plan["depths"], plan["target"]) == (before, after, str(command[2]))
+        assert (plan["MTP layers before"], plan["depths"], plan["target"]) == (before, after, str(command[2]))
         assert (plan["tensors"], plan["depths"]) == (done["tensors"], done["depths"])
         assert plan["bytes written"] == numbers(new)
         assert named(plan["new"]) == len(set(new.keys) - set(old.keys))

@@ -230,7 +230,7 @@ def test_depths_in_a_side_file_are_merged(indexed: bool, tmp_path: Path, capsys:
     in_a_side_file(folder, indexed)
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "mcore"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["depths"], facts["read beside the model"]) == (1, "mtp.safetensors")
+    assert (facts["depths"], facts["also read"]) == (1, "mtp.safetensors")
     assert main(["mcore-to-hf", str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
     assert [file.name for file in (tmp_path / "back").glob("*.safetensors")] == [SINGLE]
     assert all(torch.equal(tensor, whole[name]) for name, tensor in read(tmp_path / "back").items())

@@ -117,7 +117,7 @@ def changed(reader: DistReader, source: Path, drafts: NewDrafts) -> Conversion:
         lambda folder, _: CheckpointFiles(folder.path, changed_args(reader, **arguments)),
         keep,
         facts={
-            "depths before": StoredDepths.of(reader.keys).layers,
+            "MTP layers before": StoredDepths.of(reader.keys).layers,
             "new": names(sorted(new - {*reader.keys})),
             "left out": names([key for key in reader.keys if key not in new]),
         },

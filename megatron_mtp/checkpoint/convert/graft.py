@@ -9,7 +9,7 @@ Both sides are read by Megatron's keys, a layer at a time, so that their familie
     model.layers.46.eh_proj.weight of the donor  ->  mtp.layers.0.eh_proj.weight  ->  the target's name in mcore-to-hf
 
 An MTP layer computes with the sizes, positions and norms of its trunk, and with the trunk's embedding and head. So
-both models must agree in everything that Megatron's configuration says of a layer, and in the ids of their tokens. The
+both models must agree in every layer setting of Megatron's configuration, and in the ids of their tokens. The
 trunk may have more tokens, or fewer, as long as the MTP layers have no rows for each of them.
 
 A model that Megatron cannot run has no such configuration. Its tensors are carried under their own names, so both must

@@ -78,7 +78,7 @@ def headless(model: HFModel) -> dict[str, str]:
 def notes(model: HFModel, args: Namespace) -> dict[str, Any]:
     """Facts that a user should know about the import of a folder, by name."""
     reason, beside = getattr(args, "megatron_mtp_untrainable", None), model.folder.side_files
-    found: dict[str, Any] = {"read beside the model": ", ".join(beside)} if beside else {}
+    found: dict[str, Any] = {"also read": ", ".join(beside)} if beside else {}
     found |= model.folder.remarks
     settings = QuantizationSettings.of(model.folder.folder, model.config.keys)
     if settings.needs_weights and not model.folder.quantized:

@@ -50,7 +50,7 @@ def main(folder: Path, tokens: Path, output: Path) -> None:
     """Compute all logits of a folder on the tokens in a file, and write them to another file."""
     given = load_file(tokens)
     with torch.no_grad():
-        found = all_logits(folder, given["tokens"], given["positions"], bool(given["with depths"]))
+        found = all_logits(folder, given["tokens"], given["positions"], bool(given["with MTP"]))
     save_file({name: value.contiguous() for name, value in found.items()}, output)
 
 

@@ -280,7 +280,7 @@ def all_reference_logits(folders: list[Path], prompt: Prompt, with_depths: bool 
         tokens = Path(scratch) / "tokens.safetensors"
         outputs = [Path(scratch) / f"{index}.safetensors" for index in range(len(folders))]
         given = {"tokens": prompt.tokens_BS, "positions": prompt.positions_S}
-        save_file(given | {"with depths": torch.tensor(with_depths)}, tokens)
+        save_file(given | {"with MTP": torch.tensor(with_depths)}, tokens)
         words = [
             str(path) for folder, output in zip(folders, outputs, strict=True) for path in (folder, tokens, output)
         ]

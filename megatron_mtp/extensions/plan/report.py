@@ -63,7 +63,7 @@ def _option_json(plan: Plan, option: Option) -> dict[str, Any]:
         "stages": [str(chunk) for chunk in option.placement.chunks],
         "fits": option.fits,
         "seconds": option.time.seconds,
-        "over no depths": option.time.seconds / plan.of(0)[0].time.seconds - 1,
+        "over no MTP layers": option.time.seconds / plan.of(0)[0].time.seconds - 1,
         "seconds by part": dict(option.time.parts),
         "bytes by stage": [dict(held.parts) for held in option.memory],
     }

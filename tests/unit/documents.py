@@ -56,14 +56,17 @@ def spans(text: str) -> list[str]:
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text))]
 
 
-def strings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every string; what an f-string fills in is X."""
+def strings(source: str, filled: str = "X") -> Iterator[tuple[int, str]]:
+    """Line and text of every string but docstrings; what an f-string fills in is `filled`."""
     nodes = [*ast.walk(ast.parse(source))]
     beside = {id(one) for node in nodes if isinstance(node, ast.JoinedStr) for one in node.values}
     beside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
+            yield (
+                node.lineno,
+                "".join(str(one.value) if isinstance(one, ast.Constant) else filled for one in node.values),
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in beside:
             yield node.lineno, node.value
 

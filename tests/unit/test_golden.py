@@ -4,9 +4,11 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import unified_diff
 from typing import Any
 
 import golden_rules
+import golden_sentences
 import golden_surface
 import pytest
 from documents import ROOT
@@ -22,6 +24,12 @@ AS_TOLD = (
     "users know these names; if the change is meant, tell it in CHANGELOG.md (what went, and what to use now), run "
     "`python tests/unit/golden_surface.py`, and commit all in one"
 )
+
+
+def test_users_read_the_sentences_of_the_record() -> None:
+    kept = golden_sentences.FILE.read_text(encoding="utf-8").splitlines()
+    differ = [line for line in unified_diff(kept, golden_sentences.record().splitlines(), n=0, lineterm="") if line]
+    assert differ == [], "if they are meant, run `python tests/unit/golden_sentences.py`, and read the difference"
 
 
 def test_the_record_has_every_family_and_no_other() -> None:

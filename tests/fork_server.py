@@ -181,7 +181,7 @@ def program(file: Path, *words: str) -> Path:
 
 
 def without_ranks() -> dict[str, str]:
-    """The environment of a command that is no rank of the test's own group."""
+    """The environment of a command that is not a rank of the test's own group."""
     return {name: value for name, value in os.environ.items() if name not in RANKS}
 
 

@@ -53,9 +53,9 @@ def read(file: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         absent = BLANK.keys() - record.keys()
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is no record of a part: {error}.") from None
+        raise ValueError(f"{file} is not a record of a part: {error}.") from None
     if absent:
-        raise ValueError(f"{file} is no record of a part: it lacks {', '.join(sorted(absent))}.")
+        raise ValueError(f"{file} is not a record of a part: it lacks {', '.join(sorted(absent))}.")
     return record
 
 

@@ -112,7 +112,7 @@ def _check(settings: AttachSettings) -> None:
         from megatron_mtp.megatron.checkpoint.iterations import is_checkpoint
 
         if not is_checkpoint(settings.load):
-            raise ValueError(f"--load is {settings.load}, which is no Megatron checkpoint; give one of the trunk.")
+            raise ValueError(f"--load is {settings.load}, which is not a Megatron checkpoint; give one of the trunk.")
     for flag in ("donor", "mtp_init") if settings.load is not None else ():
         if getattr(settings, flag) not in (None, "last-layer", "random"):
             raise ValueError(

@@ -74,11 +74,11 @@ def offered_losses() -> list[str]:
 
 
 def words_of_launch(command: str) -> list[str]:
-    """The words of --launch. Raises ValueError where it is no command."""
+    """The words of --launch. Raises ValueError where it is not a command."""
     try:
         return shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"--launch is '{command}', which is no command ({error}); correct it.") from error
+        raise ValueError(f"--launch is '{command}', which is not a command ({error}); correct it.") from error
 
 
 def names_of(more: list[str]) -> list[str]:

@@ -60,11 +60,11 @@ def parser(program: str) -> Parser:
 
 
 def run(args: Namespace) -> int:
-    """Audit and print; returns the exit status. Raises ValueError where a path is no model, or a flag does not fit."""
+    """Audit and print; returns the exit status. Raises ValueError where a path is not a model or a flag is wrong."""
     if args.text is not None and not args.logits:
         raise ValueError(f"--text is {args.text}, whose tokens only --logits reads; add --logits, or leave --text out.")
     if args.text is not None and not args.text.is_file():
-        raise ValueError(f"--text is {args.text}, which is no file; give a text.")
+        raise ValueError(f"--text is {args.text}, which is not a file; give a text.")
 
     from megatron_mtp.checkpoint.hf.hub import local_folder
     from megatron_mtp.megatron.runtime import quieten

@@ -130,7 +130,7 @@ def proof(
     """Whether the source, the folder of a model or of a drafter or another checkpoint, is the same as a checkpoint.
 
     Raises:
-        ValueError: a text was given for what is no model's folder, or one side cannot be read.
+        ValueError: a text was given for what is not a model's folder, or one side cannot be read.
     """
     from megatron_mtp.checkpoint.hf.folder import drafter_kind
     from megatron_mtp.checkpoint.verify.forms import verify_forms
@@ -139,7 +139,7 @@ def proof(
 
     drafts = drafter_kind(source) is not None
     if text is not None and (drafts or is_checkpoint(source)):
-        raise ValueError(f"--text is {text}, but {source} is no model's folder; leave --text out.")
+        raise ValueError(f"--text is {text}, but {source} is not a model's folder; leave --text out.")
     if drafts:
         from megatron_mtp.checkpoint.verify.drafters import verify_drafter
 

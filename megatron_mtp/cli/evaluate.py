@@ -136,7 +136,7 @@ def _tokens(text: str) -> int:
     """A number of tokens, such as 512 or 2k."""
     digits, thousands = text.removesuffix("k"), text.endswith("k")
     if not digits.isdecimal() or int(digits) < 1:
-        raise ArgumentTypeError(f"'{text}' is no number of tokens; give one such as 512 or 2k.")
+        raise ArgumentTypeError(f"'{text}' is not a number of tokens; give one such as 512 or 2k.")
     return int(digits) * (1024 if thousands else 1)
 
 

@@ -46,7 +46,7 @@ class TextServer:
         tokenizer: folder of the model's tokenizer.
 
     Raises:
-        ValueError: nothing answers at the URL, it is no such server, or does not serve `--model`.
+        ValueError: nothing answers at the URL, it is not such a server, or does not serve `--model`.
     """
 
     def __init__(self, args: Namespace) -> None:

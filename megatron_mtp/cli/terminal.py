@@ -52,7 +52,7 @@ def read_prompts(
     A file is one prompt; of a file that ends in .jsonl, every line is one, an object with a key 'prompt'.
 
     Raises:
-        ValueError: a file that cannot be read, ids that are no numbers, text without a tokenizer.
+        ValueError: a file that cannot be read, ids that are not numbers, text without a tokenizer.
     """
     texts = [*texts, *([] if file is None else _texts_of(Path(file)))]
     if texts and tokenizer is None:
@@ -62,7 +62,7 @@ def read_prompts(
             text.encode()
         except UnicodeEncodeError as error:
             shown = f"{text[error.start : error.end]!a} at character {error.start + 1}"
-            raise ValueError(f"a prompt holds {shown}, which is no UTF-8; take it out.") from error
+            raise ValueError(f"a prompt holds {shown}, which is not UTF-8; take it out.") from error
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts] if tokenizer is not None else []
     for listed in ids:
         try:
@@ -83,10 +83,10 @@ def _texts_of(file: Path) -> list[str]:
         prompts = [json.loads(line)["prompt"] for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--prompt-file: '{file}' has a line that is no JSON object with a key 'prompt' ({error!r}); correct it."
+            f"--prompt-file: '{file}' has a line that is not a JSON object with a key 'prompt' ({error!r}); correct it."
         ) from error
     if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
-        raise ValueError(f"--prompt-file: '{file}' has the prompt {wrong[0]!r}, which is no text; correct it.")
+        raise ValueError(f"--prompt-file: '{file}' has the prompt {wrong[0]!r}, which is not text; correct it.")
     return prompts
 
 

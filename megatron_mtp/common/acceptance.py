@@ -235,7 +235,7 @@ def read_record(folder: Path, of_drafter: bool = False) -> list[float] | None:
         sampled = list(accumulate(map(float, record["overlap"]), mul))
         return [min(map(float, pair)) for pair in zip(record["acceptance"], sampled, strict=True)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no record of acceptance; remove it, or evaluate the model again.") from error
+        raise ValueError(f"{file} is not a record of acceptance; remove it, or evaluate the model again.") from error
 
 
 def carry_record(source: Path, target: Path) -> None:

@@ -54,7 +54,7 @@ def read_chat(line: Document) -> Chat:
         return Chat(normal_line(fields), tools or None, variables, named_source(fields))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError, IndexError):
         raise ValueError(
-            f"--chat: {place_of(line)} is no chat; give lines such as "
+            f"--chat: {place_of(line)} is not a chat; give lines such as "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.'
         ) from None
     except ValueError as error:

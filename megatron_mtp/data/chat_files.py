@@ -61,7 +61,7 @@ def write_chats(
         skips_bad_lines: whether to leave out lines that cannot be trained on; the result says how many, and why.
 
     Raises:
-        ValueError: lines are no chats or are refused, or nothing counts in any.
+        ValueError: lines are not chats or are refused, or nothing counts in any.
     """
     counted, without, left_out, bad = 0, 0, Counter[str](), list[str]()
     source_of = sources_of_files({line.path for line in lines})

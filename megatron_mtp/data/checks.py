@@ -66,7 +66,7 @@ def check_weights(data_path: Sequence[str]) -> None:
         return
     for value in weights:
         if not 0 < float(value) < math.inf:
-            raise ValueError(f"--data-path: {value} is no weight of a dataset; give a number above 0.")
+            raise ValueError(f"--data-path: {value} is not a weight of a dataset; give a number above 0.")
 
 
 def check_data_prefixes(prefixes: Sequence[str], vocab_size: int) -> None:
@@ -93,7 +93,7 @@ def split_weights(split: str) -> list[float]:
     """The weights of `--split`, such as 90,10,0; Megatron accepts any text and takes the numbers in it.
 
     Raises:
-        ValueError: it is no list of up to three weights, one of them above 0.
+        ValueError: it is not a list of up to three weights, one of them above 0.
     """
     entries = split.split(",")
     weights = [float(entry) for entry in entries if _is_number(entry)]
@@ -251,7 +251,7 @@ def _check_files(prefix: str) -> Index:
 
 
 def read_index(prefix: str) -> Index:
-    """Read PREFIX.idx. Raises ValueError where it is no index, or not whole."""
+    """Read PREFIX.idx. Raises ValueError where it is not an index, or not whole."""
     path = f"{prefix}.idx"
     size = os.path.getsize(path)
     with open(path, "rb") as file:

@@ -287,7 +287,7 @@ def read_with_source(document: Document, json_key: str) -> tuple[str, str | None
     """The text of a document, and the source that its line names, if it does.
 
     Raises:
-        ValueError: the file cannot be read or holds no text, or a line of a .jsonl file is no object with a string
+        ValueError: the file cannot be read or holds no text, or a line of a .jsonl file is not an object with a string
             under `json_key`.
     """
     try:

@@ -63,7 +63,7 @@ def normal_messages(given: list[dict[str, Any]]) -> Messages:
 
     Raises:
         ValueError: a part, a call, a content or a flag has no place in the form; names message and field.
-        TypeError: these are no messages.
+        TypeError: these are not messages.
     """
     made, trained = list[dict[str, Any]](), list[bool]()
     for number, message in enumerate(given, start=1):
@@ -134,11 +134,11 @@ def normal_tools(given: Any) -> list[dict[str, Any]] | None:
     """Tools as OpenAI's `tools` has them, from these, from functions alone, or from either as JSON text.
 
     Raises:
-        ValueError: they are no list of objects.
+        ValueError: they are not a list of objects.
     """
     tools = [_from_json(tool, "a tool") for tool in _from_json(given, "'tools'") or ()]
     if not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("'tools' is no list of objects; give OpenAI's form")
+        raise ValueError("'tools' is not a list of objects; give OpenAI's form")
     return [
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
     ] or None
@@ -237,7 +237,7 @@ def _from_json(given: Any, what: str) -> Any:
     try:
         return json.loads(given) if given.strip() else None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is no JSON ({error}); correct it") from error
+        raise ValueError(f"{what} is not JSON ({error}); correct it") from error
 
 
 def _kind(value: Any) -> str:

@@ -115,7 +115,7 @@ class UserTurns:
         return read_chat(line).source or self._source_of[line.path]
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a prompt. Raises ValueError for a line that is no conversation."""
+        """Token ids of a prompt. Raises ValueError for a line that is not a conversation."""
         line = self._line(number)
         chat = read_chat(line)
         roles = [None, *(message["role"] for message in chat.messages)]

@@ -46,7 +46,7 @@ class SentencePieces:
         eos_token_id, bos_token_id, pad_token_id: None where the model has no such token.
 
     Raises:
-        ValueError: the package sentencepiece is missing, or the file is no model of it.
+        ValueError: the package sentencepiece is missing, or the file is not a model of it.
     """
 
     is_fast = False
@@ -60,7 +60,7 @@ class SentencePieces:
         try:
             self._model = SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{file} is no SentencePiece model ({error!s:.100}); fetch it again.") from None
+            raise ValueError(f"{file} is not a SentencePiece model ({error!s:.100}); fetch it again.") from None
         self.name_or_path = str(file.parent)
         ids = self._model.eos_id(), self._model.bos_id(), self._model.pad_id()
         self.eos_token_id, self.bos_token_id, self.pad_token_id = (None if one < 0 else one for one in ids)

@@ -216,7 +216,7 @@ def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose tool calls have their arguments as objects, which are often sent as JSON.
 
     Raises:
-        ValueError: arguments are no JSON.
+        ValueError: arguments are not JSON.
     """
     decoded = [copy.deepcopy(message) if message.get("tool_calls") else message for message in messages]
     for place, message in enumerate(decoded):
@@ -227,7 +227,7 @@ def _decoded_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     function["arguments"] = json.loads(given or "{}")
                 except (ValueError, RecursionError) as error:
                     raise ValueError(
-                        f"arguments of a call in messages.{place} are no JSON ({error}); correct them."
+                        f"arguments of a call in messages.{place} are not JSON ({error}); correct them."
                     ) from error
     return decoded
 

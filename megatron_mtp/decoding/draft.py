@@ -62,7 +62,7 @@ class Draft:
         return torch.ones_like(self.tokens_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def levels(self) -> list[list[int]]:
-        """Depth of every node, from 1 on, on the host; -1 where it is no candidate, or continues none."""
+        """Depth of every node, from 1 on, on the host; -1 where it is not a candidate, or continues none."""
         if self.is_chain and self.valid_BN is None:
             return [list(range(1, self.nodes + 1))] * self.tokens_BN.size(0)
         found = []

@@ -59,7 +59,7 @@ def parse_config(text: str) -> SpeculativeConfig:
     """The settings that a JSON object spells out.
 
     Raises:
-        ValueError: it is no JSON object, or has an unknown method, key or value; the message lists what exists.
+        ValueError: it is not a JSON object, or has an unknown method, key or value; the message lists what exists.
     """
     try:
         given = json.loads(text)

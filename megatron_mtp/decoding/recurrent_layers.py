@@ -116,7 +116,7 @@ class Recurrence:
         """The rows of the forward that runs, cut into pieces, which every layer has to run once.
 
         Raises:
-            ValueError: the rows are no chain.
+            ValueError: the rows are not a chain.
         """
         if self._cut is None or self._cut[0] is not rows:
             chain = _chain(rows)
@@ -129,7 +129,7 @@ class Recurrence:
         """Before compiled code runs `count` rows from the first of these on: states take in rows where slots end.
 
         Raises:
-            ValueError: the rows are no chain.
+            ValueError: the rows are not a chain.
         """
         chain = _chain(rows)
         tables = chain.tables

@@ -233,7 +233,7 @@ def walk(draft: Draft, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tupl
 
     Args:
         accepts: called for every node in turn with its number, the row that each sequence has reached and whether the
-            node is a candidate there; returns where it is accepted, and is ignored where it is no candidate.
+            node is a candidate there; returns where it is accepted, and is ignored where it is not a candidate.
     """
     parents_BN, valid_BN = draft.parents(), draft.valid()
     here_B = torch.zeros_like(parents_BN[:, 0]) if draft.nodes else parents_BN.new_zeros(parents_BN.size(0))
@@ -377,7 +377,7 @@ def mtjd(logits_BRV: Tensor, draft: Draft, round: Round) -> Verdict:
     """The drafts of full depth K and a token that have the highest joint probability, all K + 1 of them.
 
     Multi-token joint decoding (arXiv:2407.09722), exact over what is drafted: with the proposer `exhaustive`, the
-    argmax of p(x_1 .. x_{K+1}). A draft that is no chain of candidates from the root counts for nothing.
+    argmax of p(x_1 .. x_{K+1}). A draft that is not a chain of candidates from the root counts for nothing.
     """
     log_p_BRV = logits_BRV.log_softmax(dim=-1).double()
     if draft.nodes == 0:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    # silent: 0 or less is no count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
+    # silent: 0 or less is not a count, or turns off what the flag asks for; crash: seq_length, recompute_num_layers and
     # distributed_timeout_minutes end by a signal, never, or in frames of C++
     (
         "1 or more",

@@ -61,13 +61,15 @@ def tokens_of_file(path: Path, vocab_size: int, what: str = "--mtp-draft-vocab-f
         what: how messages call the file.
 
     Raises:
-        ValueError: the file cannot be read or is empty, or a line is no id, repeats one, or is outside the vocabulary.
+        ValueError: the file cannot be read or is empty, or a line is no id, repeats one or is outside the vocabulary.
     """
     try:
         ids = _ids_in(path)
     except (OSError, ValueError, TypeError, EOFError, RuntimeError, UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{what} is {path}, which is no list of token ids, in text or of torch: {reason}.") from None
+        raise ValueError(
+            f"{what} is {path}, which is not a list of token ids, in text or of torch: {reason}."
+        ) from None
     if not ids:
         raise ValueError(f"{what} is {path}, which is empty; write a token id on every line.")
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)

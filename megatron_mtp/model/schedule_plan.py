@@ -37,7 +37,7 @@ class HeadsNode(PostProcessNode):
 
 
 class HeadsSchedulePlan(TransformerModelChunkSchedulePlan):
-    """Megatron's plan, in which draft heads are no layers."""
+    """Megatron's plan, in which draft heads are not layers."""
 
     POST_PROCESS_NODE_CLASS = HeadsNode
 

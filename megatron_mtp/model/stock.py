@@ -242,7 +242,7 @@ def _end_of(pattern: str) -> str:
 
 
 def tied_embedding(model: Any) -> LanguageModelEmbedding:
-    """An embedding on the weight of the tied head; it is no module of the model, which has the weight already."""
+    """An embedding on the weight of the tied head; it is not a module of the model, which has the weight already."""
     with initializing(model.config, False):
         made = LanguageModelEmbedding(
             config=model.config,

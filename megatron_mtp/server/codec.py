@@ -78,7 +78,7 @@ class Codec:
             text.encode()
         except UnicodeEncodeError as error:
             raise APIError(
-                f"the text holds {text[error.start]!a} at character {error.start + 1}, which is no Unicode "
+                f"the text holds {text[error.start]!a} at character {error.start + 1}, which is not a Unicode "
                 "character; take it out."
             ) from error
         if self._longest is not None and len(text) > positions * self._longest:
@@ -114,7 +114,7 @@ class Codec:
         parameters = [one for function in around for one in inspect.signature(function).parameters.values()]
         known = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
         if reserved := sorted(variables.keys() & known):
-            raise APIError(f"'{reserved[0]}' is no variable of a template; leave it out.", "chat_template_kwargs")
+            raise APIError(f"'{reserved[0]}' is not a variable of a template; leave it out.", "chat_template_kwargs")
         template = str(self._tokenizer.get_chat_template(tools=own.get("tools")))
         for param, name in needed.items():
             if not _has(template, name):
@@ -151,7 +151,7 @@ class Codec:
         return Detokenizer(self.backend, context, self.ends)
 
     def written(self, token: int) -> tuple[str, list[int] | None]:
-        """A token on its own, and its bytes; those that are no text are written as OpenAI does, bytes:\\xe2\\x82."""
+        """A token on its own, and its bytes; those that are not text are written as OpenAI does, bytes:\\xe2\\x82."""
         if self.backend is None:
             return f"token_id:{token}", None
         piece = self.backend.id_to_token(token) or ""

@@ -6,7 +6,7 @@ have their defaults (`request_defaults.py`).
 
 Errors are {"error": {"message", "type", "param", "code"}} with an HTTP status:
 
-400  what cannot be served, and what is no JSON        413  a body that is too long
+400  what cannot be served, and what is not JSON          413  a body that is too long
 401  a wrong key                                       415  a body that is compressed
 404  a path or a model that is not here                429  the queue is full
 405  another method than the path has                  500  the engine has failed
@@ -69,7 +69,7 @@ INSTEAD = {
     "max_completion_tokens": "is a field of chats; send 'max_tokens'",
     "top_logprobs": "is a field of chats; send the number as 'logprobs'",
     "messages": "is a field of chats; send them to /v1/chat/completions",
-    "prompt": "is no field of chats; send it to /v1/completions, or 'messages'",
+    "prompt": "is not a field of chats; send it to /v1/completions, or 'messages'",
     "cache_salt": "is not served here, since all clients share the cache of beginnings; leave it out",
 }
 """What to do about a field that an endpoint has not, where leaving it out is not what a client wants."""
@@ -167,11 +167,11 @@ def _of_a_body(error: RequestValidationError, neutral: dict[str, tuple[Any, ...]
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         place = first["loc"][1] + 1
-        return APIError(f"the body is no JSON ({first['ctx']['error']} at character {place}); correct it.")
+        return APIError(f"the body is not JSON ({first['ctx']['error']} at character {place}); correct it.")
     param = ".".join(part for part in map(str, first["loc"][1:]) if not part.startswith("list["))
     said = "give an object" if first["type"].startswith("model_") else first["msg"].removeprefix("Value error, ")
     if not param:
-        return APIError("the body is no JSON object; send one, with Content-Type: application/json.")
+        return APIError("the body is not a JSON object; send one, with Content-Type: application/json.")
     if first["type"] == "extra_forbidden" and param in INSTEAD:
         return APIError(f"'{param}' {INSTEAD[param]}.", param, "unknown_parameter")
     if first["type"] in ("extra_forbidden", "literal_error"):

@@ -20,7 +20,7 @@ def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
     """The scaling that --drafter-rope-scaling spells out in JSON, in latent attention or another.
 
     Raises:
-        ValueError: it is no JSON object, or as of `scaling_of`.
+        ValueError: it is not a JSON object, or as of `scaling_of`.
     """
     example = """'{"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 4096}'"""
     try:
@@ -28,7 +28,9 @@ def parsed_scaling(text: str, is_latent: bool = False) -> dict[str, Any] | None:
     except ValueError:
         keys = None
     if not isinstance(keys, dict):
-        raise ValueError(f"--drafter-rope-scaling is {text:.60}, which is no JSON object; give for example {example}.")
+        raise ValueError(
+            f"--drafter-rope-scaling is {text:.60}, which is not a JSON object; give for example {example}."
+        )
     try:
         return scaling_of(keys, is_latent)
     except ValueError as error:
@@ -63,7 +65,7 @@ class LatentSizes:
         """Of --drafter-multi-latent-attention.
 
         Raises:
-            ValueError: there are not five, or one is no size.
+            ValueError: there are not five, or one is not a size.
         """
         names = [one.name for one in fields(cls)]
         if len(numbers) != len(names) or min(numbers[1:]) < 1 or numbers[0] < 0 or numbers[3] % 2:

@@ -144,7 +144,7 @@ CALLED_ELSEWHERE = {
     "medusa": "such heads are MTP layers: --mtp-num-layers N --mtp-architecture parallel --mtp-train-only",
     "mtp": "MTP layers are --mtp-num-layers",
 }
-"""Names of drafters that are no kinds here, in small letters and digits, and what they are."""
+"""Names of drafters that are not kinds here, in small letters and digits, and what they are."""
 
 
 def fitted_kind() -> DrafterKind:

@@ -33,7 +33,7 @@ class Scaling:
         numbers: its numbers by transformers' keys, with transformers' defaults; None for one that must be given.
         megatrons: numbers where Megatron's arguments do not set them.
         arguments: Megatron's argument of a number; a number without one is fixed in Megatron.
-        further: keys of a config that are no such numbers.
+        further: keys of a config that are not such numbers.
     """
 
     called: str
@@ -100,7 +100,7 @@ class Linear(Scaling):
         made = super().to_megatron(keys, is_latent)
         factor = made[self.arguments["factor"]]
         if factor < 1 or math.log2(factor) % 1:
-            raise ValueError(f"a {self.called} rotary scaling by {factor}, which is no power of two")
+            raise ValueError(f"a {self.called} rotary scaling by {factor}, which is not a power of two")
         return {self.arguments["factor"]: int(factor)}
 
     @override
@@ -294,7 +294,7 @@ def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> 
     """A number of rotary settings; ValueError where it is none, or one that cannot be."""
     value = default if keys.get(name) is None else keys[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
-        raise ValueError(f"a rotary setting '{name}' of {value!r:.40}, which is no number below {LARGEST}")
+        raise ValueError(f"a rotary setting '{name}' of {value!r:.40}, which is not a number below {LARGEST}")
     return value
 
 

@@ -125,7 +125,7 @@ def _of_data(args: Namespace) -> Sentences:
         )
     if args.mtp_mask_prompts and (args.mock_data or args.reads_chats):
         yield (
-            "--mtp-mask-prompts was given with --mock-data or chats, which are no data of megatron-mtp sample; drop "
+            "--mtp-mask-prompts was given with --mock-data or chats, which are not data of megatron-mtp sample; drop "
             "one of the two."
         )
     for name in CHAT_FLAGS:
@@ -333,8 +333,8 @@ def check_hub(args: Namespace) -> None:
     """Refuse a tokenizer that would be sought on the Hub for minutes, without reaching it (crash)."""
     name = args.tokenizer_model
     said = (
-        f"--tokenizer-model is {name}, which is no folder here, and the Hugging Face Hub cannot be reached or has no "
-        "such names; give the folder of a tokenizer."
+        f"--tokenizer-model is {name}, which is not a folder here, and the Hugging Face Hub cannot be reached or has "
+        "no such names; give the folder of a tokenizer."
     )
     if args.tokenizer_type == "GPT2BPETokenizer":  # with vocabulary files too, Megatron asks for GPT-2's configuration
         name = "gpt2"
@@ -351,7 +351,7 @@ def check_hub(args: Namespace) -> None:
     try:
         if try_to_load_from_cache(name, "tokenizer_config.json") is None:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-    except (OSError, ValueError):  # a path is no name on the Hub
+    except (OSError, ValueError):  # a path is not a name on the Hub
         raise ValueError(said) from None
 
 

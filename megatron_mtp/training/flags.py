@@ -214,4 +214,4 @@ def _entries(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         elif isinstance(key, yaml.ScalarNode):
             yield key, value
         else:
-            raise ValueError(f"line {key.start_mark.line + 1}: a key is no name of a flag")
+            raise ValueError(f"line {key.start_mark.line + 1}: a key is not a name of a flag")

@@ -185,7 +185,7 @@ def read_run_record(folder: Path) -> dict[str, Any] | None:
             if not isinstance(start["iteration"], int) or not isinstance(start["versions"], dict):
                 raise TypeError("a start has no iteration or no versions")
         if not record["starts"] or not isinstance(record["arguments"], dict):
-            raise ValueError("it has no starts, or arguments that are no object")
+            raise ValueError("it has no starts, or arguments that are not an object")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove it to go on without it.") from error
     return record

@@ -5,7 +5,7 @@
 
 Whatever is raised before the second training step becomes the sentence: what was being done, the message, and the flags
 that the message or the failing line of Megatron's source names, with their values. After that an error is a bug and
-keeps its traceback on the terminal, but for a loss that is no number and a checkpoint that cannot be saved.
+keeps its traceback on the terminal, but for a loss that is not a number and a checkpoint that cannot be saved.
 
 Our own checks raise a ValueError that is a whole sentence; it is shown as it is.
 """
@@ -46,7 +46,7 @@ def explained(program: str, has_started: Callable[[], bool] = lambda: False) -> 
             raise InputError(f"Megatron ends here: {words}; its log is {keep_traceback(end)}.") from None
         except (KeyboardInterrupt, BrokenPipeError, InputError, GeneratorExit):
             raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             if (said := _sentence(program, error, has_started())) is None:
                 raise
             raise InputError(said) from error

@@ -37,7 +37,7 @@ choose_value() { # of SWEEP="VARIABLE=VALUE VALUE ...", by the index in the job 
     local variable=${SWEEP:-} index=${SLURM_ARRAY_TASK_ID:-} values
     variable=${variable%%=*}
     [ -n "$variable$index" ] || return 0
-    [ -n "$index" ] || die "SWEEP is '$SWEEP', and the job is no array; add --array=0-N to sbatch."
+    [ -n "$index" ] || die "SWEEP is '$SWEEP', and the job is not an array; add --array=0-N to sbatch."
     [ -n "$variable" ] || die "the job is an array without SWEEP; give SWEEP='VARIABLE=VALUE VALUE ...'."
     read -ra values <<<"${SWEEP#*=}"
     [ "$index" -lt "${#values[@]}" ] ||

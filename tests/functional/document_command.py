@@ -234,7 +234,7 @@ def look_up(program: str, *arguments: str) -> None:
     if program in ("bash", "sbatch"):
         script = next((word for word in arguments if word.endswith(".sbatch")), arguments[0])
         if subprocess.run(["/bin/bash", "-n", script]).returncode:
-            sys.exit(f"{script} is no script of bash")
+            sys.exit(f"{script} is not a script of bash")
     if program == "python" and arguments[:2] == ("-m", "pytest"):
         import pytest
 

@@ -1,4 +1,4 @@
-"""Command lines with which models are trained by Megatron-LM's own pretrain_gpt.py, as far as they are no paths.
+"""Command lines with which models are trained by Megatron-LM's own pretrain_gpt.py, as far as they are not paths.
 
 Shapes and flags are those of Megatron-LM's examples, its functional tests and published recipes. Where a line reads
 text, it reads mock data here, with a vocabulary of the same size; what else depends on a machine's disks is left out.

@@ -97,7 +97,7 @@ def plant_object(file: Path, mark: Path) -> None:
 
 
 def plant_entries(folder: Path, mark: Path, common: bool) -> None:
-    """In the place of what is no tensor: the arguments, or all the rest, which Megatron alone reads."""
+    """In the place of what is not a tensor: the arguments, or all the rest, which Megatron alone reads."""
     catalogue = folder / STEP / ".metadata"
     metadata = pickle.loads(catalogue.read_bytes())
     with open(folder / STEP / DATA, "ab") as stream:

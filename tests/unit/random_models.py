@@ -41,7 +41,7 @@ class RandomModel:
     def write(self, folder: Path, seed: int) -> Path:
         changes = {**self.config, "rope_parameters": dict(self.rope)}
         make(folder, self.kind, self.depths, changes=changes, seed=seed)
-        (folder / "tokenizer.json").unlink()  # which is no tokenizer
+        (folder / "tokenizer.json").unlink()  # which is not a tokenizer
         keys = json.loads((folder / "config.json").read_text())
         if self.kind == "bailing_moe":
             keys |= {"num_experts": keys["n_routed_experts"], "num_shared_experts": keys["n_shared_experts"]}

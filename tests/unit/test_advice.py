@@ -33,7 +33,7 @@ MEANT = {
     "take them out of the call": "arguments of a function",
     "attach, drop | add MTP layers to a checkpoint; remove them": "the glossary's words for two verbs",
 }
-"""Sentences that are no such advice, by a part of each, and why."""
+"""Sentences that are not such advice, by a part of each, and why."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -72,7 +72,7 @@ def test_no_text_advises_to_delete_mtp_weights_or_to_count_none() -> None:
         "config.json says 'num_nextn_predict_layers' 1; put 0 there to convert what the folder holds.",
         "export the MTP layers as well, or set the number of depths in the config to what the files hold",
         "correct the config, or remove the tensors: loaders ignore them",
-        "'mtp.fc.weight' is no tensor of this model; nothing is dropped silently, so remove it, or correct the config.",
+        "'mtp.fc.weight' is not a tensor of this model; nothing is dropped silently; remove it, or correct the config.",
         "GLM-4 MoE holds at most 1 depth(s), not 3; drop the others.",
         "target has MTP layers already; take them out with drop-mtp, and graft on that.",
         "set 'num_nextn_predict_layers' to 0 in the config",

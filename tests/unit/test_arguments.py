@@ -180,7 +180,7 @@ def test_a_run_that_could_not_save_does_not_begin(
         (f"{ROPE} {MOCK} --mtp-draft-vocab-size 9", "--mtp-draft-vocab-size was given without --mtp-num-layers"),
         (
             f"{ROPE} {MOCK} {DEPTHS} --mtp-draft-vocab-file /nowhere",
-            "--mtp-draft-vocab-file is /nowhere, which is no list of token ids",
+            "--mtp-draft-vocab-file is /nowhere, which is not a list of token ids",
         ),
         (f"{ROPE} {DEPTHS}", "--data-path is missing; give the prefix"),
         (f"{ROPE} {DEPTHS} --data-path /nowhere/corpus", "there is no dataset '/nowhere/corpus'"),
@@ -363,7 +363,7 @@ def test_more_depths_than_the_model_has_are_taken_out_by_their_owner(
     ("text", "says"),
     [
         ("", "which is empty; write a token id on every line"),
-        ("3\nfour\n", "which is no list of token ids, in text or of torch: invalid literal"),
+        ("3\nfour\n", "which is not a list of token ids, in text or of torch: invalid literal"),
         ("3\n4000\n", "which has the id 4000, and ids are 0 to"),
         ("3\n-1\n", "which has the id -1, and ids are 0 to"),
         ("3\n5\n3\n", "which has the id 3 twice; give every token once"),

@@ -341,7 +341,7 @@ def test_a_trunk_of_megatrons_is_attached_to_without_its_weights_elsewhere(
     given = ["--load", str(trunk)]
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *given])
-    assert f"--load is {trunk}, which is no Megatron checkpoint; give one of" in capsys.readouterr().err
+    assert f"--load is {trunk}, which is not a Megatron checkpoint; give one of" in capsys.readouterr().err
     (trunk / TRACKER).write_text("3")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["attach", str(model), "texts", str(tmp_path / "run"), *given, "--mtp-init", "fitted"])
@@ -797,7 +797,7 @@ BAD = {
     "--token-fraction 2": "--token-fraction is 2; give a number above 0, and at most 1.",
     "--evaluated-batches 0": "--evaluated-batches is 0; give 1 or more.",
     "--family gpt5": "--family is 'gpt5'; give one of deepseek_v3, glm4_moe,",
-    "--launch a'b": "--launch is 'a'b', which is no command (No closing quotation); correct it.",
+    "--launch a'b": "--launch is 'a'b', which is not a command (No closing quotation); correct it.",
     "--launch=": "--launch is '', which begins with no program of this machine; correct it.",
     "--launch no-such-launcher": "--launch is 'no-such-launcher', which begins with no program",
 }

@@ -89,7 +89,7 @@ def test_a_lost_tracker_and_the_sound_iteration_beside_a_damaged_one_are_named(s
         (["empty"], "empty holds neither a config nor tensors of a model"),
         (["glm", "empty"], "empty holds neither"),
         (["glm", "--text", "text"], "add --logits, or leave --text out"),
-        (["glm", "--logits", "--text", "nowhere"], "which is no file; give a text"),
+        (["glm", "--logits", "--text", "nowhere"], "which is not a file; give a text"),
     ],
 )
 def test_bad_input_is_one_sentence_with_status_2(

@@ -274,7 +274,7 @@ def test_a_model_of_an_unknown_type_is_described_by_its_names(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("family", "depths"), [("glm4_moe", 2), ("longcat_flash", 1)])
 def test_a_config_without_a_model_type_is_described_by_its_names(family: str, depths: int, tmp_path: Path) -> None:
-    """LongCat-2.0 is published so; its depth has an embedding of its own, which is no copy of the trunk's."""
+    """LongCat-2.0 is published so; its depth has an embedding of its own, which is not a copy of the trunk's."""
     folder = make(tmp_path / "hf", family, depths)
     layers, held, tensors = counts(folder)
     with_keys(folder, model_type=None)
@@ -308,7 +308,7 @@ STRANGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a complex type": (retyped(torch.complex64), f"has '{Q}' of type 'C64', which is none of F64, F32"),
     "a type of other processors": (retyped(torch.float8_e4m3fnuz), f"has '{Q}' of type 'F8_E4M3FNUZ', which is none"),
 }
-"""One tensor that is no weight, and what is said of it."""
+"""One tensor that is not a weight, and what is said of it."""
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -286,7 +286,7 @@ def test_lines_of_either_form_are_chats(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_chat_is_named(row: dict[str, Any], tmp_path: Path) -> None:
     _, line = lines_of(tmp_path / "chats.jsonl", SHAREGPT, row)
-    with pytest.raises(ValueError, match=r"chats\.jsonl', line 2 is no chat; give lines such as"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl', line 2 is not a chat; give lines such as"):
         read_chat(line)
 
 
@@ -351,7 +351,7 @@ def test_all_bad_lines_are_refused_at_once(made: Callable[..., str], tmp_path: P
     assert [line.split("chats.jsonl', ")[1][:30] for line in shown] == [
         "line 2: message 1 ('user') has",
         "line 3: message 2 ('assistant'",
-        "line 4 is no chat; give lines ",
+        "line 4 is not a chat; give lin",
         "line 5: message 1 ('user') has",
         "line 6: message 2 ('assistant'",
     ]
@@ -393,7 +393,7 @@ def test_preprocess_says_what_it_leaves_out(
 
 
 def test_chats_of_a_larger_vocabulary_are_refused(made: Callable[..., str]) -> None:
-    """Rows that pad the vocabulary are no tokens, in the corpus of chats as in one of texts."""
+    """Rows that pad the vocabulary are not tokens, in the corpus of chats as in one of texts."""
     prefix = made({"messages": ONE.messages})
     highest = int(np.fromfile(f"{prefix}.bin", read_index(prefix).dtype).max())
     check_data_prefixes([prefix], highest + 1)

@@ -100,7 +100,7 @@ def test_a_tokenizer_that_nobody_can_look_up(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(checks, "getproxies", dict)
     monkeypatch.setattr(checks.socket, "getaddrinfo", unknown)
-    with pytest.raises(ValueError, match="which is no folder here, and the Hugging Face Hub cannot"):
+    with pytest.raises(ValueError, match="which is not a folder here, and the Hugging Face Hub cannot"):
         check_hub(SimpleNamespace(tokenizer_model=name, tokenizer_type="HuggingFaceTokenizer"))  # type: ignore[arg-type]
     check_hub(SimpleNamespace(tokenizer_model=name, tokenizer_type="NullTokenizer"))  # type: ignore[arg-type]
     with pytest.raises(

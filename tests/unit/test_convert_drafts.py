@@ -101,7 +101,11 @@ def test_a_list_survives_an_export_whose_head_has_all_rows(
 
 @pytest.mark.parametrize(
     ("listed", "says"),
-    [([1, 10**6], "has the id 1000000, and ids are 0 to"), ([1.5], "is no list of token ids"), ({}, "is no list of")],
+    [
+        ([1, 10**6], "has the id 1000000, and ids are 0 to"),
+        ([1.5], "is not a list of token ids"),
+        ({}, "is not a list of"),
+    ],
 )
 def test_a_damaged_list_beside_a_model_is_refused(
     listed: object, says: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -129,7 +133,7 @@ def test_a_list_beside_a_trunk_alone_is_left(converted: Path, tmp_path: Path) ->
         ("mcore", "--mtp-draft-vocab-size 0 --data-path corpus", "--mtp-draft-vocab-size is 0; give 1 or more."),
         ("mcore", "--mtp-draft-vocab-size 9999999 --data-path corpus", "give at most that."),
         ("mcore", "--mtp-draft-vocab-size 4 --data-path nowhere", "nowhere.idx"),
-        ("mcore", "--mtp-draft-vocab-file nowhere", "is no list of token ids"),
+        ("mcore", "--mtp-draft-vocab-file nowhere", "is not a list of token ids"),
         ("mcore", "--mtp-draft-vocab-file ids --data-path corpus", "leave --mtp-draft-vocab-size and --data-path out."),
         ("trunk", "--mtp-draft-vocab-file ids", "has no MTP layers, which alone draft; attach-mtp adds some."),
     ],

@@ -153,7 +153,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown model_type": (config(model_type="gpt9"), "'gpt9' is unknown"),
     "other depths than said": (config(num_nextn_predict_layers=1), "2 depth(s)"),
     "no number": (config(hidden_size="wide"), "'hidden_size' is 'wide'"),
-    "heads that do not divide": (config(num_key_value_heads=3), "no multiple"),
+    "heads that do not divide": (config(num_key_value_heads=3), "not a multiple"),
     "more layers than tensors": (config(num_hidden_layers=40), "model.layers.3."),
     "absurd layers": (config(num_hidden_layers=2**30), "more than any model has"),
     "two bases of the angles": (
@@ -374,7 +374,7 @@ def test_a_catalogue_with_foreign_classes_is_not_loaded(
 
     (tmp_path / "mcore" / "release" / CATALOGUE).write_bytes(pickle.dumps(Evil()))
     assert run("mcore-to-hf", tmp_path / "mcore", tmp_path / "back") == 2
-    assert "is no catalogue" in capsys.readouterr().err
+    assert "is not a catalogue" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

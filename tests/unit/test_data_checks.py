@@ -49,7 +49,7 @@ def test_whole_blends_pass(blend: str) -> None:
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "1e400"])
 def test_a_weight_that_is_none_is_refused(weight: str) -> None:
-    with pytest.raises(ValueError, match=f"--data-path: {weight} is no weight of a dataset; give a number above 0."):
+    with pytest.raises(ValueError, match=f"--data-path: {weight} is not a weight of a dataset; give a number above 0."):
         check_weights(["0.5", "a", weight, "b"])
 
 

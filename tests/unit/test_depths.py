@@ -47,7 +47,7 @@ def test_a_damaged_record_of_an_import_is_one_sentence(damaged: str, tmp_path: P
     kept.mkdir()
     (kept / "config.json").write_text('{"model_type": "llama"}')
     (kept / ORIGIN).write_text(damaged)
-    with pytest.raises(ValueError, match=rf"{ORIGIN} is no record of a conversion; fetch the checkpoint again"):
+    with pytest.raises(ValueError, match=rf"{ORIGIN} is not a record of a conversion; fetch the checkpoint again"):
         kept_form(tmp_path)
     (kept / ORIGIN).unlink()
     assert kept_form(tmp_path) is not None

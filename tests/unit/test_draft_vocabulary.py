@@ -150,6 +150,6 @@ def test_a_token_map_that_begins_with_the_most_frequent(listed: object, tmp_path
 def test_a_pickle_with_code_is_not_opened(tmp_path: Path) -> None:
     torch.save(Path, tmp_path / "freq.pt")
     with pytest.raises(
-        ValueError, match=r"^the list is .*freq.pt, which is no list of token ids, in text or of torch:"
+        ValueError, match=r"^the list is .*freq.pt, which is not a list of token ids, in text or of torch:"
     ):
         tokens_of_file(tmp_path / "freq.pt", 8, "the list")

@@ -482,7 +482,7 @@ def test_the_row_of_an_anchor_may_draft_nothing(tmp_path: Path) -> None:
             "projector_type domino, which is dspark",
         ),
         ({**SPECFORGE, "num_aux_hidden_states": 4}, DEEPSEEK, "num_aux_hidden_states 4, which is 3"),
-        ({**KIMI_OUTPUTS, "kv_lora_rank": None}, KIMI_K2, "kv_lora_rank None, which is no number above 0"),
+        ({**KIMI_OUTPUTS, "kv_lora_rank": None}, KIMI_K2, "kv_lora_rank None, which is not a number above 0"),
         ({**KIMI_OUTPUTS, "rope_interleave": False}, KIMI_K2, "rope_interleave False, which is True"),
         (
             {**KIMI_OUTPUTS, "rope_scaling": {"type": "llama3", "factor": 8}},

@@ -158,7 +158,7 @@ def test_angles_are_those_of_transformers(scaling: dict[str, Any] | None) -> Non
         ({"rope_type": "longrope", "factor": 4}, "a rope_type 'longrope'; known are default, linear, llama3, yarn"),
         ({"partial_rotary_factor": 0.25}, "a partial_rotary_factor of 0.25; a drafter turns whole heads"),
         ({"rope_type": "linear", "factors": 4}, "a setting 'factors' of rope_type 'linear'; known are"),
-        ({"rope_type": "linear"}, "a rotary setting 'factor' of None, which is no number"),
+        ({"rope_type": "linear"}, "a rotary setting 'factor' of None, which is not a number"),
     ],
 )
 def test_other_scalings_are_refused_by_name(keys: dict[str, Any], said: str) -> None:
@@ -169,7 +169,7 @@ def test_other_scalings_are_refused_by_name(keys: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("yarn", "--drafter-rope-scaling is yarn, which is no JSON object; give for example"),
+        ("yarn", "--drafter-rope-scaling is yarn, which is not a JSON object; give for example"),
         ('{"rope_type": "longrope"}', "--drafter-rope-scaling has a rope_type 'longrope'; known are"),
     ],
 )

@@ -226,7 +226,7 @@ def test_the_command_says_so_and_exits_with_its_status(
     refused = {
         (folder, pairs["trunk"][1], ""): "has no drafter to compare with",
         (lost, saved, ""): "'fc.weight' is absent",
-        (folder, saved, __file__): "is no model's folder; leave --text out",
+        (folder, saved, __file__): "is not a model's folder; leave --text out",
     }
     for (source, target, text), sentence in refused.items():
         assert main(["verify", str(source), str(target), *(["--text", text] if text else [])]) == 2

@@ -47,11 +47,11 @@ def test_prompts_from_everywhere(tokenizer: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "file", "ids", "said"),
     [
-        (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at character 3, which is no UTF-8; take it out"),
+        (["ab\udcff"], None, [], r"a prompt holds '\\udcff' at character 3, which is not UTF-8; take it out"),
         ([], None, ["1;2"], "--prompt-ids is '1;2'"),
         ([], "latin.txt", [], "cannot be read"),
-        ([], "bad.jsonl", [], "no JSON object with a key 'prompt'"),
-        ([], "ids.jsonl", [], r"has the prompt \[1, 2\], which is no text"),
+        ([], "bad.jsonl", [], "not a JSON object with a key 'prompt'"),
+        ([], "ids.jsonl", [], r"has the prompt \[1, 2\], which is not text"),
     ],
 )
 def test_bad_prompts(

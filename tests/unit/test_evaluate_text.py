@@ -45,7 +45,7 @@ def test_mock_data_has_no_sources(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--mock-data", "--context-lengths", "64"], "--context-lengths was given with --mock-data, which has no"),
         (["--text", "x", "--by-source", "--context-lengths", "2k"], "--by-source and --context-lengths count the same"),
-        (["--text", "x", "--context-lengths", "2m"], "'2m' is no number of tokens; give one such as 512 or 2k"),
+        (["--text", "x", "--context-lengths", "2m"], "'2m' is not a number of tokens; give one such as 512 or 2k"),
     ],
 )
 def test_contexts_that_cannot_be_counted_are_refused(

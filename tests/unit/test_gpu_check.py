@@ -434,7 +434,7 @@ def test_a_run_on_a_cpu_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(ValueError, match="which has no record of a part"):
         gpu_check.merge([tmp_path / "empty"], tmp_path / "gpu.md")
     (tmp_path / "empty" / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no record of a part: it lacks command, date"):
+    with pytest.raises(ValueError, match="is not a record of a part: it lacks command, date"):
         gpu_check.merge([tmp_path / "empty"], tmp_path / "gpu.md")
     assert not (tmp_path / "gpu.md").exists()
 

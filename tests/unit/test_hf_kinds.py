@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[Spoil, str]] = {
     "compiled": (renamed(lambda name: f"_orig_mod.{name}"), "torch.compile put '_orig_mod.' into them"),
     "peft": (renamed(lambda name: f"base_model.model.{name}"), "peft put 'base_model.model.' into them"),
     "trained head under a tie": (trained_head, "'tie_word_embeddings' in config.json makes them one; set it to false"),
-    "other class": (mimo_layer, "is no tensor of a 'llama' model as"),
+    "other class": (mimo_layer, "is not a tensor of a 'llama' model as"),
     "old modelopt": (adds("hf_quant_config.json", '{"quantization": {"quant_algo": "W4A8_AWQ"}}'), "modelopt W4A8_AWQ"),
     "a shard is missing": (missing_shard, "lacks 'model."),
     "config a list": (adds("config.json", "[1]"), "holds a list, not an object of keys"),

@@ -161,9 +161,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen3_5_text",
         {"linear_num_value_heads": 3},
-        "'linear_num_value_heads' 3 is no multiple of 'linear_num_key_heads' 2",
+        "'linear_num_value_heads' 3 is not a multiple of 'linear_num_key_heads' 2",
     ),
-    ("nemotron_h", {"n_groups": 3}, "'mamba_num_heads' 4 is no multiple of 'n_groups' 3"),
+    ("nemotron_h", {"n_groups": 3}, "'mamba_num_heads' 4 is not a multiple of 'n_groups' 3"),
     ("nemotron_h", {"use_bias": True}, "'use_bias' and 'mamba_proj_bias' false"),
     (
         "nemotron_h",
@@ -455,7 +455,7 @@ def test_attached_depths_are_exported_and_proved(
     name: str, changes: dict[str, Any], depths: int, pattern: str, init: str, tmp_path: Path
 ) -> None:
     source = make(tmp_path / "hf", name, 0, changes=changes)
-    (source / "tokenizer.json").unlink()  # which is no tokenizer
+    (source / "tokenizer.json").unlink()  # which is not a tokenizer
     mcore, new, back = (str(tmp_path / part) for part in ("mcore", "new", "back"))
     assert main(["hf-to-mcore", str(source), mcore]) == 0
     assert main(["attach-mtp", mcore, new, "--mtp-num-layers", str(depths), "--mtp-init", init]) == 0

@@ -47,7 +47,7 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("eos_token_id", value, "it must be a token's id, or a list of them") for value in ("2", True, [[2]], 1e400)),
     *(("hidden_size", value, SIZE) for value in ("48", True, -1, 0, 10**30, 48.5, [48], {})),
     ("hidden_size", None, "lacks 'hidden_size'"),
-    ("num_attention_heads", 5, "is no multiple of"),
+    ("num_attention_heads", 5, "is not a multiple of"),
     *(("rms_norm_eps", value, NUMBER) for value in ("1e-6", float("nan"), float("inf"), -1.0)),
     ("attention_bias", 0, "it must be true or false"),
     ("tie_word_embeddings", "false", "it must be true or false"),

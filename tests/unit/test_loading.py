@@ -64,7 +64,7 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
     [
         ("pickle: .metadata", "train", "--load: "),
         ("pickle: .metadata", "train --pretrained-checkpoint", "--pretrained-checkpoint: "),
-        ("pickle: .metadata", "generate", ".metadata is no catalogue of a checkpoint: it names pathlib.Path.touch"),
+        ("pickle: .metadata", "generate", ".metadata is not a catalogue of a checkpoint: it names pathlib.Path.touch"),
         (
             "pickle: objects in .distcp",
             "train",
@@ -76,7 +76,7 @@ def test_inspect_describes_what_is_left(told: Told) -> None:
         (".distcp flipped", "inspect --check", "__0_0.distcp is damaged: "),
         (".metadata flipped", "train", ".metadata is"),
         ("metadata.json missing", "train", "metadata.json is missing, which is written last"),
-        ("tracker junk", "train", "latest_checkpointed_iteration.txt names 'junk', which is no iteration"),
+        ("tracker junk", "train", "latest_checkpointed_iteration.txt names 'junk', which is not an iteration"),
         ("tracker to nowhere", "train", "names '7', but "),
         ("tracker to nowhere", "generate", "name an iteration that is there (2)"),
         ("a dangling link", "train", "is a link to /nowhere/at/all, which does not exist"),

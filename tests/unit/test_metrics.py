@@ -222,7 +222,7 @@ class Writer:
 
 
 def test_training_rows_say_what_a_step_cost(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1, 3 and 2 s; what is between them, such as an evaluation of 100 s, is no part of any."""
+    """Steps of 1, 3 and 2 s; what is between them, such as an evaluation of 100 s, is not part of any."""
     now = iter([0.0, 1.0, 2.0, 5.0, 5.0, 7.0, 107.0, 108.0])
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     args.log_interval = 3

@@ -97,7 +97,7 @@ def test_a_misnamed_head_is_named_with_its_right_name(
         capsys.readouterr()
         assert main([*map(str, words), str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err
-        assert f" and {count - 1} more, which are no names of " in said, said
+        assert f" and {count - 1} more, which are not names of " in said, said
         assert "rename them all alike." in said
     found, *others = (one for one in audit(folder)["findings"] if one["severity"] != "note")
     assert (found["guess"], len(found["names"])) == ("tensor misnamed", count)
@@ -114,8 +114,8 @@ def test_the_sentence_is_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[
     write(folder, {("language_model." if key == FC else "") + key: tensor for key, tensor in whole.items()})
     assert main(["hf-to-mcore", str(folder), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"megatron-mtp convert: error: {folder} has 'language_model.mtp.fc.weight', which is no name of Qwen3.5; the "
-        "family's name is 'mtp.fc.weight'; rename it.\n"
+        f"megatron-mtp convert: error: {folder} has 'language_model.mtp.fc.weight', which is not a name of Qwen3.5; "
+        "the family's name is 'mtp.fc.weight'; rename it.\n"
     )
     assert not list(tmp_path.glob("out*"))
 

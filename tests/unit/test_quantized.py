@@ -100,7 +100,7 @@ def test_every_weight_of_several_tensors_is_found_with_its_parts() -> None:
             {"w": ((2, 32, 8), BF16), "w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8, 1), BYTE)},
             "is stored next to a whole 'w' too",
         ),
-        ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is no weight in MXFP4"),
+        ({"w_blocks": ((2, 8, 1, 16), BYTE), "w_scales": ((2, 8), BYTE)}, "is not a weight in MXFP4"),
     ],
 )
 def test_tensors_that_make_no_weight_are_wrong(stored: dict[str, Any], says: str) -> None:

@@ -302,7 +302,7 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "int8 with zero points of another shape": (
         "int8", lambda parts: {"weight_zero_point": torch.ones(3, 1).to(torch.int8)}, "zero points of 3x1"
     ),
-    "int8 with zero points that are no integers": (
+    "int8 with zero points that are not integers": (
         "int8", lambda parts: {"weight_zero_point": torch.ones(64, 1)}, "weight_zero_point' of type float32"
     ),
     "AWQ with integer scales": ("AWQ", typed("scales", torch.int32), "scales' of type int32"),

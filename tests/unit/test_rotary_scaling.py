@@ -76,7 +76,7 @@ def published(folder: Path, name: str, depths: int, rope: dict[str, Any]) -> Pat
     make(folder, name, depths)
     keys = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**keys, "rope_parameters": rope, "rope_theta": 10000.0}))
-    (folder / "tokenizer.json").unlink()  # which is no tokenizer
+    (folder / "tokenizer.json").unlink()  # which is not a tokenizer
     return folder
 
 

@@ -76,7 +76,7 @@ def test_sections_without_an_end(text: str, parser: ArgumentParser, tmp_path: Pa
         ("\nverbose: true", "line 2: 'verbose' cannot be in a file; give --verbose on the command line."),
         ("lr: [", "cannot be read as YAML"),
         ("- lr", "holds no keys with values; write lines such as 'num-layers: 4'"),
-        ("[a]: 1", "line 1: a key is no name of a flag"),
+        ("[a]: 1", "line 1: a key is not a name of a flag"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(text: str, says: str, parser: ArgumentParser, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_missing_package_and_a_damaged_model_are_one_sentence(
         with pytest.raises(ValueError, match=r"is a SentencePiece model; pip install sentencepiece to read it\.$"):
             read_tokenizer(tmp_path)
     file.write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"tokenizer\.model is no SentencePiece model \(.*fetch it again\.$"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model \(.*fetch it again\.$"):
         read_tokenizer(tmp_path)
 
 

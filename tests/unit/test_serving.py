@@ -367,7 +367,7 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "part": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]}, "txt"),
     "template": ({"messages": [{"role": "rude", "content": "x"}]}, "template refuses these messages: no manners"),
     "tool choice": ({"messages": MESSAGES, "tool_choice": "required"}, 'another value than "none" or "auto"; leave it'),
-    "arguments": ({"messages": [called("{")]}, "arguments of a call in messages.0 are no JSON"),
+    "arguments": ({"messages": [called("{")]}, "arguments of a call in messages.0 are not JSON"),
     "both": (
         {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message and add_generation_prompt exclude each other; send one of them.",
@@ -417,7 +417,7 @@ def test_a_variable_of_a_template_is_no_argument_of_the_functions_around_it(name
     done = server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {name: "y"}})
     error = done.json()["error"]
     assert (done.status_code, error["param"]) == (400, "chat_template_kwargs")
-    assert f"'{name}' is no variable of a template" in error["message"]
+    assert f"'{name}' is not a variable of a template" in error["message"]
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -470,7 +470,7 @@ def test_a_stop_string_that_is_a_special_token(client: openai.OpenAI, server: Ru
 def test_a_stop_string_that_ends_texts_is_not_written_either(
     codec: Codec, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the end token of some tokenizers, which is no special one; it is left out of the text all the same."""
+    """As the end token of some tokenizers, which is not a special one; it is left out of the text all the same."""
     end = codec._added[0]
     assert end.special
     monkeypatch.setitem(codec._added, 0, AddedToken(end.content, special=False))
@@ -520,9 +520,9 @@ def test_scripts_of_allowed_origins_may_call_it(tmp_path: Path) -> None:
 
 JSON = {"Content-Type": "application/json"}
 BODIES: dict[str, tuple[bytes, int, str]] = {
-    "cut off": (b'{"prompt": "ab', 400, "the body is no JSON (Unterminated string"),
-    "nothing": (b"", 400, "the body is no JSON object; send one"),
-    "list": (b"[1]", 400, "the body is no JSON object"),
+    "cut off": (b'{"prompt": "ab', 400, "the body is not JSON (Unterminated string"),
+    "nothing": (b"", 400, "the body is not a JSON object; send one"),
+    "list": (b"[1]", 400, "the body is not a JSON object"),
     "nan": (b'{"prompt": "ab", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
     "infinity": (b'{"prompt": "ab", "temperature": 1e999}', 400, "temperature: Input should be a finite number"),
     "digits": (b'{"prompt": "ab", "seed": ' + b"1" * 5000 + b"}", 400, "the body cannot be read; send JSON in UTF-8"),

@@ -50,7 +50,7 @@ def test_the_euro_sign_appears_with_its_last_byte(codec: Codec) -> None:
     ids = codec.encode("a€b", special=False, positions=512)
     assert read(codec.detokenizer([]), ids) == ["a", "", "", "€", "b", ""]
     assert read(codec.detokenizer([]), ids[:3]) == ["a", "", "", "�"], "bytes without an end are said at the end"
-    assert read(codec.detokenizer([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are no text"
+    assert read(codec.detokenizer([]), [0, ids[0], 1]) == ["", "a", "", ""], "special tokens are not text"
 
 
 def test_a_leading_space_depends_on_the_prompt() -> None:

@@ -93,7 +93,7 @@ def test_an_array_takes_a_value_each(cluster: Cluster) -> None:
     [
         ("pretrain", ["huge"], {}, f"there is no recipe 'huge'; give a file or one of {' '.join(RECIPES)}."),
         ("pretrain", [], {}, "there is no recipe ''; give a file"),
-        ("pretrain", ["tiny"], {"SWEEP": "LR=1 2"}, "SWEEP is 'LR=1 2', and the job is no array; add --array=0-N"),
+        ("pretrain", ["tiny"], {"SWEEP": "LR=1 2"}, "SWEEP is 'LR=1 2', and the job is not an array; add --array=0-N"),
         ("pretrain", ["tiny"], {"SLURM_ARRAY_TASK_ID": "0"}, "the job is an array without SWEEP; give SWEEP="),
         (
             "pretrain",

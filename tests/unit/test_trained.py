@@ -170,7 +170,7 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     (
         "glm4_moe",
         {**EXPERTS, "moe_shared_expert_intermediate_size": 24},
-        "24 is no multiple of --moe-ffn-hidden-size 16",
+        "24 is not a multiple of --moe-ffn-hidden-size 16",
     ),
 ]
 

@@ -53,7 +53,11 @@ REFUSED: list[tuple[str, Keys, str]] = [
     ("glm4_moe", {"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "a YaRN scaling of interleaved .* or of a part"),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": None}}, "a rotary setting 'factor' of None"),
     ("qwen2", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "LongRoPE, in which every angle changes"),
-    ("qwen2", {"rope_scaling": {"type": "linear", "factor": 3.0}}, "a linear rotary scaling by 3.0, which is no power"),
+    (
+        "qwen2",
+        {"rope_scaling": {"type": "linear", "factor": 3.0}},
+        "a linear rotary scaling by 3.0, which is not a power",
+    ),
     ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "the rotary scaling 'dynamic'"),
     ("qwen2", {"rope_theta": 10000.5}, "the rotary base 10000.5"),
     ("glm4_moe", {"partial_rotary_factor": 1.5}, "a 'partial_rotary_factor' of 1.5"),
@@ -74,7 +78,7 @@ REFUSED: list[tuple[str, Keys, str]] = [
     ("deepseek_v3", {"rope_scaling": {**YARN, "beta_slow": -1}}, "a rotary setting 'beta_slow' of -1"),
     ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 10**400}}, "a rotary setting 'factor' of 1000"),
     ("llama", {"rope_parameters": {**LLAMA3, "factor": 0}}, "a rotary setting 'factor' of 0"),
-    ("deepseek_v3", {"rope_theta": 1}, "the rotary base 1.0, which is no whole number above 1"),
+    ("deepseek_v3", {"rope_theta": 1}, "the rotary base 1.0, which is not a whole number above 1"),
     ("deepseek_v3", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "the rotary scaling 'llama3'"),
 ]
 

@@ -268,7 +268,7 @@ def test_joint_keeps_a_prefix_whose_first_token_fails() -> None:
     assert verdict.accepted_B.tolist() == [2]
 
 
-#  rows 0: the root, 1: a, 2: b, 3: a again where it is no candidate
+#  rows 0: the root, 1: a, 2: b, 3: a again where it is not a candidate
 PAIRS = torch.tensor([[[0.6, 0.4], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]]], dtype=torch.double)
 
 

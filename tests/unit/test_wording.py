@@ -23,6 +23,7 @@ BETTER = {
     r"(?<!config )says?|said": "prints, reports, specifies, sets",
     r"witness(?:es)?": "reference, prompt sample",
     r"nobody": "not tested, not run",
+    r"(?<!there )(?:is|are) no (?!longer|other|more|earlier|older|newer)": "is not a ..., has no ...",
     r"for want of": "missing",
     r"which head|draft heads?": "drafter",
 }

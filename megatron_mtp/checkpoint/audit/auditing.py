@@ -63,8 +63,8 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
         The result in plain data, as above.
 
     Raises:
-        ValueError: a path is no model at all, the sides are a GPT and a hybrid, or a drafter and another model, or they
-            cannot be run together.
+        ValueError: a path is not a model, the sides are a GPT and a hybrid or a drafter and another model, or cannot
+            be run together.
     """
     sides = {"A": open_side(a)} | ({} if b is None else {"B": open_side(b)})
     _check_pair(*sides.values(), computes=run is not None)
@@ -87,7 +87,7 @@ def audit(a: Path, b: Path | None = None, *, run: Run | None = None, quiet: bool
     ]
     shared = [found for found in alone[0] if found.severity == WARNING and all(found in own for own in alone[1:])]
     for letter, own in zip(sides, alone, strict=True):
-        for found in own:  # what both sides have is no difference
+        for found in own:  # what both sides have is not a difference
             both = len(sides) == 2 and found in shared
             noted = replace(found, severity=NOTE, says=f"On both sides: {found.says}")
             findings.append(noted if both else replace(found, side=letter))
@@ -136,7 +136,7 @@ def open_side(path: Path) -> Side:
     """Open a folder or a checkpoint, as far as it can be read.
 
     Raises:
-        ValueError: it is no folder, or holds nothing of a model.
+        ValueError: it is not a folder, or holds nothing of a model.
     """
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"

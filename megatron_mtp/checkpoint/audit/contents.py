@@ -224,9 +224,8 @@ def _unknown(side: Side, names: Collection[str]) -> Iterator[Finding]:
     """Tensors that the model does not have."""
     kind = side.kept.get("model_type") if isinstance(side, MegatronSide) else side.config and side.config.model_type
     if names and kind is not None:
-        says = (
-            f"{counted(len(names), 'tensor')} of the files are no part of a '{kind}' model as its config describes it: "
-        )
+        count = counted(len(names), "tensor")
+        says = f"{count} of the files are not part of a '{kind}' model as its config describes it: "
         advice = "correct the config or the names: loaders ignore such tensors or refuse the folder"
         yield Finding("tensor left over", f"{says}{listed(names)}.", advice, names=tuple(names))
 

@@ -200,7 +200,7 @@ class Opened(ABC):
 
     @abstractmethod
     def base_of(self, name: str) -> str | None:
-        """The tensor that a name repeats, embedding or head; None if it is no copy."""
+        """The tensor that a name repeats, embedding or head; None if it is not a copy."""
 
     @cached_property
     def plan(self) -> list[Rule]:

@@ -68,7 +68,7 @@ def check_carried(path: Path, config: HFConfig, family: Family, layout: Layout, 
         raise ValueError(f"{path} lacks '{lost[0]}', which other layers or {class_of} have{beside}; {REMEDY}.")
     if faults.left:
         raise ValueError(
-            f"'{faults.left[0]}' in {path} is no tensor of other layers or of {class_of}, and nothing is dropped "
+            f"'{faults.left[0]}' in {path} is not a tensor of other layers or of {class_of}, and nothing is dropped "
             "silently; correct the config, or the name."
         )
 

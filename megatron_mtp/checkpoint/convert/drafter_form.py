@@ -389,7 +389,9 @@ def attention_in(path: Path, keys: dict[str, Any], is_latent: bool) -> Attention
         if name == LATENT_KEYS[0] and not value:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < sys.maxsize:
-            raise ValueError(f"{path / CONFIG} has {name} {value!r:.40}, which is no number above 0; fetch it again.")
+            raise ValueError(
+                f"{path / CONFIG} has {name} {value!r:.40}, which is not a number above 0; fetch it again."
+            )
     epsilon, theta = made["rms_norm_eps"], made["rope_theta"]
     if is_latent:
         latents = LatentSizes(*(made[name] for name in LATENT_KEYS))

@@ -74,7 +74,7 @@ def _layer_types(keys: Mapping[str, Any]) -> list[str]:
             raise ValueError("has use_sliding_window without layer_types; give the type of each layer.")
         return [SLIDING if keys.get("use_swa") else FULL] * count
     if len(types) != count or {*types} - {FULL, SLIDING}:
-        raise ValueError(f"has layer_types {types!r:.80}, which is no {FULL} or {SLIDING} a layer.")
+        raise ValueError(f"has layer_types {types!r:.80}, which has to be {FULL} or {SLIDING} for each layer.")
     if keys.get("use_swa") and {*types} == {FULL, SLIDING}:
         raise ValueError(
             "has use_swa and layer_types with both kinds of layers, and engines differ on which of the two they take; "

@@ -63,7 +63,9 @@ def kept_origin(kept: Path) -> dict[str, Any]:
     layout = origin.get("layout", {}) if isinstance(origin, dict) else None
     lists = [layout.get(name, []) for name in ("features", "carried")] if isinstance(layout, dict) else [None]
     if not isinstance(origin, dict) or not all(map(are_words, lists)):
-        raise ValueError(f"{kept / ORIGIN} is no record of a conversion; fetch the checkpoint again, or convert anew.")
+        raise ValueError(
+            f"{kept / ORIGIN} is not a record of a conversion; fetch the checkpoint again, or convert anew."
+        )
     return origin
 
 

@@ -211,7 +211,7 @@ def _check_layers(args: Namespace, source: str) -> None:
 
 
 def _check_order(trunk: str, said: str) -> None:
-    """Raises ValueError at the first symbol that is no half of a GPT's layer, or in another order."""
+    """Raises ValueError at the first symbol that is not a half of a GPT's layer, or in another order."""
     for index, symbol in enumerate(trunk):
         if symbol not in ATTENTION + CHANNELS:
             kind = KINDS.get(symbol, "no layer of Megatron")

@@ -127,7 +127,7 @@ def write_weights(
         count += 1
         rule = rule_of.get(name)
         if rule is None:
-            raise ValueError(f"'{name}' is no tensor of this model; send those of {folder}.")
+            raise ValueError(f"'{name}' is not a tensor of this model; send those of {folder}.")
         shape = next(tensor.shape for tensor in rule.hf if tensor.name == name)
         if shape is not None and shape != tuple(value.shape):
             raise ValueError(f"'{name}' has the shape {tuple(value.shape)}, and the model's is {shape}.")

@@ -62,7 +62,7 @@ def check_hf(rules: list[Rule], folder: HFFolder, config: HFConfig) -> None:
         folder.check_type(tensor.name, must_be_weight=tensor.shape is not None)
     for name, stored in left.items():
         raise ValueError(
-            f"'{name}'{_more(left)} in {stored.file} is no tensor of a '{config.model_type}' model as {source} "
+            f"'{name}'{_more(left)} in {stored.file} is not a tensor of a '{config.model_type}' model as {source} "
             "describes it, and nothing is dropped silently; correct the config, or the name."
         )
 

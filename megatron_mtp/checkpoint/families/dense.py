@@ -96,7 +96,7 @@ def _bases(config: HFConfig) -> list[Any]:
     """The rotary base of every layer, 0 for a layer without positions; empty without the key.
 
     Raises:
-        ValueError: `layer_rope_theta` is no list of a number for each layer.
+        ValueError: `layer_rope_theta` is not a list of a number for each layer.
     """
     bases, count = config.keys.get("layer_rope_theta"), layers(config)
     if bases is None:

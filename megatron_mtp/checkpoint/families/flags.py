@@ -185,7 +185,7 @@ def _base(rope: dict[str, Any]) -> int:
     with _untrainable():
         base = float(number(rope, "rope_theta"))
     if base != int(base) or base <= 1:
-        raise UntrainableError(f"the rotary base {base}, which is no whole number above 1")
+        raise UntrainableError(f"the rotary base {base}, which is not a whole number above 1")
     return int(base)
 
 

@@ -69,7 +69,7 @@ def _delta_rows(config: HFConfig) -> dict[str, int]:
     keys, values = (config.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if values % keys:
         raise ConfigError(
-            f"{config.source}: 'linear_num_value_heads' {values} is no multiple of 'linear_num_key_heads' {keys}."
+            f"{config.source}: 'linear_num_value_heads' {values} is not a multiple of 'linear_num_key_heads' {keys}."
         )
     key, value = keys * config.integer("linear_key_head_dim"), values * config.integer("linear_value_head_dim")
     return {"query": key, "key": key, "value": value, "z": value, "beta": values, "alpha": values}
@@ -103,7 +103,7 @@ def mamba_rules(place: Place, config: HFConfig) -> list[Rule]:
         )
     heads, groups = config.integer("mamba_num_heads"), config.integer("n_groups")
     if heads % groups:
-        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is no multiple of 'n_groups' {groups}.")
+        raise ConfigError(f"{config.source}: 'mamba_num_heads' {heads} is not a multiple of 'n_groups' {groups}.")
     hf, mcore, hidden = f"{place.hf}mixer.", f"{place.mcore}mixer.", config.integer("hidden_size")
     inner, shared = heads * config.integer("mamba_head_dim"), groups * config.integer("ssm_state_size")
     rows, kernel = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads}, config.integer("conv_kernel")

@@ -69,7 +69,9 @@ def renaming(found: dict[str, str], family: str) -> str:
     """A sentence's end on the tensors that `misnamed` found: what they are called, and what to do."""
     name, right = next(iter(found.items()))
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    are, it, rename = ("are no names", "them", "rename them all alike") if others else ("is no name", "it", "rename it")
+    are, it, rename = (
+        ("are not names", "them", "rename them all alike") if others else ("is not a name", "it", "rename it")
+    )
     wrapper = next((made for made in WRAPPERS if made in name and made not in right), None)
     by = f", because {WRAPPERS[wrapper]} put '{wrapper}' into {it}" if wrapper else ""
     return f"'{name}'{others}, which {are} of {family}{by}; the family's name is '{right}'; {rename}"

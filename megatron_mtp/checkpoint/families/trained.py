@@ -133,7 +133,7 @@ def _routed(args: Namespace) -> dict[str, Any]:
     shared = args.moe_shared_expert_intermediate_size or 0
     if shared % args.moe_ffn_hidden_size:
         raise ValueError(
-            f"--moe-shared-expert-intermediate-size {shared} is no multiple of --moe-ffn-hidden-size "
+            f"--moe-shared-expert-intermediate-size {shared} is not a multiple of --moe-ffn-hidden-size "
             f"{args.moe_ffn_hidden_size}, which no family here has; it cannot be exported."
         )
     return {

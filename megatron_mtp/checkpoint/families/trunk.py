@@ -42,13 +42,13 @@ def gqa(config: HFConfig, **changes: object) -> GQA:
         changes: fields of `GQA` that differ.
 
     Raises:
-        ValueError: the number of heads is no multiple of the number of key-value heads.
+        ValueError: the number of heads is not a multiple of the number of key-value heads.
     """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     groups = config.integer("num_key_value_heads", default=heads)
     if heads % groups:
         raise ConfigError(
-            f"{config.source}: 'num_attention_heads' {heads} is no multiple of 'num_key_value_heads' {groups}."
+            f"{config.source}: 'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {groups}."
         )
     width = config.integer("head_dim", default=max(hidden // heads, 1))
     sizes: dict[str, object] = {"hidden": hidden, "heads": heads, "groups": groups, "widths": (width, width, width)}
@@ -161,7 +161,7 @@ def stepped_layers(config: HFConfig) -> list[bool]:
     """For each layer whether it has experts: every `decoder_sparse_step`th that `mlp_only_layers` does not name.
 
     Raises:
-        ValueError: `mlp_only_layers` is no list.
+        ValueError: `mlp_only_layers` is not a list.
     """
     step, dense = config.integer("decoder_sparse_step", default=1), config.keys.get("mlp_only_layers") or []
     if not isinstance(dense, list):

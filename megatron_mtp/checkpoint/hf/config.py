@@ -55,7 +55,7 @@ class HFConfig:
         A head is tied if either part says so: transformers writes true beside `text_config`, and false into it.
 
         Raises:
-            ValueError: it is no object, or has no `model_type`.
+            ValueError: it is not an object, or has no `model_type`.
         """
         if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):
             raise ValueError(f"{source} has no 'model_type'; give a folder that transformers can load.")
@@ -129,7 +129,7 @@ class HFConfig:
         """Rotary settings as transformers 5 reads them: with `rope_type`, and the original length if a scaling uses it.
 
         `rope_scaling`, which older files have, takes precedence over `rope_parameters`; some settings are beside them.
-        ValueError where they are no object, or a number is a text or a truth value.
+        ValueError where they are not objects, or a number is a text or a truth value.
         """
         nested = {name: self.keys.get(name) for name in _ROPE_PLACES}
         for name, value in nested.items():
@@ -264,7 +264,7 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError where it is missing, is no file, or is not JSON."""
+    """Read a JSON file; ValueError where it is missing, is not a file, or is not JSON."""
     check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -341,12 +341,14 @@ def check_kind(folder: Path) -> None:
 
 
 def check_form(folder: Path) -> None:
-    """Raises ValueError for what is no folder of a whole model: GGUF, links that lead nowhere, an adapter."""
+    """Raises ValueError for what is not a folder of a whole model: GGUF, links that lead nowhere, an adapter."""
     of_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
     if of_gguf or (folder.is_file() and folder.suffix == ".gguf"):
         raise ValueError(f"{folder} is a GGUF model, as llama.cpp runs it; give the folder that it was made from.")
     if not folder.is_dir():
-        what = "is a file; give the folder that it is in" if folder.is_file() else "is no folder; give that of a model"
+        what = (
+            "is a file; give the folder that it is in" if folder.is_file() else "is not a folder; give that of a model"
+        )
         raise ValueError(f"{folder} {what}.")
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():

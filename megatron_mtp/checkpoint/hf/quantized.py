@@ -91,7 +91,7 @@ def quantized_weights(
     weights: dict[str, Quantized] = {}
     for name, (shape, dtype) in stored.items():
         forms = {form: weight for form in FORMS if dtype in form.types and (weight := form.weight_of(name))}
-        # a vector of integers without a scale of any form is no weight
+        # a vector of integers without a scale of any form is not a weight
         lone = dtype not in FP8 and len(shape) < 2
         if forms and not (lone and all(len(form.find(weight, stored)) == 1 for form, weight in forms.items())):
             weight, found = _fitted(name, forms, stored, numbers, read)

@@ -260,8 +260,8 @@ class Beam(Grower):
     """The likeliest of W chains, grown side by side (beam sampling of MTAD, arXiv:2407.09722).
 
     Of the W V ways to continue W chains, the W likeliest go on. Above temperature 0 they are W samples, without
-    replacement, of the joint distribution of these ways. The best of several samples is no sample of q, so a rule that
-    keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
+    replacement, of the joint distribution of these ways. The best of several samples is not a sample of q, so a rule
+    that keeps the distribution gets it as a deterministic draft; only a rule that takes q as a score gets the path's q.
     """
 
     line = "the likeliest of W chains, grown with the first module"

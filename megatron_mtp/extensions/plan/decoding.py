@@ -84,7 +84,7 @@ def accepted_of(words: str) -> Accepted:
         try:
             return Accepted(_rates(json.loads(file.read_text(encoding="utf-8"))["acceptance"]), str(file))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no record of acceptance ({error}); evaluate the model again.") from error
+            raise ValueError(f"{file} is not a record of acceptance ({error}); evaluate the model again.") from error
     if words.replace(",", "").replace(".", "").strip().isdigit():
         return Accepted(_rates(words.split(",")), "as given")
     return of_family(words)

@@ -32,8 +32,8 @@ LOGIT_BYTES = {"ce": 6, "kd": 10}
 OF_LABELS = ("ce", "dpace")
 """Losses without the trunk's logits."""
 ONE_BY_ONE = 4
-"""How many times as much an optimizer moves that is no fused kernel: torch's AdamW has eight operations, each of which
-reads and writes one to three numbers of a parameter."""
+"""How many times as much an optimizer moves that is not a fused kernel: torch's AdamW has eight operations, each of
+which reads and writes one to three numbers of a parameter."""
 WHOLE_LOGIT_BYTES = 34
 """By Megatron's cross-entropy of all logits: 16,384 x 131,072 of them take an H200 8 ms more than their products."""
 
@@ -83,7 +83,7 @@ class Clock:
     """What parts of a model cost on a card.
 
     Attributes:
-        slower: factor of all that is no head, from a measured step (`planning.calibrated`).
+        slower: factor of all that is not a head, from a measured step (`planning.calibrated`).
     """
 
     model: Model

@@ -81,7 +81,7 @@ class FamilyRules:
         source: the file of the class in the engine's repository.
         embedding_first: whether the class expects the embedding's half of eh_proj before the hidden state's.
         limit: how many MTP layers a folder may have; None for any.
-        layers: symbols of --hybrid-layer-pattern that an MTP layer may consist of; None where it is no stack.
+        layers: symbols of --hybrid-layer-pattern that an MTP layer may consist of; None where it is not a stack.
         evidence: as in `Engine`; None for that of the engine.
         trunk, chained, zeroed: as in `Feeding`.
     """

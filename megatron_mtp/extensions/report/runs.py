@@ -24,7 +24,7 @@ class MetricsRow(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.parents) != len(self.drafted) or any(parent > node for node, parent in enumerate(self.parents)):
-            raise ValueError("a draft is no tree")
+            raise ValueError("a draft is not a tree")
         if self.accepted > len(self.emitted):
             raise ValueError("more tokens are accepted than emitted")
         return self
@@ -74,7 +74,7 @@ class RunFolder:
 
 
 def read_runs(folders: list[Path]) -> list[RunFolder]:
-    """Every folder once, in the order given; ValueError for one that is no run, or has a damaged file."""
+    """Every folder once, in the order given; ValueError for one that is not a run, or has a damaged file."""
     return [
         RunFolder(str(folder), read_rows(folder), read_run_record(folder), _drafts(folder / DRAFTS))
         for folder in dict.fromkeys(folders)

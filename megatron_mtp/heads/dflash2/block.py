@@ -128,7 +128,7 @@ class DFlash2Block(BiasedBlocks):
     """K drafts at once, each a choice among the likeliest tokens.
 
     Raises:
-        ValueError: the hidden size is no multiple of 16, or there is a draft vocabulary.
+        ValueError: the hidden size is not a multiple of 16, or there is a draft vocabulary.
     """
 
     def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:

@@ -8,7 +8,7 @@ and Megatron its older files.
 The checksum of an entry of a `.distcp` file is in the catalogue, as one more attribute of the record of the entry's
 place. So each rank checks what it reads, and loaders that do not know the attribute ignore it. The catalogue's own
 checksum is in `checksums.json`, with the id of the save: another program may save a checkpoint again in the same
-place, and that is no damage. Checkpoints without checksums load as before.
+place, and that is not damage. Checkpoints without checksums load as before.
 
 torch's classes are imported where they are used: they take half a second, and `doctor` imports this file for the table.
 """
@@ -74,7 +74,7 @@ def read_catalogue(folder: Path) -> "Metadata":
         raise ValueError(f"{folder / CATALOGUE} is missing; give another checkpoint.") from None
     except Exception as error:  # damaged bytes can make a pickle raise anything
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ValueError(f"{folder / CATALOGUE} is no catalogue of a checkpoint: {said}.") from None
+        raise ValueError(f"{folder / CATALOGUE} is not a catalogue of a checkpoint: {said}.") from None
     try:
         record = json.loads((folder / CHECKSUMS).read_text())
         differs = record["save_id"] == _save_id(metadata) and record["catalogue"] != zlib.crc32(content)

@@ -64,10 +64,10 @@ def named_iteration(folder: Path, step: int | None = None) -> Path:
     elif (folder / "config.json").is_file():
         raise ValueError(f"{folder} is a Hugging Face folder; give what megatron-mtp convert hf-to-mcore makes of it.")
     else:
-        raise ValueError(f"{folder} is no Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
+        raise ValueError(f"{folder} is not a Megatron distributed checkpoint, for it has no file {TRACKER}; {_GIVE}.")
     there = ", ".join(_named_in(folder)) or "it has no iterations"
     if named != RELEASE and not named.isdecimal():
-        raise ValueError(f"{source}, which is no iteration; write the number of one into it ({there}).")
+        raise ValueError(f"{source}, which is not an iteration; write the number of one into it ({there}).")
     inner = folder / (RELEASE if named == RELEASE else f"iter_{int(named):07d}")
     if not inner.is_dir():
         raise ValueError(f"{source}, but {_what(inner)}; name an iteration that is there ({there}).")

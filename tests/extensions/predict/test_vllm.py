@@ -252,7 +252,7 @@ def test_vllm_takes_the_weights_of_a_later_step_without_a_restart(tmp_path: Path
 
 
 def test_vllm_does_not_start_with_a_file_that_an_audit_misses(tmp_path: Path) -> None:
-    """The two agree on what is no whole folder: an index that names a file which is not there."""
+    """The two agree on what is not a whole folder: an index that names a file which is not there."""
     checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
     flags = [*RUN.split(), *CASES["dense"].flags.split(), "--save", str(checkpoint)]
     launch.run(launch.pretrain(*flags), tmp_path / "train.log")

@@ -283,7 +283,7 @@ BROKEN_DRAFTS: dict[str, Any] = {
     "too few parents": {**drafts(), "texts": [{"prompt": [], "steps": [{**CHAIN, "parents": [0]}]}]},
     "text for an id": {**drafts(), "texts": [{"prompt": ["3"], "steps": []}]},
     "half an id": {**drafts(), "texts": [{"prompt": [0.5], "steps": []}]},
-    "pieces that are no texts": {**drafts(), "pieces": {"3": ["a"]}},
+    "pieces that are not texts": {**drafts(), "pieces": {"3": ["a"]}},
     "too many accepted": {**drafts(), "texts": [{"prompt": [], "steps": [{**CHAIN, "accepted": 3}]}]},
 }
 

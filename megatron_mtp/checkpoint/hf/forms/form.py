@@ -19,7 +19,7 @@ Types = tuple[torch.dtype, ...]
 E4M3 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 FP8 = (E4M3, torch.float8_e5m2, E8M0)
-"""Types of which a tensor is no weight by itself; the last is that of scales that are powers of two."""
+"""Types of which a tensor is not a weight by itself; the last is that of scales that are powers of two."""
 FLOATS: Types = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of scales that are numbers."""
 POWERS: Types = (torch.uint8, E8M0)

@@ -76,8 +76,8 @@ def _shape_of_mxfp4(parts: Mapping[str, StoredPart], numbers: Numbers) -> Shape:
     (shape, _), (scale, _) = parts["_blocks"], parts["_scales"]
     if len(shape) != 4 or scale != shape[:-1]:
         raise MisfitError(
-            f"of shape {by(shape)} with scales of shape {by(scale)} is no weight in MXFP4, whose bytes have the shape "
-            "experts x rows x groups x 16"
+            f"of shape {by(shape)} with scales of shape {by(scale)} is not a weight in MXFP4, whose bytes have the "
+            "shape experts x rows x groups x 16"
         )
     experts, rows, groups, size = shape
     return experts, groups * size * 2, rows

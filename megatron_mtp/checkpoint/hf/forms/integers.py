@@ -28,7 +28,7 @@ def unpacked(words: Tensor, bits: int, count: int, order: Sequence[int] = ()) ->
 
     Args:
         words: int32 [..., words].
-        bits: of a number; where 32 is no multiple of it, numbers go over the end of a word.
+        bits: of a number; where 32 is not a multiple of it, numbers go over the end of a word.
         count: of numbers.
         order: place in the word of its numbers; empty if they follow each other, the lowest first.
 

@@ -533,6 +533,11 @@ HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
 """Modules of draft heads in a model, and what their figures are called by; a drafter alone is `mtp` too."""
 
 
+def is_head(module: str) -> bool:
+    """Return whether a module of a model is a draft head, by its name; drafters of `attach` have names of their own."""
+    return module in HEADS or module.startswith("drafter_")
+
+
 @dataclass(frozen=True)
 class HeadSettings:
     """A draft head of a run or a model.

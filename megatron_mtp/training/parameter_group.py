@@ -25,9 +25,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.config import is_head
 
-_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: not HEADS.keys().isdisjoint(name.split(".")))
+_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: any(map(is_head, name.split("."))))
 
 
 def get_mtp_optimizer(

@@ -76,7 +76,7 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
     assert wrong == {}
 
 
-DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2")
+DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "several")
 OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
 OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
 OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid")]
@@ -86,11 +86,11 @@ OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid")]
 def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter of every kind:
+    """With a drafter of every kind, and with several heads: MTP layers, DSpark and EAGLE-3, each with a weight:
 
-    - policy: logits, gradients and weights after a step are bit by bit those of the model without it;
-    - ours: its gradients are those of `train --drafter` on a frozen trunk, in this layout;
-    - one process: its gradients and weights after a step are those of one process (pipeline stages).
+    - policy: logits, gradients and weights after a step are bit by bit those of the model without heads;
+    - ours: a drafter's gradients are those of `train --drafter` on a frozen trunk, in this layout;
+    - one process: gradients and weights of the heads after a step are those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
     cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]

@@ -8,6 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_single import one_head
 from torch import Tensor
 
+from megatron_mtp.attach import Head
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import _documents
@@ -29,6 +30,15 @@ def settings_of(kind: str, **others: Any) -> MTPConfig:
     return MTPConfig(drafter=kind, drafter_steps=STEPS, **SETTINGS[kind], **others)
 
 
+def several_heads() -> list[Head]:
+    """MTP layers and two drafters, with weights that are powers of two, so that gradients scale by them exactly."""
+    return [
+        Head(settings_of("dspark"), weight=0.5),
+        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True), 2, weight=2.0),
+        Head(settings_of("eagle3")),
+    ]
+
+
 def trained(kind: str) -> dict[str, Any]:
     """The settings for `our_model`."""
     return {"drafter": kind, "drafter_layers": None, **SETTINGS[kind]}
@@ -37,21 +47,21 @@ def trained(kind: str) -> dict[str, Any]:
 def gradients_of_stage(
     ours: Any,
     model: Any,
-    settings: MTPConfig,
+    head: Head,
     batch: dict[str, Any],
     packed: PackedSeqParams | None,
     own_S: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
+    """A drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
 
     Args:
-        settings: what the drafter learns.
+        head: the drafter, as it is attached.
         own_S: positions of this context-parallel rank; None for all.
     """
-    weights = dict(model.named_parameters())
+    weights, settings, own = dict(model.named_parameters()), head.settings, f"{head.module}."
     with torch.no_grad():
         for name, weight in ours.named_parameters():
-            weight.copy_(weights[name.replace("mtp.", "drafter_block.")])
+            weight.copy_(weights[name.replace("mtp.", own)])
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
     objective = one_head(depth_weights(settings, STEPS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False)
     document_BS = None if packed is None else _documents(packed, batch["tokens"])
@@ -63,5 +73,5 @@ def gradients_of_stage(
     mask = batch["attention_mask"]
     made = ours(here["tokens"], here["position_ids"], mask, labels=here["labels"], packed_seq_params=packed, **named)
     (made.heads[0].loss / depths.whole_tokens[0]).backward()
-    found = {name.replace("mtp.", "drafter_block."): each.grad for name, each in ours.named_parameters()}
-    return {name: grad for name, grad in found.items() if grad is not None and name.startswith("drafter_block.")}
+    found = {name.replace("mtp.", own): each.grad for name, each in ours.named_parameters()}
+    return {name: head.weight * grad for name, grad in found.items() if grad is not None and name.startswith(own)}

@@ -61,8 +61,8 @@ def test_the_policy_does_not_change_by_a_bit(trunk: str, kind: str, depths: int 
     destroy_moe_metrics_tracker()
     found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
-    own = {name for name in found if name.startswith("gradient of drafter_block.")}
-    assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith("drafter_block.")}
+    own = {name for name in found if name.startswith(f"gradient of drafter_{kind}.")}
+    assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith(f"drafter_{kind}.")}
     assert all(found[name].any() for name in own)
 
 
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -
     ours, model = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS), stock("dense", **LAYERS)
     attached = attach(model, settings=settings_of(kind))
     draw(model)
-    wanted = gradients_of_stage(ours, model, attached.settings[0], batch, packed)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, packed)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"], packed_seq_params=packed)
     attached.loss(*given(batch)).loss.backward()
     weights = dict(model.named_parameters())
@@ -119,13 +119,12 @@ def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
     draw(model)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
     made = attached.loss(*given(batch))
-    assert made.drafter is not None
-    assert (len(made.depth_means), len(made.drafter.depth_means)) == (2, STEPS)
+    assert {name: len(each.depth_means) for name, each in made.heads.items()} == {"mtp": 2, "dspark": STEPS}
     alone = stock("dense", **LAYERS)
     of_mtp = attach(alone, 2)
     draw(alone)
     alone(batch["tokens"], batch["position_ids"], batch["attention_mask"])
-    assert made.loss.item() == pytest.approx(of_mtp.loss(*given(batch)).loss.item() + made.drafter.loss.item())
+    assert made.loss.item() == pytest.approx(of_mtp.loss(*given(batch)).loss.item() + made.heads["dspark"].loss.item())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_a_block_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
     model = stock("hybrid")
     with pytest.raises(ValueError, match="Q"):
         attach(model, 2, settings_of("dflash"), block="Q")
-    assert not hasattr(model, "drafter_block")
+    assert not hasattr(model, "drafter_dflash")
 
 
 @torch.no_grad()

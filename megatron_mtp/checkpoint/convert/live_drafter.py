@@ -1,4 +1,4 @@
-"""The drafter that `attach` has put on a model, as the folder that engines load, without a checkpoint."""
+"""A drafter that `attach` has put on a model, as the folder that engines load, without a checkpoint."""
 
 import json
 from argparse import Namespace
@@ -19,44 +19,47 @@ from megatron_mtp.checkpoint.convert.live import LiveReader
 from megatron_mtp.checkpoint.convert.plan import stored_key
 from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.common.files import written_beside
+from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
-from megatron_mtp.spec.config import HEADS
-
-_, DRAFTER_BLOCK = HEADS
+from megatron_mtp.model.drafter import DrafterBlock
 
 
 @torch.no_grad()
-def export_drafter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def export_drafter_weights(model: torch.nn.Module, head: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the drafter's folder, whole, on every rank; all ranks go through them together.
 
     Args:
         model: with an attached drafter; wrapped or not.
+        head: the name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no attached drafter.
+        ValueError: the model has no such drafter, or several and none is named.
     """
-    form, reader = form_of_model(unwrap_model(model)), LiveReader([model], None)
+    name, form = form_of_model(unwrap_model(model), head)
+    reader = LiveReader([model], None, {f"{name}.": DRAFTER})
     for rule in form.rules(head_key(reader)):
         if rule.hf:
             pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
             yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
 
 
-def export_drafter(model: torch.nn.Module, folder: Path) -> None:
+def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None) -> None:
     """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load; all ranks call this.
 
     Args:
         model: with an attached drafter; wrapped or not.
         folder: that rank 0 makes; one that is there stays until the new one is whole.
+        head: the name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no attached drafter.
+        ValueError: the model has no such drafter, or several and none is named.
     """
-    weights = {name: tensor.contiguous().cpu() for name, tensor in export_drafter_weights(model)}
+    weights = {name: tensor.contiguous().cpu() for name, tensor in export_drafter_weights(model, head)}
     if torch.distributed.get_rank() != 0:
         return
     trunk = unwrap_model(model)
-    keys = config_keys(_arguments(trunk), form_of_model(trunk))
+    _, form = form_of_model(trunk, head)
+    keys = config_keys(_arguments(trunk), form)
     keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     with written_beside(folder) as made:
         made.mkdir()
@@ -64,16 +67,21 @@ def export_drafter(model: torch.nn.Module, folder: Path) -> None:
         (made / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
 
 
-def form_of_model(model: Any) -> DrafterForm:
-    """The form of the folder of a model's drafter, which reads layers by the numbers of a folder."""
-    block = getattr(model, DRAFTER_BLOCK, None)
-    if block is None:
+def form_of_model(model: Any, head: str | None = None) -> tuple[str, DrafterForm]:
+    """A drafter's module in a model, and the form of its folder, which reads layers by the numbers of a folder."""
+    drafters = {name: block for name, block in model.named_children() if isinstance(block, DrafterBlock)}
+    if not drafters:
         raise ValueError("the model has no attached drafter; give attach settings with one, MTPConfig(drafter=...).")
+    names = [name.removeprefix("drafter_") for name in drafters]
+    if head not in names and (head is not None or len(names) > 1):
+        raise ValueError(f"head is {head!r}, and the model has the drafters {', '.join(names)}; give one of them.")
+    name = f"drafter_{head or names[0]}"
+    block = drafters[name]
     symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
     kind = replace(block.drafter, layers=tuple(number // symbols for number in block.drafter.layers))
     codec, order_N = CODECS[kind.kind], torch.arange(kind.vocabulary)
     layer, hidden = codec.layer_names[0], model.config.hidden_size
-    return DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)
+    return name, DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)
 
 
 def _arguments(model: Any) -> Namespace:

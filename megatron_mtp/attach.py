@@ -158,7 +158,7 @@ def attach(
         )
     adopts = bool(chunks[0].config.mtp_num_layers)
     if heads and (depths is not None or settings is not None):
-        raise ValueError("heads were given with depths or settings, which are short for them; give the heads alone.")
+        raise ValueError("heads were given with what is short for them; give the heads alone.")
     heads = [each.with_usual_loss() for each in heads or _short(settings or MTPConfig(), depths, adopts)]
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
@@ -506,7 +506,7 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
         (unread, f"{', '.join(unread)} in the settings is not for attached MTP layers; megatron-mtp train has it."),
         (
             sum(head.settings.drafter is None for head in heads) > 1,
-            "two of the heads are MTP layers, and a model has one block of them; give one head their number of depths.",
+            "two of the heads are MTP layers, and a model has one block of them; join the two.",
         ),
         (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
         (
@@ -515,7 +515,7 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
         ),
         (
             sized is not None,
-            f"the head '{sized}' is a drafter and has depths; give drafter_steps in its settings.",
+            f"the head '{sized}' is a drafter, whose number of drafts is drafter_steps in its settings; give that.",
         ),
         (weights, f"the weight of a head is {', '.join(map(str, weights))}; give 0 or more."),
     ]

@@ -182,7 +182,7 @@ def test_two_drafters_of_a_kind_have_names() -> None:
         ([Head(depths=1), Head(depths=2)], "two of the heads are MTP layers"),
         ([Head(settings_of("eagle3")), Head(settings_of("eagle3"))], r"two heads are called 'eagle3'; .*name="),
         ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which names a module too"),
-        ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter and has depths; give drafter_steps"),
+        ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter, whose number of drafts is drafter_steps"),
         ([Head(depths=1, weight=-1.0)], "the weight of a head is -1.0; give 0 or more"),
         ([Head(depths=1), Head(settings_of("eagle3", mtp_loss="no"))], "--mtp-loss is 'no'"),
         ([Head(), Head(settings_of("eagle3"))], "the model has no MTP layers, and depths is None"),
@@ -197,5 +197,5 @@ def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said:
 
 
 def test_heads_beside_what_is_short_for_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads were given with depths or settings"):
+    with pytest.raises(ValueError, match="heads were given with what is short for them"):
         attach(stock("dense"), 1, heads=[Head(depths=1)])

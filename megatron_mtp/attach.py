@@ -543,9 +543,12 @@ def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: s
             f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
         ),
         (
-            any(head.settings.drafter for head in heads) and chunk.vp_stage is not None,
-            "the model has virtual pipeline stages, which do not pass on the states that a drafter reads; build it "
-            "without virtual_pipeline_model_parallel_size.",
+            any(head.settings.drafter for head in heads)
+            and chunk.vp_stage is not None
+            and chunk.pg_collection.pp.size() == 2
+            and chunk.config.batch_p2p_comm,
+            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what they send forward "
+            "and backward; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
         ),
         (
             block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),

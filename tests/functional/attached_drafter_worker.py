@@ -31,7 +31,7 @@ from megatron_mtp.spec.config import is_head
 
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Of every case, a kind of drafters and the form of its batches, what differs."""
-    found = {}
+    found, has_stages = {}, layout.startswith("pp2")
     changes = ({} if trunk == "hybrid" else LAYERS) | LAYOUTS[layout]
     for name in cases:
         kind, form = name.split()
@@ -40,8 +40,8 @@ def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str
         attached = attach(model, heads=heads)
         for each in (*plain, *model):
             draw_whole(each)
-        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3)], layout == SHARDED, {}
-        if trunk == "dense" and layout != "pp2":
+        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3, 4, 5)], layout == SHARDED, {}
+        if trunk == "dense" and not has_stages:
             by_ours, by_attached = both_gradients(changes, model[0], attached, *batches[0])
             record["ours"] = far(by_attached, by_ours, 1e-4)
         for each in (*plain, *model):
@@ -50,8 +50,9 @@ def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str
         made = step(model, batches, attached, apart=True, sharded=sharded)
         record["policy"] = far(made, expected)
         record["one process"] = far_from_one(made, layout, name)
-        if layout == "pp2":
-            first, last = (each.tolist() for each in gather(model[0].embedding.word_embeddings.weight.detach()))
+        if has_stages:
+            stage = model[-mpu.get_pipeline_model_parallel_rank()]
+            first, last = (each.tolist() for each in gather(stage.embedding.word_embeddings.weight.detach()))
             record["copies"] = [] if first == last else ["the embedding of the last stage"]
         record["saved"] = [wrong for each in model for wrong in saving(each)]
         found[name] = of_ranks(record)
@@ -76,7 +77,7 @@ def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
     }
     if layout == "one":
         torch.save(own, kept)
-    if layout != "pp2" or not own:
+    if not layout.startswith("pp2") or not own:
         return []
     expected: dict[str, Tensor] = torch.load(kept, weights_only=True)
     return far(own, expected, 1e-5) if own.keys() == expected.keys() else ["other tensors"]

@@ -1,6 +1,6 @@
 """attach.py in layouts of two processes: a step by Megatron's schedule, DDP and optimizer (attached_worker.py).
 
-Two microbatches, of three rows each or of a packed row of four documents.
+Two microbatches, four with a drafter, of three rows each or of a packed row of four documents.
 """
 
 import json
@@ -79,10 +79,10 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
 DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "several")
 OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
 OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
-OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid")]
+OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid"), ("pp2-vpp2", "dense")]
 
 
-@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense"), ("pp2", "dense")]))
+@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense"), ("pp2-vpp2", "dense")]))
 def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]
     worker, file = WORKER.with_name("attached_drafter_worker.py"), tmp_path / "found.json"
     monkeypatch.setenv("OF_ONE_PROCESS", str(tmp_path))
-    if layout == "pp2":
+    if layout.startswith("pp2"):
         launch.run(launch.torchrun(1, worker, str(file), "one", trunk, *cases), tmp_path / "log")
     launch.run(launch.torchrun(2, worker, str(file), layout, trunk, *cases), tmp_path / "log")
     found = json.loads(file.read_text())

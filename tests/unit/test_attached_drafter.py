@@ -3,7 +3,9 @@
 tests/functional/test_attached_layouts.py has other layouts.
 """
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +215,15 @@ def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None,
         assert read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter")).kind.vocabulary == tokens
     with pytest.raises(ValueError, match=f"true_vocab_size is {VOCABULARY + 1}, and the output layer has {VOCABULARY}"):
         attach(stock("dense"), 1, true_vocab_size=VOCABULARY + 1)
+
+
+def test_virtual_stages_on_two_ranks_are_told_how_to_communicate() -> None:
+    """Megatron batches what goes forward and backward between two ranks, and each takes the other's for its own."""
+    model = stock("dense", **LAYERS)
+    model.vp_stage, model.pg_collection = 0, copy.copy(model.pg_collection)
+    model.pg_collection.pp = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(ValueError, match="set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do"):
+        attach(model, settings=settings_of("eagle3"))
 
 
 def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ra
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, override
 
 import torch
@@ -36,6 +38,7 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 from megatron_mtp.model.stage_output import Drafted
 from megatron_mtp.model.stages import NO_BACKWARD, ReadStates
 from megatron_mtp.model.stock import (
@@ -52,12 +55,12 @@ from megatron_mtp.model.stock import (
     tied_embedding,
 )
 from megatron_mtp.model.trunk_output import AttentionInputs, is_detached
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, MTPConfig, is_head
+from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, is_head, module_of
 from megatron_mtp.spec.kinds import kind_of
 
 READ = {
     *DRAFTER_SETTINGS,
-    *("drafter", "drafter_steps", "drafter_blocks"),
+    *("drafter", "drafter_steps", "drafter_blocks", "mtp_draft_vocab_file"),
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
@@ -70,8 +73,11 @@ TAKEN = "mtp_taken"
 """Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
 
 
-MTP = "mtp"
-"""The name of MTP layers among the heads, and of their module in a model."""
+MTP, POLICY = "mtp", "policy"
+"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
+
+TAKEN_NAMES = *HEADS, POLICY
+"""What a drafter cannot be called."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Head:
             their loss trains nothing else; a drafter learns what its kind does by default.
         depths: D, of new MTP layers; None for the model's own, and of a drafter, which has `drafter_steps`.
         weight: of its loss in the sum of all heads.
-        name: of the head; '' for the kind of the drafter, or 'mtp'. A drafter's module is `drafter_NAME`.
+        name: of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are called 'mtp'.
     """
 
     settings: MTPConfig = field(default_factory=MTPConfig)
@@ -94,12 +100,12 @@ class Head:
     @property
     def called(self) -> str:
         """Its name."""
-        return self.name or self.settings.drafter or MTP
+        return MTP if self.settings.drafter is None else self.name or self.settings.drafter
 
     @property
     def module(self) -> str:
         """The name of its module in the model."""
-        return MTP if self.settings.drafter is None else f"drafter_{self.called}"
+        return MTP if self.settings.drafter is None else module_of(self.called)
 
     def with_usual_loss(self) -> "Head":
         """The head with the loss of its kind, where the settings name none."""
@@ -172,30 +178,35 @@ def attach(
     for head in heads:
         depth_loss(head.settings)
         check_loss(head.settings)
-    mtp, drafters = _mtp_of(heads), {}
+    mtp, drafters, last = _mtp_of(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
     if any(head.settings.drafter is not None for head in heads):
         from megatron_mtp.model.stock_drafter import add_drafters, described
 
         drafters = {
             head.module: described(chunks[-1], head.settings, true_vocab_size) for head in heads if head is not mtp
         }
+    size = true_vocab_size or last.vocab_size
+    drafted = {
+        head.module: torch.tensor(tokens_of_file(Path(file), size, "mtp_draft_vocab_file"))
+        for head in heads
+        if (file := head.settings.mtp_draft_vocab_file) is not None
+    }
     if mtp is not None and not adopts:
         assert mtp.depths is not None
         for chunk in chunks:
             add_block(chunk, mtp.depths, block)
     if drafters:
         for chunk in chunks:
-            add_drafters(chunk, drafters)
+            add_drafters(chunk, drafters, drafted)
             if mtp is None and chunk.pg_collection.pp.size() > 1:
                 share_embedding(chunk, next(iter(drafters.values())).drafts)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    last = next((one for one in chunks if one.post_process), chunks[-1])
     if last.post_process:
         fill_absent(last, [*drafters, *([] if adopts or mtp is None else [MTP])])
-    return Attached(last, heads, weight, mask_at, true_vocab_size)
+    return Attached(last, heads, weight, mask_at, true_vocab_size, drafted, chunks)
 
 
 def _short(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
@@ -241,6 +252,8 @@ class Attached(Attachment):
     Args:
         model: the chunk on the last stage, or any on another stage, which has no heads to train.
         heads: what they are and learn, in the order of the losses.
+        drafted: the tokens [N] that a head drafts, ascending, by the name of its module; all tokens without an entry.
+        chunks: all of this rank.
 
     Attributes:
         given: what the heads are and learn.
@@ -254,11 +267,13 @@ class Attached(Attachment):
         weight: float | None,
         mask_at: str = TOKENS,
         true_vocab_size: int | None = None,
+        drafted: Mapping[str, Tensor] = MappingProxyType({}),
+        chunks: Sequence[Any] = (),
     ) -> None:
         here = heads if model.post_process else ()
         made = [StockHead(model) if head.module == MTP else getattr(model, head.module) for head in here]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
-        self.given, self.weight, self.mask_at = list(heads), weight, mask_at
+        self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
         layers = {number for head in self.heads if head.drafter is not None for number in head.drafter.layers}
         self._read = ReadStates(model, tuple(sorted(layers)))
         self._states: Mapping[int, Tensor] = {}
@@ -268,9 +283,25 @@ class Attached(Attachment):
         self._recorded: _Forward | None = None
         self._forwards = 0  # since the last loss
         self._position_ids_BS: Any = None
+        self._rows: dict[DraftHead, DraftVocabulary] = {}
+        for head, given in zip(self.heads, here, strict=True):
+            if given.module in drafted:
+                self._draft_only(drafted[given.module], head, given.module)
         if model.post_process:
             self._tied = None if hasattr(model, "embedding") else tied_embedding(model)
             self.hook()
+
+    def _draft_only(self, tokens_N: Tensor, head: DraftHead, module: str) -> None:
+        """Give a head its draft vocabulary, and a drafter the output layer's rows of it."""
+        tp, device = self.pg_collection.tp, self.head_owner.weight.device
+        rows = DraftVocabulary(tokens_N.to(device), self.model.vocab_size // tp.size(), tp.size(), tp.rank())
+        setattr(self.model, f"{module}_vocabulary", rows)  # so that it moves with the model
+        self._rows[head] = rows
+        head.begin_head(replace(self.head(), draft_vocabulary=rows))
+
+    @override
+    def rows_of(self, head: DraftHead) -> DraftVocabulary | None:
+        return self._rows.get(head)
 
     def loss(
         self,
@@ -303,6 +334,35 @@ class Attached(Attachment):
         forward = self._taken(tokens_BS)
         packed = forward.attention.packed_seq_params
         return self._loss_of(forward, Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer))
+
+    def parameter_groups(self, **of_heads: Any) -> list[dict[str, Any]]:
+        """Groups for an optimizer of torch: the policy's parameters, and those of each head on this rank.
+
+            groups = attached.parameter_groups(lr=1e-4, clip_grad={"policy": 1.0, "eagle3": 0.5})
+            optimizer = torch.optim.AdamW(groups, lr=1e-6)
+            for group in optimizer.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], group.get("clip_grad", math.inf))
+
+        A group's `name` is that of the head, or 'policy'. Megatron's optimizer has its own groups: `get_mtp_optimizer`.
+
+        Args:
+            of_heads: keys of the groups, such as `lr`: a value for the heads, or values by the names of groups.
+
+        Raises:
+            ValueError: no group has a name that was given.
+        """
+        heads = {head.module: head.called for head in self.given}
+        groups: dict[str, dict[str, Any]] = {name: {"name": name, "params": []} for name in (POLICY, *heads.values())}
+        for chunk in self._chunks:
+            for name, parameter in chunk.named_parameters():
+                groups[heads.get(name.partition(".")[0], POLICY)]["params"].append(parameter)
+        for key, given in of_heads.items():
+            values = given if isinstance(given, Mapping) else dict.fromkeys(heads.values(), given)
+            if strange := values.keys() - groups.keys():
+                raise ValueError(f"{key} is given for {', '.join(sorted(strange))}; give it for {', '.join(groups)}.")
+            for name, value in values.items():
+                groups[name][key] = value
+        return [group for group in groups.values() if group["params"]]
 
     def _taken(self, tokens_BS: Tensor) -> _Forward:
         """The forward whose loss is asked for; its loss is taken once."""
@@ -514,6 +574,10 @@ def _heads_refused(heads: Sequence[Head]) -> Refused:
             f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
         ),
         (
+            any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
+            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
+        ),
+        (
             sized is not None,
             f"the head '{sized}' is a drafter, whose number of drafts is drafter_steps in its settings; give that.",
         ),
@@ -547,8 +611,8 @@ def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: s
             and chunk.vp_stage is not None
             and chunk.pg_collection.pp.size() == 2
             and chunk.config.batch_p2p_comm,
-            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what they send forward "
-            "and backward; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
+            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what goes forward "
+            "with what goes back; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
         ),
         (
             block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),

@@ -311,6 +311,9 @@ class StockHead:
         """The output head that drafts: the trunk's."""
         return head
 
+    def begin_head(self, head: Head) -> None:
+        """Nothing: the rows are the trunk's."""
+
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
         """Inputs of the output head, one a depth, and no confidence."""
         positions = [trunk.position_ids_BS] * self.depths

@@ -40,23 +40,22 @@ def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:
     return replace(made, layers=tuple(symbols * number for number in made.layers))
 
 
-def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec]) -> None:
-    """Put new drafters on the last stage, by the names of their modules; earlier ones pass on the states they read."""
-    config, blocks = chunk.config, {name: BLOCKS[drafter.kind] for name, drafter in drafters.items()}
-    heads = DraftHeads(
-        [
-            HeadPlan(name, partial(blocks[name], drafter), blocks[name].submodules(drafter, config), drafter.layers)
-            for name, drafter in drafters.items()
-        ],
-        lacks_vocabulary=False,
-    )
+def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[str, Tensor]) -> None:
+    """Put new drafters on the last stage, by the names of their modules; earlier ones pass on the states they read.
+
+    Args:
+        drafted: the tokens [N] of those that do not draft all, ascending.
+    """
     if not chunk.post_process:
-        PassedStates(chunk, heads.reads)
+        PassedStates(chunk, tuple(sorted({number for drafter in drafters.values() for number in drafter.layers})))
         return
-    with _fork_rng(), initializing(config):
-        heads.build(chunk, None)
-    for block in heads.blocks:
-        as_trunk(block, chunk)
+    for name, drafter in drafters.items():
+        block = BLOCKS[drafter.kind]
+        plan = HeadPlan(name, partial(block, drafter), block.submodules(drafter, chunk.config))
+        heads = DraftHeads([plan], lacks_vocabulary=False)
+        with _fork_rng(), initializing(chunk.config):
+            heads.build(chunk, drafted.get(name))
+        as_trunk(*heads.blocks, chunk)
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:

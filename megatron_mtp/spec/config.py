@@ -538,6 +538,11 @@ def is_head(module: str) -> bool:
     return module in HEADS or module.startswith("drafter_")
 
 
+def module_of(head: str) -> str:
+    """The module of an attached head, by the head's name."""
+    return head if head in HEADS else f"drafter_{head}"
+
+
 @dataclass(frozen=True)
 class HeadSettings:
     """A draft head of a run or a model.

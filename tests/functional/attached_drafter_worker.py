@@ -18,7 +18,16 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from attached_worker import LAYOUTS, SHARDED, batch_of, far, gather, of_ranks, run, saving, step
-from drafter_settings import LAYERS, STEPS, gradients_of_stage, settings_of, several_heads, trained
+from drafter_settings import (
+    DRAFTED,
+    LAYERS,
+    STEPS,
+    gradients_of_stage,
+    settings_of,
+    several_heads,
+    trained,
+    vocabulary_in,
+)
 from megatron.core import mpu
 from megatron_single import our_model
 from stock_models import chunks, draw
@@ -32,11 +41,14 @@ from megatron_mtp.spec.config import is_head
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Of every case, a kind of drafters and the form of its batches, what differs."""
     found, has_stages = {}, layout.startswith("pp2")
+    own = Path(os.environ["OF_ONE_PROCESS"], f"rank {torch.distributed.get_rank()}")
+    own.mkdir(exist_ok=True)
     changes = ({} if trunk == "hybrid" else LAYERS) | LAYOUTS[layout]
     for name in cases:
         kind, form = name.split()
         plain, model = chunks(trunk, **changes), chunks(trunk, **changes)
-        heads = several_heads() if kind == "several" else [Head(settings_of(kind))]
+        several = several_heads(vocabulary_in(own))
+        heads = several if kind == "several" else [Head(settings_of(kind))]
         attached = attach(model, heads=heads)
         for each in (*plain, *model):
             draw_whole(each)
@@ -91,7 +103,9 @@ def both_gradients(
     expected = dict[str, Tensor]()
     for head in attached.given:
         if head.settings.drafter is not None:
-            ours = our_model(STEPS, drafter_layers=(), drafter=trained(head.settings.drafter), **changes)
+            drafted = None if head.settings.mtp_draft_vocab_file is None else DRAFTED
+            kind = trained(head.settings.drafter)
+            ours = our_model(STEPS, drafter_layers=(), drafter=kind, drafted=drafted, **changes)
             expected |= gradients_of_stage(ours, model, head, batch, packed, own_S)
     model(batch["tokens"][:, own_S], batch["position_ids"][:, own_S], None, packed_seq_params=packed)
     attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()

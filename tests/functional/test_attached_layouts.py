@@ -86,7 +86,7 @@ OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid"), ("pp2-vpp2", "dense")]
 def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter of every kind, and with several heads: MTP layers, DSpark and EAGLE-3, each with a weight:
+    """With a drafter of every kind, and with several heads: MTP layers, DSpark, and EAGLE-3 with a draft vocabulary:
 
     - policy: logits, gradients and weights after a step are bit by bit those of the model without heads;
     - ours: a drafter's gradients are those of `train --drafter` on a frozen trunk, in this layout;

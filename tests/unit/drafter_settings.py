@@ -1,11 +1,12 @@
 """Drafters of every kind for stock models of four layers, and the gradients of the stage that `train` builds."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_single import one_head
+from megatron_single import VOCABULARY, one_head
 from torch import Tensor
 
 from megatron_mtp.attach import Head
@@ -16,6 +17,8 @@ from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.spec.config import MTPConfig
 
 STEPS, LAYERS = 3, {"num_layers": 4}
+DRAFTED = [*range(1, VOCABULARY // 2, 2), VOCABULARY - 3, VOCABULARY - 2]
+"""A draft vocabulary of which two tensor-parallel ranks have unequal parts."""
 BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {},
@@ -30,13 +33,24 @@ def settings_of(kind: str, **others: Any) -> MTPConfig:
     return MTPConfig(drafter=kind, drafter_steps=STEPS, **SETTINGS[kind], **others)
 
 
-def several_heads() -> list[Head]:
-    """MTP layers and two drafters, with weights that are powers of two, so that gradients scale by them exactly."""
+def several_heads(vocabulary: Path | None = None) -> list[Head]:
+    """MTP layers and two drafters, with weights that are powers of two, so that gradients scale by them exactly.
+
+    Args:
+        vocabulary: a file with `DRAFTED`, that EAGLE-3 drafts.
+    """
     return [
         Head(settings_of("dspark"), weight=0.5),
         Head(MTPConfig(mtp_loss="kd", mtp_train_only=True), 2, weight=2.0),
-        Head(settings_of("eagle3")),
+        Head(settings_of("eagle3", mtp_draft_vocab_file=None if vocabulary is None else str(vocabulary))),
     ]
+
+
+def vocabulary_in(folder: Path) -> Path:
+    """A file with the ids of `DRAFTED`, the most frequent first."""
+    file = folder / "drafted.txt"
+    file.write_text("\n".join(map(str, reversed(DRAFTED))))
+    return file
 
 
 def trained(kind: str) -> dict[str, Any]:

@@ -8,21 +8,38 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_settings import LAYERS, STEPS, settings_of, several_heads
+from drafter_settings import (
+    DRAFTED,
+    LAYERS,
+    SETTINGS,
+    STEPS,
+    gradients_of_stage,
+    settings_of,
+    several_heads,
+    trained,
+    vocabulary_in,
+)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_single import make_batch
+from megatron_single import make_batch, our_model, relative_difference
 from safetensors.torch import load_file
 from stock_models import draw, learned, packed_batch, stock
 from tiers import tiered
 from torch import Tensor
 
 from megatron_mtp.attach import Head, attach
+from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
 from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
 NAMES = ["dspark", "mtp", "eagle3"]
+WITH_VOCABULARY = [kind for kind in SETTINGS if kind != "dflash2"]
+"""Kinds that can have a draft vocabulary."""
 
 
 def batch_of(form: str) -> tuple[dict[str, Any], Any]:
@@ -97,6 +114,113 @@ def test_the_losses_that_ride_along_are_logged_without_a_graph() -> None:
     assert [*attached.last.heads] == NAMES
     assert not any(made.loss.requires_grad for made in (attached.last, *attached.last.heads.values()))
     assert all(each.grad is not None for name, each in model.named_parameters() if name.startswith("drafter_"))
+
+
+def test_the_policys_clip_does_not_see_the_heads_gradients() -> None:
+    """Groups for an optimizer of torch: the policy's weights after clipped steps are those of a loop without heads."""
+    batch, weights, norms = make_batch(STEPS), [], []
+    for has_heads in (False, True):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, heads=several_heads()) if has_heads else None
+        draw(model)
+        clips = {"policy": 0.01, "eagle3": 0.25}
+        groups: list[dict[str, Any]] = [{"name": "policy", "params": [*model.parameters()], "clip_grad": 0.01}]
+        if attached is not None:
+            groups = attached.parameter_groups(lr={"eagle3": 1e-1, "mtp": 1e-3}, clip_grad=clips)
+        optimizer = torch.optim.SGD(groups, lr=1e-2)
+        for _ in range(2):
+            loss = forward(model, batch).log_softmax(-1)[..., 0].mean()
+            (loss if attached is None else loss + attached.loss(*given(batch)).loss).backward()
+            for group in optimizer.param_groups:
+                norm = torch.nn.utils.clip_grad_norm_(group["params"], group.get("clip_grad", torch.inf))
+                norms.append((group["name"], norm.item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    assert [name for name, value in weights[0].items() if not torch.equal(weights[1][name], value)] == []
+    assert [norm for name, norm in norms[2:] if name == "policy"] == [norm for _, norm in norms[:2]]
+    assert all(norm > 0.01 for _, norm in norms)
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == {"policy": 1e-2, "dspark": 1e-2, "mtp": 1e-3, "eagle3": 1e-1}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(weights[1])
+    assert attached is not None
+    with pytest.raises(ValueError, match="lr is given for eagle; give it for policy, dspark, mtp, eagle3"):
+        attached.parameter_groups(lr={"eagle": 1.0})
+
+
+def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
+    model, _ = with_several()
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    optimizer = get_mtp_optimizer(config, [wrapped], lr={"eagle3": 4e-2, "mtp": 2e-2}, clip_grad=1.0)
+    rates = {id(one): group["max_lr"] for group in optimizer.param_groups for one in group["params"]}
+    found = {name.partition(".")[0]: rates[id(each)] for name, each in model.named_parameters()}
+    own = {"mtp": 2e-2, "drafter_eagle3": 4e-2}
+    assert found == {name: own.get(name, 1e-2) for name in found}
+    assert own.keys() < found.keys()
+
+
+# --- draft vocabularies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WITH_VOCABULARY)
+def test_a_drafter_with_a_draft_vocabulary_learns_as_in_train(kind: str, tmp_path: Path) -> None:
+    """Its rows of the head begin as the policy's, and their gradients and all others are those of a trained stage."""
+    batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+    draw(model)
+    head = Head(settings_of(kind, mtp_draft_vocab_file=str(vocabulary_in(tmp_path))))
+    attached = attach(model, heads=[head])
+    block = getattr(model, head.module)
+    assert block.draft_vocabulary.tolist() == DRAFTED
+    assert block.layer.head is None or torch.equal(block.layer.head, model.output_layer.weight[DRAFTED])
+    draw(model)
+    ours = our_model(STEPS, drafter_layers=(), drafter=trained(kind), drafted=DRAFTED, **LAYERS)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, None)
+    forward(model, batch)
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert wanted
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+    assert weights["output_layer.weight"].grad is None
+
+
+def test_mtp_layers_with_a_draft_vocabulary_learn_its_tokens_alone(tmp_path: Path) -> None:
+    """The loss is that of a model that `train` builds with the same list."""
+    batch, model = make_batch(2), stock("dense")
+    settings = MTPConfig(mtp_loss="kd", mtp_draft_vocab_file=str(vocabulary_in(tmp_path)))
+    attached, ours = attach(model, 2, settings), our_model(2, drafted=DRAFTED)
+    for each in (model, ours):
+        draw(each)
+    forward(model, batch)
+    states = trunk_states(ours, batch["tokens"])
+    expected = mtp_loss(states, ours, *given(batch), MTPConfig(mtp_loss="kd"))
+    torch.testing.assert_close(attached.loss(*given(batch)).depth_means, expected.depth_means)
+    everything = mtp_loss(states, our_model(2), *given(batch), MTPConfig(mtp_loss="kd"))
+    assert not torch.allclose(expected.depth_means, everything.depth_means, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", WITH_VOCABULARY)
+def test_a_draft_vocabulary_is_exported(kind: str, tmp_path: Path) -> None:
+    model = stock("dense", **LAYERS)
+    attach(model, heads=[Head(settings_of(kind, mtp_draft_vocab_file=str(vocabulary_in(tmp_path))))])
+    draw(model)
+    export_drafter(model, tmp_path / "drafter")
+    form = read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter"))
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert len(form.order_N) == len(DRAFTED)
+    assert (tensors["d2t"] + torch.arange(len(DRAFTED))).tolist() == DRAFTED
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == DRAFTED
+    rows = getattr(model, f"drafter_{kind}").layer.head
+    assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[DRAFTED] if rows is None else rows)
+
+
+def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text("4\n999\n")
+    model = stock("dense", **LAYERS)
+    names = {name for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*which has the id 999, and ids are 0 to"):
+        attach(model, heads=[Head(settings_of("eagle3", mtp_draft_vocab_file=str(tmp_path / "ids")))])
+    assert {name for name, _ in model.named_parameters()} == names
 
 
 def test_depths_and_settings_are_short_for_heads() -> None:
@@ -181,6 +305,7 @@ def test_two_drafters_of_a_kind_have_names() -> None:
     [
         ([Head(depths=1), Head(depths=2)], "two of the heads are MTP layers"),
         ([Head(settings_of("eagle3")), Head(settings_of("eagle3"))], r"two heads are called 'eagle3'; .*name="),
+        ([Head(settings_of("eagle3"), name="policy")], "a drafter has a name of mtp, drafter_block, policy, which"),
         ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which names a module too"),
         ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter, whose number of drafts is drafter_steps"),
         ([Head(depths=1, weight=-1.0)], "the weight of a head is -1.0; give 0 or more"),

@@ -12,8 +12,7 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
-from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, head_key
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, form_of, head_key
 from megatron_mtp.checkpoint.convert.drafters import config_keys
 from megatron_mtp.checkpoint.convert.live import LiveReader
 from megatron_mtp.checkpoint.convert.plan import stored_key
@@ -22,6 +21,8 @@ from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.drafter import DrafterBlock
+from megatron_mtp.spec.config import module_of
+from megatron_mtp.spec.head import HeadSpec
 
 
 @torch.no_grad()
@@ -35,12 +36,7 @@ def export_drafter_weights(model: torch.nn.Module, head: str | None = None) -> I
     Raises:
         ValueError: the model has no such drafter, or several and none is named.
     """
-    name, form = form_of_model(unwrap_model(model), head)
-    reader = LiveReader([model], None, {f"{name}.": DRAFTER})
-    for rule in form.rules(head_key(reader)):
-        if rule.hf:
-            pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
-            yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
+    return _weights(*_read(model, head))
 
 
 def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None) -> None:
@@ -54,12 +50,11 @@ def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None
     Raises:
         ValueError: the model has no such drafter, or several and none is named.
     """
-    weights = {name: tensor.contiguous().cpu() for name, tensor in export_drafter_weights(model, head)}
+    form, reader = _read(model, head)
+    weights = {name: tensor.contiguous().cpu() for name, tensor in _weights(form, reader)}
     if torch.distributed.get_rank() != 0:
         return
-    trunk = unwrap_model(model)
-    _, form = form_of_model(trunk, head)
-    keys = config_keys(_arguments(trunk), form)
+    keys = config_keys(_arguments(unwrap_model(model)), form)
     keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     with written_beside(folder) as made:
         made.mkdir()
@@ -67,21 +62,29 @@ def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None
         (made / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
 
 
-def form_of_model(model: Any, head: str | None = None) -> tuple[str, DrafterForm]:
-    """A drafter's module in a model, and the form of its folder, which reads layers by the numbers of a folder."""
-    drafters = {name: block for name, block in model.named_children() if isinstance(block, DrafterBlock)}
+@torch.no_grad()
+def _weights(form: DrafterForm, reader: LiveReader) -> Iterator[tuple[str, Tensor]]:
+    for rule in form.rules(head_key(reader)):
+        if rule.hf:
+            pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
+            yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
+
+
+def _read(model: torch.nn.Module, head: str | None) -> tuple[DrafterForm, LiveReader]:
+    """The form of a drafter's folder, which reads layers by the numbers of a folder, and the model's tensors."""
+    trunk: Any = unwrap_model(model)
+    drafters = {name: block for name, block in trunk.named_children() if isinstance(block, DrafterBlock)}
     if not drafters:
         raise ValueError("the model has no attached drafter; give attach settings with one, MTPConfig(drafter=...).")
     names = [name.removeprefix("drafter_") for name in drafters]
     if head not in names and (head is not None or len(names) > 1):
         raise ValueError(f"head is {head!r}, and the model has the drafters {', '.join(names)}; give one of them.")
-    name = f"drafter_{head or names[0]}"
-    block = drafters[name]
-    symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
-    kind = replace(block.drafter, layers=tuple(number // symbols for number in block.drafter.layers))
-    codec, order_N = CODECS[kind.kind], torch.arange(kind.vocabulary)
-    layer, hidden = codec.layer_names[0], model.config.hidden_size
-    return name, DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)
+    module = module_of(head or names[0])
+    symbols = symbols_of_a_layer(getattr(trunk, "hybrid_layer_pattern", None))
+    drafter: HeadSpec = drafters[module].drafter
+    kind = replace(drafter, layers=tuple(number // symbols for number in drafter.layers))
+    reader = LiveReader([model], None, {f"{module}.": DRAFTER})
+    return form_of(kind, trunk.config.hidden_size, reader), reader
 
 
 def _arguments(model: Any) -> Namespace:

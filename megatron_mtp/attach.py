@@ -124,6 +124,7 @@ def attach(
     mask_at: str = TOKENS,
     true_vocab_size: int | None = None,
     heads: Sequence[Head] = (),
+    placeholders: Sequence[int] = (),
 ) -> "Attached":
     """Attach draft heads to a `GPTModel` or `HybridModel` of Megatron's, or train the MTP layers that it has.
 
@@ -152,6 +153,8 @@ def attach(
             stands at them.
         true_vocab_size: tokens, where further rows of the output layer only pad it; they then have no probability in
             the losses, and an exported drafter has no row for them. None if every row is a token.
+        placeholders: ids of tokens that stand for images or audio, beside those below 0. The trunk embeds what they
+            stand for; the heads learn nothing where an input or a target is one of them.
 
     Raises:
         ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
@@ -206,7 +209,7 @@ def attach(
         install_for_experts()
     if last.post_process:
         fill_absent(last, [*drafters, *([] if adopts or mtp is None else [MTP])])
-    return Attached(last, heads, weight, mask_at, true_vocab_size, drafted, chunks)
+    return Attached(last, heads, weight, mask_at, true_vocab_size, drafted, chunks, placeholders)
 
 
 def _short(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
@@ -254,6 +257,7 @@ class Attached(Attachment):
         heads: what they are and learn, in the order of the losses.
         drafted: the tokens [N] that a head drafts, ascending, by the name of its module; all tokens without an entry.
         chunks: all of this rank.
+        placeholders: see `attach`.
 
     Attributes:
         given: what the heads are and learn.
@@ -269,11 +273,13 @@ class Attached(Attachment):
         true_vocab_size: int | None = None,
         drafted: Mapping[str, Tensor] = MappingProxyType({}),
         chunks: Sequence[Any] = (),
+        placeholders: Sequence[int] = (),
     ) -> None:
         here = heads if model.post_process else ()
         made = [StockHead(model) if head.module == MTP else getattr(model, head.module) for head in here]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
         self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
+        self._placeholders = torch.tensor([*placeholders], dtype=torch.long)
         layers = {number for head in self.heads if head.drafter is not None for number in head.drafter.layers}
         self._read = ReadStates(model, tuple(sorted(layers)))
         self._states: Mapping[int, Tensor] = {}
@@ -410,6 +416,9 @@ class Attached(Attachment):
 
     def _loss_of(self, forward: _Forward, batch: Batch) -> MTPLoss:
         self._check_gathered()
+        if len(self._placeholders):
+            labels_BS = None if batch.labels_BS is None else self._text(batch.labels_BS)
+            batch = replace(batch, tokens_BS=self._text(batch.tokens_BS), labels_BS=labels_BS)
         for is_so, sentence in refused_heads(self.model, self.head_owner):
             if is_so:
                 raise ValueError(sentence)
@@ -426,14 +435,25 @@ class Attached(Attachment):
         total = torch.stack([given.weight * made[given.called].loss for given in self.given]).sum()
         return MTPLoss(total, made[self.given[0].called].depth_means, made)
 
+    def _text(self, tokens_BS: Tensor) -> Tensor:
+        """The tokens with -1 in the place of placeholders."""
+        return tokens_BS.masked_fill(torch.isin(tokens_BS, self._placeholders.to(tokens_BS.device)), -1)
+
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
         layers = self.model.mtp.layers if _mtp_of(self.given) is not None else ()
+        drafters = [block for block in self.heads if block.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
+        read += [weight for block in drafters for weight in block.parameters()]
+        if any(hasattr(weight, "_megatron_fsdp_model") for weight in read):
+            raise ValueError(
+                "Megatron-FSDP has wrapped the model, and gathers the output layer and the heads in their own forward "
+                "alone; wrap it in DistributedDataParallel, with the distributed optimizer, or in fully_shard."
+            )
         if any(isinstance(weight, DTensor) for weight in read):
             raise ValueError(
-                "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "
-                "that module's forward alone; leave these to the FSDP of the whole model."
+                "FSDP has sharded the output layer, the tied embedding, an MTP layer or a drafter by itself, and "
+                "gathers it in that module's forward alone; leave these to the FSDP of the whole model."
             )
 
     @property

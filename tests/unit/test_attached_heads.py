@@ -22,17 +22,19 @@ from drafter_settings import (
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron_single import make_batch, our_model, relative_difference
+from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
 from safetensors.torch import load_file
 from stock_models import draw, learned, packed_batch, stock
 from tiers import tiered
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_mtp.attach import Head, attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
 from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
-from megatron_mtp.spec.config import MTPConfig
+from megatron_mtp.spec.config import MTPConfig, is_head
 from megatron_mtp.training.parameter_group import get_mtp_optimizer
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -158,6 +160,111 @@ def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
     own = {"mtp": 2e-2, "drafter_eagle3": 4e-2}
     assert found == {name: own.get(name, 1e-2) for name in found}
     assert own.keys() < found.keys()
+
+
+# --- loops with more than one forward, or more than text --------------------------------------------------------------
+
+
+def log_probability(logits_BSV: Tensor, batch: dict[str, Any]) -> Tensor:
+    return logits_BSV.log_softmax(-1).gather(-1, batch["labels"][..., None]).sum()
+
+
+@pytest.mark.parametrize("has_reference", [False, True], ids=["no reference", "reference passes in between"])
+def test_the_two_forwards_of_a_preference_loss_train_the_heads_on_both(has_reference: bool) -> None:
+    """As in DPO, with one backward pass; the reference is the same model under no_grad, which sees other states."""
+    pair, gradients = [make_batch(STEPS, seed=seed) for seed in (2, 3)], list[dict[str, Any]]()
+    for has_heads in (False, True):
+        model, total = stock("dense", **LAYERS), torch.zeros(())
+        attached = attach(model, heads=several_heads()) if has_heads else None
+        draw(model)
+        scores = []
+        for batch in pair:
+            score = log_probability(forward(model, batch), batch)
+            if has_reference:
+                with torch.no_grad():
+                    reference = log_probability(forward(model, batch | {"tokens": batch["tokens"].flip(0)}), batch)
+                score = score - reference
+            scores.append(score)
+            if attached is not None:
+                total = total + attached.loss(*given(batch)).loss
+        (total - torch.nn.functional.logsigmoid(0.01 * (scores[0] - scores[1]))).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    assert [name for name, grad in gradients[0].items() if not torch.equal(gradients[1][name], grad)] == []
+    alone = stock("dense", **LAYERS)
+    of_one = attach(alone, heads=several_heads())
+    draw(alone)
+    for batch in pair:
+        forward(alone, batch)
+        of_one.loss(*given(batch)).loss.backward()
+    heads = {name: each.grad for name, each in alone.named_parameters() if is_head(name.partition(".")[0])}
+    assert [name for name, grad in heads.items() if relative_difference(gradients[1][name], grad) > 1e-6] == []
+
+
+def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> None:
+    (model, attached), pair = with_several(), [make_batch(STEPS, seed=seed) for seed in (2, 3)]
+    for batch in pair:
+        forward(model, batch)
+    with pytest.raises(
+        ValueError, match=r"2 forwards of the model have run since the last loss .* these tokens are not"
+    ):
+        attached.loss(*given(pair[0]))
+
+
+def test_the_heads_learn_nothing_of_placeholders_and_the_images_embeddings_pass() -> None:
+    """Ids that stand for an image count as those below 0 do: what they are embedded as changes neither loss."""
+    batch, image, losses = make_batch(STEPS), VOCABULARY - 1, []
+    text_BS = batch["tokens"].clamp(max=image - 1)
+    images_BS = text_BS.clone()
+    images_BS[:, 4:7] = image
+    for tokens_BS, ids in ((images_BS, (image,)), (images_BS.masked_fill(images_BS == image, -200), ()), (text_BS, ())):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, heads=several_heads(), placeholders=ids)
+        draw(model)
+        embedded_SBH = model.embedding(input_ids=text_BS, position_ids=batch["position_ids"]).detach().clone()
+        embedded_SBH[4:7] = 0.3
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight[image] += 5.0
+        model(tokens_BS, batch["position_ids"], batch["attention_mask"], decoder_input=embedded_SBH)
+        made = attached.loss(tokens_BS, None, torch.ones_like(tokens_BS))
+        losses.append({name: each.depth_means.tolist() for name, each in made.heads.items()})
+    assert losses[0] == losses[1]
+    assert all(losses[0][name] != losses[2][name] for name in NAMES)
+
+
+def test_the_fsdp_of_the_whole_model_trains_several_heads() -> None:
+    found, batch = list[dict[str, Any]](), make_batch(STEPS)
+    for shards in (False, True):
+        model, attached = with_several()
+        draw(model)
+        if shards:
+            mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+            for layer in model.decoder.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        loss = forward(model, batch).log_softmax(-1)[..., 0].mean()
+        (loss + attached.loss(*given(batch)).loss).backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    assert [name for name, grad in found[1].items() if not torch.equal(grad.full_tensor(), found[0][name])] == []
+
+
+def test_a_drafter_that_fsdp_has_sharded_by_itself_is_refused() -> None:
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+    fully_shard(model.drafter_eagle3, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    forward(model, batch)
+    with pytest.raises(ValueError, match=r"FSDP has sharded .* or a drafter by itself, and gathers it in that"):
+        attached.loss(*given(batch))
+
+
+def test_megatron_fsdp_is_refused() -> None:
+    """It marks the weights so; it runs on GPUs alone."""
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    for weight in model.parameters():
+        weight._megatron_fsdp_model = model
+    forward(model, batch)
+    with pytest.raises(ValueError, match="Megatron-FSDP has wrapped the model, and gathers the output layer and the"):
+        attached.loss(*given(batch))
 
 
 # --- draft vocabularies ----------------------------------------------------------------------------------------------

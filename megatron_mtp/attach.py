@@ -1,4 +1,4 @@
-"""MTP layers or a drafter on a model that Megatron, or a framework on top of it, has built; its class stays.
+"""MTP layers and drafters on a model that Megatron, or a framework on top of it, has built; its class stays.
 
     attached = attach(model, depths=2)                  on every rank, before the model is wrapped for data parallelism
     logits = model(tokens, positions, mask)             the loop's own forward, bit by bit as without the layers
@@ -8,14 +8,22 @@
 
     attach(model, settings=MTPConfig(drafter="eagle3"))     a drafter, whose loss trains nothing of the model
 
+    attach(model, heads=[                               several heads, each with its own settings and weight
+        Head(depths=1),
+        Head(MTPConfig(drafter="eagle3", drafter_layers=(2, 12, 21))),
+        Head(MTPConfig(drafter="dspark", drafter_steps=8), weight=0.5),
+    ])
+
 The hooks are those of model/attachment.py: while a forward runs, the model looks as if it had no MTP layers.
 
 Letters in names: D depths, S sequence, B batch, H hidden, R context-parallel ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, override
 
 import torch
@@ -30,6 +38,7 @@ from megatron_mtp.data.batch import DepthBatch, to_device
 from megatron_mtp.losses import check_loss, depth_loss
 from megatron_mtp.losses.mtp_loss import Batch, MTPLoss, loss_of_stage, own_positions, positions_of_group
 from megatron_mtp.model.attachment import Attachment, DraftHead
+from megatron_mtp.model.draft_vocabulary import DraftVocabulary, tokens_of_file
 from megatron_mtp.model.stage_output import Drafted
 from megatron_mtp.model.stages import NO_BACKWARD, ReadStates
 from megatron_mtp.model.stock import (
@@ -38,6 +47,7 @@ from megatron_mtp.model.stock import (
     Refused,
     StockHead,
     add_block,
+    fill_absent,
     is_frozen,
     refused_heads,
     refused_models,
@@ -45,12 +55,12 @@ from megatron_mtp.model.stock import (
     tied_embedding,
 )
 from megatron_mtp.model.trunk_output import AttentionInputs, is_detached
-from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, HeadSettings, MTPConfig, heads_of
-from megatron_mtp.spec.head import drafts_of
+from megatron_mtp.spec.config import DRAFTER_SETTINGS, HEADS, MTPConfig, is_head, module_of
+from megatron_mtp.spec.kinds import kind_of
 
 READ = {
     *DRAFTER_SETTINGS,
-    *("drafter", "drafter_steps", "drafter_blocks"),
+    *("drafter", "drafter_steps", "drafter_blocks", "mtp_draft_vocab_file"),
     *("mtp_loss", "mtp_loss_mix", "mtp_temperature", "mtp_lk_eta", "mtp_label_smoothing", "mtp_z_loss"),
     *("mtp_loss_weights", "mtp_train_only"),
 }
@@ -63,6 +73,48 @@ TAKEN = "mtp_taken"
 """Attribute of a scale of the loss that was set after a forward, and taken in the backward pass."""
 
 
+MTP, POLICY = "mtp", "policy"
+"""The names of MTP layers, also as a module, and of the group of parameters that belong to no head."""
+
+TAKEN_NAMES = *HEADS, POLICY
+"""What a drafter cannot be called."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head to attach: MTP layers, or a drafter where the settings name one.
+
+    Attributes:
+        settings: what it is and what it learns. MTP layers learn by cross-entropy by default, and with `mtp_train_only`
+            their loss trains nothing else; a drafter learns what its kind does by default.
+        depths: D, of new MTP layers; None for the model's own, and of a drafter, which has `drafter_steps`.
+        weight: of its loss in the sum of all heads.
+        name: of a drafter; '' for its kind. Its module is `drafter_NAME`. MTP layers are called 'mtp'.
+    """
+
+    settings: MTPConfig = field(default_factory=MTPConfig)
+    depths: int | None = None
+    weight: float = 1.0
+    name: str = ""
+
+    @property
+    def called(self) -> str:
+        """Its name."""
+        return MTP if self.settings.drafter is None else self.name or self.settings.drafter
+
+    @property
+    def module(self) -> str:
+        """The name of its module in the model."""
+        return MTP if self.settings.drafter is None else module_of(self.called)
+
+    def with_usual_loss(self) -> "Head":
+        """The head with the loss of its kind, where the settings name none."""
+        if self.settings.drafter is None or self.settings.mtp_loss != MTPConfig().mtp_loss:
+            return self
+        own: dict[str, Any] = kind_of(self.settings.drafter).loss
+        return replace(self, settings=replace(self.settings, **own))
+
+
 def attach(
     model: nn.Module | list[nn.Module],
     depths: int | None = None,
@@ -71,20 +123,24 @@ def attach(
     block: str = OWN,
     mask_at: str = TOKENS,
     true_vocab_size: int | None = None,
+    heads: Sequence[Head] = (),
+    placeholders: Sequence[int] = (),
 ) -> "Attached":
-    """Attach MTP layers or a drafter to a `GPTModel` or `HybridModel` of Megatron's, or train the layers that it has.
+    """Attach draft heads to a `GPTModel` or `HybridModel` of Megatron's, or train the MTP layers that it has.
 
     All ranks call it: after weights are loaded, before the model is wrapped for data parallelism and before the
     optimizer is made. A model with Megatron's MTP block keeps its modules and their names. Else a block of Megatron's
-    class is drawn and put at `model.mtp`, on the last stage. A drafter is put at `model.drafter_block`; it reads states
-    of the trunk's layers, and its loss trains nothing but itself.
+    class is drawn and put at `model.mtp`, on the last stage. A drafter is put at `model.drafter_NAME`; it reads states
+    of the trunk's layers, and its loss trains nothing but itself. A checkpoint of the model without new heads still
+    loads strictly, and leaves them as they are.
 
     Args:
         model: this rank's model, or its chunks.
         depths: D, of a new block; None for the model's own, or for a drafter alone.
-        settings: what the layers learn; with `mtp_train_only` their loss trains nothing else. Cross-entropy by default.
-            With `drafter` a drafter of this kind is attached too, or alone where the model has no MTP layers and
-            `depths` is None; it learns what its kind learns by default, or alone what the settings say.
+        settings: what the layers learn, as in `Head`. With `drafter` a drafter of this kind is attached too, or alone
+            where the model has no MTP layers and `depths` is None; beside MTP layers it learns what its kind learns by
+            default. `depths` and `settings` are short for `heads`.
+        heads: one or more, each by another name, with at most one of MTP layers.
         weight: of the loss, which then rides along in every forward with gradients, and is trained with what the
             forward gives: its labels, or the next tokens where it has none (or where they are its very `input_ids`),
             and its loss mask. In a loop without Megatron's schedules, set `MTPLossAutoScaler.set_loss_scale` to what
@@ -97,6 +153,8 @@ def attach(
             stands at them.
         true_vocab_size: tokens, where further rows of the output layer only pad it; they then have no probability in
             the losses, and an exported drafter has no row for them. None if every row is a token.
+        placeholders: ids of tokens that stand for images or audio, beside those below 0. The trunk embeds what they
+            stand for; the heads learn nothing where an input or a target is one of them.
 
     Raises:
         ValueError: the model cannot have MTP layers attached, or has others than these, or a setting is not for them.
@@ -107,9 +165,10 @@ def attach(
             f"the model is a {strange[0]}, and MTP layers are attached to a GPTModel or HybridModel of Megatron's; "
             "give that, such as the language_model of a multimodal model."
         )
-    settings = settings or MTPConfig()
     adopts = bool(chunks[0].config.mtp_num_layers)
-    heads = _heads(settings, depths or chunks[0].config.mtp_num_layers or 0)
+    if heads and (depths is not None or settings is not None):
+        raise ValueError("heads were given with what is short for them; give the heads alone.")
+    heads = [each.with_usual_loss() for each in heads or _short(settings or MTPConfig(), depths, adopts)]
     if mask_at not in (TOKENS, LABELS):
         raise ValueError(f"mask_at is '{mask_at}'; give '{TOKENS}' or '{LABELS}'.")
     if true_vocab_size is not None and not 1 <= true_vocab_size <= chunks[0].vocab_size:
@@ -118,39 +177,54 @@ def attach(
             "those."
         )
     for chunk in chunks:
-        _check(chunk, depths, settings, weight, block, adopts)
+        _check(chunk, heads, weight, block, adopts)
     for head in heads:
         depth_loss(head.settings)
         check_loss(head.settings)
-    drafter = None
-    if heads[-1].settings.drafter is not None:
-        from megatron_mtp.model.stock_drafter import add_drafter, described
+    mtp, drafters, last = _mtp_of(heads), {}, next((one for one in chunks if one.post_process), chunks[-1])
+    if any(head.settings.drafter is not None for head in heads):
+        from megatron_mtp.model.stock_drafter import add_drafters, described
 
-        drafter = described(chunks[-1], heads[-1], true_vocab_size)
-    if not adopts and depths is not None:
+        drafters = {
+            head.module: described(chunks[-1], head.settings, true_vocab_size) for head in heads if head is not mtp
+        }
+    size = true_vocab_size or last.vocab_size
+    drafted = {
+        head.module: torch.tensor(tokens_of_file(Path(file), size, "mtp_draft_vocab_file"))
+        for head in heads
+        if (file := head.settings.mtp_draft_vocab_file) is not None
+    }
+    if mtp is not None and not adopts:
+        assert mtp.depths is not None
         for chunk in chunks:
-            add_block(chunk, depths, block)
-    if drafter is not None:
+            add_block(chunk, mtp.depths, block)
+    if drafters:
         for chunk in chunks:
-            add_drafter(chunk, heads[-1], drafter)
-            if len(heads) == 1 and chunk.pg_collection.pp.size() > 1:
-                share_embedding(chunk, drafter.drafts)
+            add_drafters(chunk, drafters, drafted)
+            if mtp is None and chunk.pg_collection.pp.size() > 1:
+                share_embedding(chunk, next(iter(drafters.values())).drafts)
     if chunks[0].config.num_moe_experts is not None:
         from megatron_mtp.megatron.patches.table import install_for_experts  # dense models need no patch of Megatron
 
         install_for_experts()
-    last = next((one for one in chunks if one.post_process), chunks[-1])
-    return Attached(last, heads, weight, mask_at, true_vocab_size)
+    if last.post_process:
+        fill_absent(last, [*drafters, *([] if adopts or mtp is None else [MTP])])
+    return Attached(last, heads, weight, mask_at, true_vocab_size, drafted, chunks, placeholders)
 
 
-def _heads(settings: MTPConfig, depths: int) -> list[HeadSettings]:
-    """MTP layers, a drafter, or both, with what each learns."""
-    steps = 0 if settings.drafter is None else drafts_of(vars(settings))
-    if depths or not steps:
-        return heads_of(settings, depths, steps)
-    assert settings.kind is not None
-    own: dict[str, Any] = settings.kind.loss if settings.mtp_loss == MTPConfig().mtp_loss else {}
-    return [HeadSettings(list(HEADS)[1], replace(settings, **own), steps, has_lambda=False)]
+def _short(settings: MTPConfig, depths: int | None, adopts: bool) -> list[Head]:
+    """What `depths` and `settings` are short for: MTP layers, a drafter, or both, each with the loss of its kind."""
+    if settings.drafter is None:
+        return [Head(settings, depths)]
+    if depths is None and not adopts:
+        return [Head(settings)]
+    own, drafter = settings.apart()
+    return [Head(own, depths), Head(drafter)]
+
+
+def _mtp_of(heads: Sequence[Head]) -> Head | None:
+    """The MTP layers among the heads."""
+    return next((head for head in heads if head.settings.drafter is None), None)
 
 
 @dataclass(frozen=True)
@@ -159,7 +233,7 @@ class _Forward:
 
     Attributes:
         states_SBH: the decoder's output.
-        read_SBX: states after the layers that a drafter reads, side by side; None without them.
+        read: states after the layers that drafters read, by the numbers of the layers.
         tokens_BS, position_ids_BS: this rank's part of its input; None where it had none.
         attention: inputs of the trunk's layers.
         records: whether gradients were on.
@@ -167,7 +241,7 @@ class _Forward:
     """
 
     states_SBH: Tensor
-    read_SBX: Tensor | None
+    read: Mapping[int, Tensor]
     tokens_BS: Tensor | None
     position_ids_BS: Any
     attention: AttentionInputs
@@ -176,40 +250,64 @@ class _Forward:
 
 
 class Attached(Attachment):
-    """The MTP layers and the drafter of a model, as a training loop needs them.
+    """The draft heads of a model, as a training loop needs them.
 
     Args:
         model: the chunk on the last stage, or any on another stage, which has no heads to train.
-        heads: MTP layers, a drafter, or both.
+        heads: what they are and learn, in the order of the losses.
+        drafted: the tokens [N] that a head drafts, ascending, by the name of its module; all tokens without an entry.
+        chunks: all of this rank.
+        placeholders: see `attach`.
 
     Attributes:
+        given: what the heads are and learn.
         last: what `weight=` added to the last forward with gradients, without a graph; None before.
     """
 
     def __init__(
         self,
         model: Any,
-        heads: Sequence[HeadSettings],
+        heads: Sequence[Head],
         weight: float | None,
         mask_at: str = TOKENS,
         true_vocab_size: int | None = None,
+        drafted: Mapping[str, Tensor] = MappingProxyType({}),
+        chunks: Sequence[Any] = (),
+        placeholders: Sequence[int] = (),
     ) -> None:
-        of_stock, drafter = HEADS
         here = heads if model.post_process else ()
-        made = [StockHead(model) if head.name == of_stock else getattr(model, drafter) for head in here]
+        made = [StockHead(model) if head.module == MTP else getattr(model, head.module) for head in here]
         super().__init__(model, made, true_vocab_size=true_vocab_size)
-        self.settings, self.weight, self.mask_at = [head.settings for head in heads], weight, mask_at
-        self._read = ReadStates(model, next((head.drafter.layers for head in self.heads if head.drafter), ()))
-        self._read_SBX: Tensor | None = None
+        self.given, self.weight, self.mask_at, self._chunks = list(heads), weight, mask_at, chunks
+        self._placeholders = torch.tensor([*placeholders], dtype=torch.long)
+        layers = {number for head in self.heads if head.drafter is not None for number in head.drafter.layers}
+        self._read = ReadStates(model, tuple(sorted(layers)))
+        self._states: Mapping[int, Tensor] = {}
         self._losses = 0
         self.last: MTPLoss | None = None
         self._newest: _Forward | None = None
         self._recorded: _Forward | None = None
         self._forwards = 0  # since the last loss
         self._position_ids_BS: Any = None
+        self._rows: dict[DraftHead, DraftVocabulary] = {}
+        for head, given in zip(self.heads, here, strict=True):
+            if given.module in drafted:
+                self._draft_only(drafted[given.module], head, given.module)
         if model.post_process:
             self._tied = None if hasattr(model, "embedding") else tied_embedding(model)
             self.hook()
+
+    def _draft_only(self, tokens_N: Tensor, head: DraftHead, module: str) -> None:
+        """Give a head its draft vocabulary, and a drafter the output layer's rows of it."""
+        tp, device = self.pg_collection.tp, self.head_owner.weight.device
+        rows = DraftVocabulary(tokens_N.to(device), self.model.vocab_size // tp.size(), tp.size(), tp.rank())
+        setattr(self.model, f"{module}_vocabulary", rows)  # so that it moves with the model
+        self._rows[head] = rows
+        head.begin_head(replace(self.head(), draft_vocabulary=rows))
+
+    @override
+    def rows_of(self, head: DraftHead) -> DraftVocabulary | None:
+        return self._rows.get(head)
 
     def loss(
         self,
@@ -243,6 +341,35 @@ class Attached(Attachment):
         packed = forward.attention.packed_seq_params
         return self._loss_of(forward, Batch(tokens_BS, labels_BS, loss_mask_BS, document_BS, packed, normalizer))
 
+    def parameter_groups(self, **of_heads: Any) -> list[dict[str, Any]]:
+        """Groups for an optimizer of torch: the policy's parameters, and those of each head on this rank.
+
+            groups = attached.parameter_groups(lr=1e-4, clip_grad={"policy": 1.0, "eagle3": 0.5})
+            optimizer = torch.optim.AdamW(groups, lr=1e-6)
+            for group in optimizer.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], group.get("clip_grad", math.inf))
+
+        A group's `name` is that of the head, or 'policy'. Megatron's optimizer has its own groups: `get_mtp_optimizer`.
+
+        Args:
+            of_heads: keys of the groups, such as `lr`: a value for the heads, or values by the names of groups.
+
+        Raises:
+            ValueError: no group has a name that was given.
+        """
+        heads = {head.module: head.called for head in self.given}
+        groups: dict[str, dict[str, Any]] = {name: {"name": name, "params": []} for name in (POLICY, *heads.values())}
+        for chunk in self._chunks:
+            for name, parameter in chunk.named_parameters():
+                groups[heads.get(name.partition(".")[0], POLICY)]["params"].append(parameter)
+        for key, given in of_heads.items():
+            values = given if isinstance(given, Mapping) else dict.fromkeys(heads.values(), given)
+            if strange := values.keys() - groups.keys():
+                raise ValueError(f"{key} is given for {', '.join(sorted(strange))}; give it for {', '.join(groups)}.")
+            for name, value in values.items():
+                groups[name][key] = value
+        return [group for group in groups.values() if group["params"]]
+
     def _taken(self, tokens_BS: Tensor) -> _Forward:
         """The forward whose loss is asked for; its loss is taken once."""
         records, task = torch.is_grad_enabled(), torch._C._current_graph_task_id()
@@ -268,11 +395,12 @@ class Attached(Attachment):
 
     def _trains_trunk(self) -> bool:
         """Return whether the loss trains more than the MTP layers."""
-        own = [head for head in self.heads if head.drafter is None]
-        if not own or self.settings[0].mtp_train_only or is_detached(self.config):
+        mtp = _mtp_of(self.given)
+        if mtp is None or mtp.settings.mtp_train_only or is_detached(self.config):
             return False
-        modules = tuple(f"{name}." for name in HEADS)
-        return any(each.requires_grad for name, each in self.model.named_parameters() if not name.startswith(modules))
+        return any(
+            each.requires_grad for name, each in self.model.named_parameters() if not is_head(name.partition(".")[0])
+        )
 
     def _check_tokens(self, forward: _Forward, tokens_BS: Tensor) -> None:
         """Refuse tokens of another forward of the same shape, where several have run."""
@@ -288,28 +416,44 @@ class Attached(Attachment):
 
     def _loss_of(self, forward: _Forward, batch: Batch) -> MTPLoss:
         self._check_gathered()
+        if len(self._placeholders):
+            labels_BS = None if batch.labels_BS is None else self._text(batch.labels_BS)
+            batch = replace(batch, tokens_BS=self._text(batch.tokens_BS), labels_BS=labels_BS)
         for is_so, sentence in refused_heads(self.model, self.head_owner):
             if is_so:
                 raise ValueError(sentence)
         self._attention, self._position_ids_BS = forward.attention, forward.position_ids_BS
-        self._read_SBX, self._losses = forward.read_SBX, self._losses + torch.is_grad_enabled()
+        self._states, self._losses = forward.read, self._losses + torch.is_grad_enabled()
         step = self._losses if torch.is_grad_enabled() else 0
-        first, *others = (
-            loss_of_stage(self, head, forward.states_SBH, batch, settings, step)
-            for head, settings in zip(self.heads, self.settings, strict=True)
-        )
-        if first.loss.requires_grad and self.heads[0].drafter is None and is_frozen(self.model.mtp):
+        made = {
+            given.called: loss_of_stage(self, head, forward.states_SBH, batch, given.settings, step)
+            for given, head in zip(self.given, self.heads, strict=True)
+        }
+        mtp = _mtp_of(self.given)
+        if mtp is not None and made[mtp.called].loss.requires_grad and is_frozen(self.model.mtp):
             raise ValueError(FROZEN)
-        return replace(first, loss=first.loss + others[0].loss, drafter=others[0]) if others else first
+        total = torch.stack([given.weight * made[given.called].loss for given in self.given]).sum()
+        return MTPLoss(total, made[self.given[0].called].depth_means, made)
+
+    def _text(self, tokens_BS: Tensor) -> Tensor:
+        """The tokens with -1 in the place of placeholders."""
+        return tokens_BS.masked_fill(torch.isin(tokens_BS, self._placeholders.to(tokens_BS.device)), -1)
 
     def _check_gathered(self) -> None:
         """Refuse modules that FSDP gathers in their own forward alone, which does not run here."""
-        layers = self.model.mtp.layers if self.heads[0].drafter is None else ()
+        layers = self.model.mtp.layers if _mtp_of(self.given) is not None else ()
+        drafters = [block for block in self.heads if block.drafter is not None]
         read = [getattr(self.head_owner, "weight", None), *(layer.enorm.weight for layer in layers)]
+        read += [weight for block in drafters for weight in block.parameters()]
+        if any(hasattr(weight, "_megatron_fsdp_model") for weight in read):
+            raise ValueError(
+                "Megatron-FSDP has wrapped the model, and gathers the output layer and the heads in their own forward "
+                "alone; wrap it in DistributedDataParallel, with the distributed optimizer, or in fully_shard."
+            )
         if any(isinstance(weight, DTensor) for weight in read):
             raise ValueError(
-                "FSDP has sharded the output layer, the tied embedding or an MTP layer by itself, and gathers it in "
-                "that module's forward alone; leave these to the FSDP of the whole model."
+                "FSDP has sharded the output layer, the tied embedding, an MTP layer or a drafter by itself, and "
+                "gathers it in that module's forward alone; leave these to the FSDP of the whole model."
             )
 
     @property
@@ -328,7 +472,7 @@ class Attached(Attachment):
         trunk = self.trunk_output(hidden_SBH, self._position_ids_BS, self._attention, is_apart)
         if head.drafter is not None:
             positions_BS = to_device(batch.positions_S, hidden_SBH.device).expand_as(batch.labels_BS)
-            trunk = replace(trunk, read_SBX=self._read_SBX, position_ids_BS=positions_BS)
+            trunk = replace(trunk, read=self._states, position_ids_BS=positions_BS)
         return self.drafted_from(trunk, head, batch)
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
@@ -343,7 +487,7 @@ class Attached(Attachment):
         """Keep the forward for its loss, or add the loss to its states."""
         forward = _Forward(
             hidden_SBH,
-            self._read.taken() if self._read.after else None,
+            self._read.taken(),
             call.get("input_ids"),
             call.get("position_ids"),
             self._attention,
@@ -378,7 +522,7 @@ class Attached(Attachment):
         tokens_BS, mask_BS = self._whole(tokens_BS, packed), self._whole(mask_BS, packed)
         normalizer, at_tokens = 1.0 if per_token else None, self.mask_at == TOKENS
         made = self._loss_of(forward, Batch(tokens_BS, labels_BS, mask_BS, None, packed, normalizer, at_tokens))
-        self.last = replace(made, loss=made.loss.detach())
+        self.last = made.without_graph()
         return weight * (1 if per_token else self.pg_collection.cp.size()) * made.loss
 
     def _whole(self, part_BS: Tensor, packed: PackedSeqParams | None) -> Tensor:
@@ -418,29 +562,59 @@ class _Riding(torch.autograd.Function):
         return gradients[0], (torch.ones((), dtype=dtype, device=device) * scale).reshape(())
 
 
-def _check(chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool) -> None:
+def _check(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> None:
     """Refuse arguments that do not fit the model, and models whose forward the hooks would not see."""
-    arguments = _arguments(chunk, depths, settings, weight, block, adopts)
+    arguments = [*_heads_refused(heads), *_arguments(chunk, heads, weight, block, adopts)]
     for is_so, sentence in (*arguments, *refused_models(chunk, adopts)):
         if is_so:
             raise ValueError(sentence)
 
 
-def _arguments(
-    chunk: Any, depths: int | None, settings: MTPConfig, weight: float | None, block: str, adopts: bool
-) -> Refused:
-    own = chunk.config.mtp_num_layers
+def _heads_refused(heads: Sequence[Head]) -> Refused:
+    """What heads cannot have, in any model."""
     unread = [
-        one.name for one in fields(MTPConfig) if one.name not in READ and getattr(settings, one.name) != one.default
+        one.name
+        for one in fields(MTPConfig)
+        if one.name not in READ and any(getattr(head.settings, one.name) != one.default for head in heads)
     ]
+    names = [head.called for head in heads]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    strange = next((name for name in names if not name.isidentifier()), None)
+    sized = next((head.called for head in heads if head.settings.drafter and head.depths is not None), None)
+    weights = [head.weight for head in heads if not 0 <= head.weight < inf]
     return [
         (unread, f"{', '.join(unread)} in the settings is not for attached MTP layers; megatron-mtp train has it."),
+        (
+            sum(head.settings.drafter is None for head in heads) > 1,
+            "two of the heads are MTP layers, and a model has one block of them; join the two.",
+        ),
+        (twice is not None, f"two heads are called '{twice}'; give one of them another name, Head(..., name=)."),
+        (
+            strange is not None,
+            f"a head is called '{strange}', which names a module too; give letters, digits and underscores.",
+        ),
+        (
+            any(head.settings.drafter and head.called in TAKEN_NAMES for head in heads),
+            f"a drafter has a name of {', '.join(TAKEN_NAMES)}, which others have; give it another.",
+        ),
+        (
+            sized is not None,
+            f"the head '{sized}' is a drafter, whose number of drafts is drafter_steps in its settings; give that.",
+        ),
+        (weights, f"the weight of a head is {', '.join(map(str, weights))}; give 0 or more."),
+    ]
+
+
+def _arguments(chunk: Any, heads: Sequence[Head], weight: float | None, block: str, adopts: bool) -> Refused:
+    own, mtp = chunk.config.mtp_num_layers, _mtp_of(heads)
+    depths = None if mtp is None else mtp.depths
+    return [
         (
             isinstance(getattr(chunk, "mtp_attached", None), Attached),
             "MTP layers are attached to this model already; use what attach returned.",
         ),
         (
-            depths is None and not adopts and settings.drafter is None,
+            mtp is not None and depths is None and not adopts,
             "the model has no MTP layers, and depths is None; give the number of new ones, or settings with a drafter.",
         ),
         (
@@ -453,9 +627,12 @@ def _arguments(
             f"weight is {weight}; give 0 or more, such as 0.1, or None to ask for Attached.loss.",
         ),
         (
-            settings.drafter is not None and chunk.vp_stage is not None,
-            "the model has virtual pipeline stages, which do not pass on the states that a drafter reads; build it "
-            "without virtual_pipeline_model_parallel_size.",
+            any(head.settings.drafter for head in heads)
+            and chunk.vp_stage is not None
+            and chunk.pg_collection.pp.size() == 2
+            and chunk.config.batch_p2p_comm,
+            "batch_p2p_comm is on with virtual stages on two pipeline ranks, where Megatron swaps what goes forward "
+            "with what goes back; set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do.",
         ),
         (
             block != OWN and (adopts or not hasattr(chunk, "hybrid_stack_spec")),

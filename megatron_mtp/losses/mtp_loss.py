@@ -11,7 +11,8 @@ one by one.
 Letters in names: S sequence, B batch, H hidden, D depths, V this rank's slice of the vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,12 +53,19 @@ class MTPLoss:
             With a normalizer it has the sums divided by it in the place of the means. Under context parallelism it is
             this rank's part, and the parts add up to the loss.
         depth_means: [D], the mean loss of every depth over its own unmasked tokens, of all context-parallel ranks.
-        drafter: that of a drafter beside attached MTP layers, which `loss` has already.
+        heads: of heads that `attach` has put on the model: the loss of each by its name; `loss` is their weighted sum,
+            and `depth_means` are those of the first.
     """
 
     loss: Tensor
     depth_means: Tensor
-    drafter: "MTPLoss | None" = None
+    heads: "Mapping[str, MTPLoss]" = field(default_factory=dict)
+
+    def without_graph(self) -> "MTPLoss":
+        """The same numbers, for a log."""
+        return MTPLoss(
+            self.loss.detach(), self.depth_means, {name: made.without_graph() for name, made in self.heads.items()}
+        )
 
 
 def logits_and_states(stage: StageOutput) -> tuple[Tensor, Tensor]:

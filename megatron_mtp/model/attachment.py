@@ -14,6 +14,7 @@ Letters in names: D depths, S sequence, B batch, H hidden, C channels.
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -54,6 +55,9 @@ class DraftHead(Protocol):
 
     def head_of(self, head: Head) -> Head:
         """The output head that drafts, from the trunk's."""
+
+    def begin_head(self, head: Head) -> None:
+        """Make new rows of the output head that drafts, from the trunk's, where it has rows of its own."""
 
 
 class Attachment:
@@ -141,6 +145,10 @@ class Attachment:
         attention = AttentionInputs(rotary_pos_emb=angles, packed_seq_params=packed)
         return self.drafted_from(self.trunk_output(hidden_SBH, position_ids_BS, attention, is_apart), head, batch)
 
+    def rows_of(self, head: DraftHead) -> DraftVocabulary | None:
+        """This rank's rows of the output head that a head drafts with; None for all."""
+        return self.draft_vocabulary
+
     def drafted_from(self, trunk: TrunkOutput, head: DraftHead, batch: DepthBatch) -> Drafted:
         """What a head drafts from the trunk's output."""
         return self.drafted_by(head, batch, *head.drafts(trunk, batch), is_apart=trunk.is_apart)
@@ -149,7 +157,7 @@ class Attachment:
         self, head: DraftHead, batch: DepthBatch, *made: Any, gathers: bool | None = None, is_apart: bool = False
     ) -> Drafted:
         """Output of a head, from what its `drafts` made; `is_apart` if no head may train the output head."""
-        output = self.head(gathers, detached=is_apart or head.is_apart)
+        output = replace(self.head(gathers, detached=is_apart or head.is_apart), draft_vocabulary=self.rows_of(head))
         return Drafted(made[0], head.head_of(output), batch, made[1])
 
     def trunk_output(

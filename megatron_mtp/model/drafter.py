@@ -6,6 +6,7 @@ runs one layer in K passes, block_drafter.py several layers once for K tokens.
 Letters in names: S sequence, B batch, H hidden, N drafted tokens, X states of several layers side by side.
 """
 
+import re
 from dataclasses import replace
 from typing import Any, ClassVar, override
 
@@ -30,6 +31,7 @@ from megatron_mtp.model.norms import PortableNorm
 from megatron_mtp.model.rope import rotary_of
 from megatron_mtp.model.specs import with_modules, with_portable_modules
 from megatron_mtp.model.trunk_output import TrunkOutput
+from megatron_mtp.spec.config import HEADS
 from megatron_mtp.spec.head import HeadSpec
 
 
@@ -159,20 +161,19 @@ class DrafterBlock(MultiTokenPredictionBlock):
         Raises:
             ValueError: the layers did not run in the same forward pass.
         """
-        if trunk.read_SBX is None:
+        if not trunk.read.keys() >= {*self.drafter.layers}:
             raise ValueError(
                 "this model's drafter reads states of the trunk's layers, which only its own forward pass gives; train "
                 "it by megatron-mtp train --drafter."
             )
-        return trunk.read_SBX.detach()
+        return torch.cat([trunk.read[number] for number in self.drafter.layers], dim=-1).detach()
 
     @override
     def entries(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> ShardedStateDict:
-        """Entries under `drafter.`, beside the trunk's."""
+        """Entries under `drafter.`, beside the trunk's, or under the name of an attached drafter."""
         entries = super().entries(prefix, sharded_offsets, metadata)
-        own = prefix.rstrip(".").rpartition(".")[0]
-        own = f"{own}.{DRAFTER}" if own else DRAFTER
+        own = re.sub(rf"\b({'|'.join(HEADS)})\.$", DRAFTER, prefix)
         apply_prefix_mapping(entries, {f"{prefix}layers.0.": own, prefix: own})
         return entries

@@ -56,11 +56,12 @@ class ReadStates:
 
     def sent(self, hidden_SBH: Tensor) -> Tensor:
         """A stage's output, with the states so far."""
-        return torch.cat([hidden_SBH, self.taken()], dim=-1) if self.after else hidden_SBH
+        return torch.cat([hidden_SBH, *self.taken().values()], dim=-1) if self.after else hidden_SBH
 
-    def taken(self) -> Tensor:
-        """The states side by side, [S, B, X]; they are given once."""
-        return torch.cat([self.after.pop(number) for number in sorted(self.after)], dim=-1)
+    def taken(self) -> dict[int, Tensor]:
+        """The states [S, B, H] by the numbers of their layers, in rising order; they are given once."""
+        taken, self.after = dict(sorted(self.after.items())), {}
+        return taken
 
 
 class PassedStates:

@@ -4,7 +4,8 @@ A stage keeps its class and its modules; the last one gets a block of Megatron's
 """
 
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -185,9 +186,7 @@ def add_block(chunk: Any, depths: int, block: str) -> None:
                 undo.pop_all()
             if not tied:
                 attach_embedding(chunk)
-        like = next(chunk.decoder.parameters())
-        dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
-        chunk.mtp.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
+        as_trunk(chunk.mtp, chunk)
         set_quantization(chunk.mtp, config)
         chunk.mtp_process = chunk.pre_process or not tied
     if (whole or not tied) and (chunk.pre_process or chunk.post_process):
@@ -211,11 +210,36 @@ def share_embedding(chunk: Any, depths: int) -> None:
     chunk.setup_embeddings_and_output_layer()
 
 
+def as_trunk(block: torch.nn.Module, chunk: Any) -> None:
+    """Give a new head the device of the trunk's layers, and their type where they have one."""
+    like = next(chunk.decoder.parameters())
+    dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
+    block.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
+
+
+def fill_absent(model: Any, modules: Sequence[str]) -> None:
+    """Let a checkpoint without some modules be loaded strictly: each of them stays as it is where all of it is absent.
+
+    Args:
+        model: its stage that has them.
+        modules: names of new heads.
+    """
+
+    def fill(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        absent = [name for name in modules if not any(key.startswith(f"{prefix}{name}.") for key in state)]
+        if absent:
+            warnings.warn(f"the checkpoint has no {', '.join(absent)}, which stay as they are.", stacklevel=2)
+        for name in absent:
+            state |= getattr(model, name).state_dict(prefix=f"{prefix}{name}.")
+
+    model.register_load_state_dict_pre_hook(fill)
+
+
 def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock:
     """Megatron's block, of MTP layers like the end of the trunk."""
     config, stage = chunk.config, {"vp_stage": chunk.vp_stage, "pg_collection": chunk.pg_collection}
 
-    def as_trunk(spec: Any) -> Any:
+    def portable(spec: Any) -> Any:
         norm = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
         return with_portable_modules(spec, config) if isinstance(norm, PortableNorm) else spec
 
@@ -223,12 +247,12 @@ def _new_block(chunk: Any, depths: int, block: str) -> MultiTokenPredictionBlock
         layers = chunk.transformer_layer_spec
         uses_te = config.transformer_impl == "transformer_engine"
         spec = get_gpt_mtp_block_spec(config, layers, uses_te, vp_stage=chunk.vp_stage)
-        return MultiTokenPredictionBlock(config, as_trunk(spec), **stage)
+        return MultiTokenPredictionBlock(config, portable(spec), **stage)
     layers = chunk.hybrid_stack_spec.submodules
     spec = layers.mtp_block_spec
     if spec is None:
         layer = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
-        spec = as_trunk(MultiTokenPredictionBlockSubmodules([layer]))
+        spec = portable(MultiTokenPredictionBlockSubmodules([layer]))
     pattern = _end_of(chunk.hybrid_layer_pattern) if block == OWN else block
     hybrid = {"mtp_layer_pattern": pattern, "mtp_num_depths": depths, "hybrid_submodules": layers}
     return MultiTokenPredictionBlock(config, spec, **stage, **hybrid)
@@ -286,6 +310,9 @@ class StockHead:
     def head_of(self, head: Head) -> Head:
         """The output head that drafts: the trunk's."""
         return head
+
+    def begin_head(self, head: Head) -> None:
+        """Nothing: the rows are the trunk's."""
 
     def drafts(self, trunk: TrunkOutput, batch: DepthBatch) -> tuple[list[Tensor], None]:
         """Inputs of the output head, one a depth, and no confidence."""

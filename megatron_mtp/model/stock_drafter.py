@@ -1,5 +1,6 @@
-"""A drafter on a model of Megatron's own class: described by what the model tells of its trunk, and built."""
+"""Drafters on a model of Megatron's own class: described by what the model tells of its trunk, and built."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,9 @@ from torch import Tensor
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
 from megatron_mtp.model.stages import PassedStates
-from megatron_mtp.model.stock import initializing
+from megatron_mtp.model.stock import as_trunk, initializing
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
-from megatron_mtp.spec.config import HeadSettings
+from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
 
 ROPE = ("rope", "yarn")
@@ -21,38 +22,40 @@ BASE = 10_000.0
 """The base of angles of a drafter whose trunk has none."""
 
 
-def described(chunk: Any, head: HeadSettings, tokens: int | None) -> HeadSpec:
+def described(chunk: Any, settings: MTPConfig, tokens: int | None) -> HeadSpec:
     """The drafter on this trunk, reading layers by Megatron's numbers.
 
     Args:
         chunk: a stage of the model; any.
+        settings: that name it.
         tokens: of the vocabulary; None if every row of the output layer is one.
 
     Raises:
         ValueError: the trunk has no such drafter.
     """
-    kind, symbols = head.settings.drafter, symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
+    kind, symbols = settings.drafter, symbols_of_a_layer(getattr(chunk, "hybrid_layer_pattern", None))
     assert kind is not None
-    given = {**vars(head.settings), "drafter_steps": head.depths}
-    trunk = trunk_of(chunk, symbols, head.settings.drafter_rope_scaling)
-    made = HeadSpec.resolve(kind, given, trunk if tokens is None else replace(trunk, vocabulary=tokens))
+    trunk = trunk_of(chunk, symbols, settings.drafter_rope_scaling)
+    made = HeadSpec.resolve(kind, vars(settings), trunk if tokens is None else replace(trunk, vocabulary=tokens))
     return replace(made, layers=tuple(symbols * number for number in made.layers))
 
 
-def add_drafter(chunk: Any, head: HeadSettings, drafter: HeadSpec) -> None:
-    """Put a new drafter at `drafter_block` of the last stage; an earlier one passes on the states that it reads."""
+def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[str, Tensor]) -> None:
+    """Put new drafters on the last stage, by the names of their modules; earlier ones pass on the states they read.
+
+    Args:
+        drafted: the tokens [N] of those that do not draft all, ascending.
+    """
     if not chunk.post_process:
-        PassedStates(chunk, drafter.layers)
+        PassedStates(chunk, tuple(sorted({number for drafter in drafters.values() for number in drafter.layers})))
         return
-    config, block = chunk.config, BLOCKS[drafter.kind]
-    plan = HeadPlan(head.name, partial(block, drafter), block.submodules(drafter, config), drafter.layers)
-    heads = DraftHeads([plan], lacks_vocabulary=False)
-    with _fork_rng(), initializing(config):
-        heads.build(chunk, None)
-    (built,) = heads.blocks
-    like = next(chunk.decoder.parameters())
-    dtypes = {parameter.dtype for parameter in chunk.decoder.parameters()}
-    built.to(device=like.device, dtype=like.dtype if len(dtypes) == 1 else None)
+    for name, drafter in drafters.items():
+        block = BLOCKS[drafter.kind]
+        plan = HeadPlan(name, partial(block, drafter), block.submodules(drafter, chunk.config))
+        heads = DraftHeads([plan], lacks_vocabulary=False)
+        with _fork_rng(), initializing(chunk.config):
+            heads.build(chunk, drafted.get(name))
+        as_trunk(*heads.blocks, chunk)
 
 
 def trunk_of(chunk: Any, symbols: int, scaling: str | None) -> TrunkSpec:

@@ -123,7 +123,7 @@ class TrainedStage(Attachment):
         self, hidden_SBH: Tensor, position_ids_BS: Tensor, attention: AttentionInputs, is_apart: bool = False
     ) -> TrunkOutput:
         made = super().trunk_output(hidden_SBH, position_ids_BS, attention, is_apart)
-        return replace(made, read_SBX=self._read.taken() if self._read.after else None)
+        return replace(made, read=self._read.taken())
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What a draft head reads of the trunk's forward pass. Letters in names: S sequence, B batch, H hidden."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -40,7 +40,7 @@ class TrunkOutput:
         embedding: the trunk's, called with `input_ids` and `position_ids`.
         attention: of the trunk's layers.
         angles: Megatron's rotary angles, from a number of positions and its further arguments.
-        read_SBX: states after the layers that a drafter reads, side by side; None without them.
+        read: states [S, B, H] after the layers that drafters read, by the numbers of the layers.
         is_apart: whether no head may train the trunk and its embedding.
     """
 
@@ -49,7 +49,7 @@ class TrunkOutput:
     embedding: Callable[..., Tensor]
     attention: AttentionInputs
     angles: Callable[..., Tensor]
-    read_SBX: Tensor | None = None
+    read: Mapping[int, Tensor] = field(default_factory=dict)
     is_apart: bool = False
 
     def frozen_embedding(self, **given: Any) -> Tensor:

@@ -533,6 +533,16 @@ HEADS = {"mtp": "mtp", "drafter_block": "drafter"}
 """Modules of draft heads in a model, and what their figures are called by; a drafter alone is `mtp` too."""
 
 
+def is_head(module: str) -> bool:
+    """Return whether a module of a model is a draft head, by its name; drafters of `attach` have names of their own."""
+    return module in HEADS or module.startswith("drafter_")
+
+
+def module_of(head: str) -> str:
+    """The module of an attached head, by the head's name."""
+    return head if head in HEADS else f"drafter_{head}"
+
+
 @dataclass(frozen=True)
 class HeadSettings:
     """A draft head of a run or a model.

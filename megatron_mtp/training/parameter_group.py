@@ -9,7 +9,7 @@ The rate is one of Megatron's overrides of a parameter group. Its main gradient 
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,21 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from megatron_mtp.spec.config import HEADS
+from megatron_mtp.spec.config import is_head, module_of
 
-_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: not HEADS.keys().isdisjoint(name.split(".")))
+_IS_MTP = ParamWithNamePredicate("mtp", lambda _, name: any(map(is_head, name.split("."))))
+
+
+def _is_of(head: str) -> ParamWithNamePredicate:
+    """Tells the parameters of an attached head by the head's name."""
+    return ParamWithNamePredicate(head, lambda _, name: module_of(head) in name.split("."))
 
 
 def get_mtp_optimizer(
     config: OptimizerConfig,
     model_chunks: list[torch.nn.Module],
     *given: Any,
-    lr: float | None = None,
+    lr: float | Mapping[str, float] | None = None,
     clip_grad: float | None = None,
     make: Callable[..., Any] = get_megatron_optimizer,
     **settings: Any,
@@ -46,7 +51,7 @@ def get_mtp_optimizer(
         model_chunks: of this rank, as Megatron's function takes them.
         given, settings: its other arguments.
         lr: the highest learning rate of the MTP layers; the lowest is in proportion to the config's. None for the
-            config's.
+            config's. Of attached heads it may be that of each, by its name.
         clip_grad: the clip of their own gradient norm, 0 for none; the config's clip is then that of all other
             parameters. None for one norm and clip of everything.
         make: Megatron's function, or another with its interface.
@@ -57,8 +62,13 @@ def get_mtp_optimizer(
     if lr is not None:
         overrides = settings.get("config_overrides")
         overrides = get_standard_config_overrides(config) if overrides is None else overrides
-        lowest = lowest_rate(lr, config.lr, config.min_lr)
-        own = {ParamKey(with_name_predicate=_IS_MTP): ParamGroupOverride(max_lr=lr, min_lr=lowest)}
+        rates = {_is_of(head): rate for head, rate in lr.items()} if isinstance(lr, Mapping) else {_IS_MTP: lr}
+        own = {
+            ParamKey(with_name_predicate=these): ParamGroupOverride(
+                max_lr=rate, min_lr=lowest_rate(rate, config.lr, config.min_lr)
+            )
+            for these, rate in rates.items()
+        }
         settings["config_overrides"] = {**overrides, **own}
     if clip_grad is None:
         return make(config, model_chunks, *given, **settings)

@@ -18,30 +18,43 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from attached_worker import LAYOUTS, SHARDED, batch_of, far, gather, of_ranks, run, saving, step
-from drafter_settings import LAYERS, STEPS, gradients_of_stage, settings_of, trained
+from drafter_settings import (
+    DRAFTED,
+    LAYERS,
+    STEPS,
+    gradients_of_stage,
+    settings_of,
+    several_heads,
+    trained,
+    vocabulary_in,
+)
 from megatron.core import mpu
 from megatron_single import our_model
 from stock_models import chunks, draw
 from torch import Tensor
 
-from megatron_mtp.attach import Attached, attach
+from megatron_mtp.attach import Attached, Head, attach
 from megatron_mtp.losses.mtp_loss import own_positions
+from megatron_mtp.spec.config import is_head
 
 
 def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Of every case, a kind of drafters and the form of its batches, what differs."""
-    found = {}
+    found, has_stages = {}, layout.startswith("pp2")
+    own = Path(os.environ["OF_ONE_PROCESS"], f"rank {torch.distributed.get_rank()}")
+    own.mkdir(exist_ok=True)
     changes = ({} if trunk == "hybrid" else LAYERS) | LAYOUTS[layout]
     for name in cases:
         kind, form = name.split()
         plain, model = chunks(trunk, **changes), chunks(trunk, **changes)
-        attached = attach(model, settings=settings_of(kind))
+        several = several_heads(vocabulary_in(own))
+        heads = several if kind == "several" else [Head(settings_of(kind))]
+        attached = attach(model, heads=heads)
         for each in (*plain, *model):
             draw_whole(each)
-        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3)], layout == SHARDED, {}
-        if trunk == "dense" and layout != "pp2":
-            ours = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **changes)
-            by_ours, by_attached = both_gradients(ours, model[0], attached, *batches[0])
+        batches, sharded, record = [batch_of(seed, form) for seed in (2, 3, 4, 5)], layout == SHARDED, {}
+        if trunk == "dense" and not has_stages:
+            by_ours, by_attached = both_gradients(changes, model[0], attached, *batches[0])
             record["ours"] = far(by_attached, by_ours, 1e-4)
         for each in (*plain, *model):
             each.zero_grad(set_to_none=True)
@@ -49,8 +62,9 @@ def compare(layout: str, trunk: str, cases: Sequence[str]) -> dict[str, dict[str
         made = step(model, batches, attached, apart=True, sharded=sharded)
         record["policy"] = far(made, expected)
         record["one process"] = far_from_one(made, layout, name)
-        if layout == "pp2":
-            first, last = (each.tolist() for each in gather(model[0].embedding.word_embeddings.weight.detach()))
+        if has_stages:
+            stage = model[-mpu.get_pipeline_model_parallel_rank()]
+            first, last = (each.tolist() for each in gather(stage.embedding.word_embeddings.weight.detach()))
             record["copies"] = [] if first == last else ["the embedding of the last stage"]
         record["saved"] = [wrong for each in model for wrong in saving(each)]
         found[name] = of_ranks(record)
@@ -66,23 +80,33 @@ def draw_whole(stage: Any) -> None:
 
 
 def far_from_one(made: dict[str, Tensor], layout: str, case: str) -> list[str]:
-    """The drafter's gradients and weights that are not those of one process, which a run of `one` has kept."""
+    """The heads' gradients and weights that are not those of one process, which a run of `one` has kept."""
     kept = Path(os.environ["OF_ONE_PROCESS"]) / f"{case}.pt"
-    own = {name.split(" (")[0]: value for name, value in made.items() if "drafter_block." in name}
+    own = {
+        name.split(" (")[0]: value
+        for name, value in made.items()
+        if is_head(name.removeprefix("gradient of ").partition(".")[0])
+    }
     if layout == "one":
         torch.save(own, kept)
-    if layout != "pp2" or not own:
+    if not layout.startswith("pp2") or not own:
         return []
     expected: dict[str, Tensor] = torch.load(kept, weights_only=True)
     return far(own, expected, 1e-5) if own.keys() == expected.keys() else ["other tensors"]
 
 
 def both_gradients(
-    ours: Any, model: Any, attached: Attached, batch: dict[str, Any], packed: Any
+    changes: dict[str, Any], model: Any, attached: Attached, batch: dict[str, Any], packed: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The drafter's gradients on this rank: of the stage that `train` builds, and of the attached one."""
+    """The drafters' gradients on this rank: of the stages that `train` builds, and of the attached ones."""
     own_S = own_positions(mpu.get_context_parallel_group(), batch["tokens"].size(1), packed)
-    expected = gradients_of_stage(ours, model, attached.settings[0], batch, packed, own_S)
+    expected = dict[str, Tensor]()
+    for head in attached.given:
+        if head.settings.drafter is not None:
+            drafted = None if head.settings.mtp_draft_vocab_file is None else DRAFTED
+            kind = trained(head.settings.drafter)
+            ours = our_model(STEPS, drafter_layers=(), drafter=kind, drafted=drafted, **changes)
+            expected |= gradients_of_stage(ours, model, head, batch, packed, own_S)
     model(batch["tokens"][:, own_S], batch["position_ids"][:, own_S], None, packed_seq_params=packed)
     attached.loss(batch["tokens"], batch["labels"], batch["loss_mask"]).loss.backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -43,7 +43,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
-    "pp2-vpp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, VIRTUAL: 2, "num_layers": 4},
+    "pp2-vpp2": {
+        **{"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, VIRTUAL: 2, "num_layers": 4},
+        **{"overlap_p2p_comm": True, "batch_p2p_comm": False},
+    },
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
     "dp2-sharded": {},

@@ -1,6 +1,6 @@
 """attach.py in layouts of two processes: a step by Megatron's schedule, DDP and optimizer (attached_worker.py).
 
-Two microbatches, of three rows each or of a packed row of four documents.
+Two microbatches, four with a drafter, of three rows each or of a packed row of four documents.
 """
 
 import json
@@ -76,27 +76,27 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
     assert wrong == {}
 
 
-DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2")
+DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "several")
 OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
 OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
-OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid")]
+OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid"), ("pp2-vpp2", "dense")]
 
 
-@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense"), ("pp2", "dense")]))
+@pytest.mark.parametrize(("layout", "trunk"), tiered(OF_DRAFTERS, [("cp2", "dense"), ("pp2-vpp2", "dense")]))
 def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     layout: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter of every kind:
+    """With a drafter of every kind, and with several heads: MTP layers, DSpark, and EAGLE-3 with a draft vocabulary:
 
-    - policy: logits, gradients and weights after a step are bit by bit those of the model without it;
-    - ours: its gradients are those of `train --drafter` on a frozen trunk, in this layout;
-    - one process: its gradients and weights after a step are those of one process (pipeline stages).
+    - policy: logits, gradients and weights after a step are bit by bit those of the model without heads;
+    - ours: a drafter's gradients are those of `train --drafter` on a frozen trunk, in this layout;
+    - one process: gradients and weights of the heads after a step are those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
     cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]
     worker, file = WORKER.with_name("attached_drafter_worker.py"), tmp_path / "found.json"
     monkeypatch.setenv("OF_ONE_PROCESS", str(tmp_path))
-    if layout == "pp2":
+    if layout.startswith("pp2"):
         launch.run(launch.torchrun(1, worker, str(file), "one", trunk, *cases), tmp_path / "log")
     launch.run(launch.torchrun(2, worker, str(file), layout, trunk, *cases), tmp_path / "log")
     found = json.loads(file.read_text())

@@ -1,13 +1,15 @@
 """Drafters of every kind for stock models of four layers, and the gradients of the stage that `train` builds."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_single import one_head
+from megatron_single import VOCABULARY, one_head
 from torch import Tensor
 
+from megatron_mtp.attach import Head
 from megatron_mtp.data.batch import depth_batch
 from megatron_mtp.losses import depth_loss
 from megatron_mtp.losses.mtp_loss import _documents
@@ -15,6 +17,8 @@ from megatron_mtp.losses.objective import depth_weights
 from megatron_mtp.spec.config import MTPConfig
 
 STEPS, LAYERS = 3, {"num_layers": 4}
+DRAFTED = [*range(1, VOCABULARY // 2, 2), VOCABULARY - 3, VOCABULARY - 2]
+"""A draft vocabulary of which two tensor-parallel ranks have unequal parts."""
 BLOCKS: dict[str, Any] = {"drafter_num_layers": 2, "drafter_mask_token": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {},
@@ -29,6 +33,26 @@ def settings_of(kind: str, **others: Any) -> MTPConfig:
     return MTPConfig(drafter=kind, drafter_steps=STEPS, **SETTINGS[kind], **others)
 
 
+def several_heads(vocabulary: Path | None = None) -> list[Head]:
+    """MTP layers and two drafters, with weights that are powers of two, so that gradients scale by them exactly.
+
+    Args:
+        vocabulary: a file with `DRAFTED`, that EAGLE-3 drafts.
+    """
+    return [
+        Head(settings_of("dspark"), weight=0.5),
+        Head(MTPConfig(mtp_loss="kd", mtp_train_only=True), 2, weight=2.0),
+        Head(settings_of("eagle3", mtp_draft_vocab_file=None if vocabulary is None else str(vocabulary))),
+    ]
+
+
+def vocabulary_in(folder: Path) -> Path:
+    """A file with the ids of `DRAFTED`, the most frequent first."""
+    file = folder / "drafted.txt"
+    file.write_text("\n".join(map(str, reversed(DRAFTED))))
+    return file
+
+
 def trained(kind: str) -> dict[str, Any]:
     """The settings for `our_model`."""
     return {"drafter": kind, "drafter_layers": None, **SETTINGS[kind]}
@@ -37,21 +61,21 @@ def trained(kind: str) -> dict[str, Any]:
 def gradients_of_stage(
     ours: Any,
     model: Any,
-    settings: MTPConfig,
+    head: Head,
     batch: dict[str, Any],
     packed: PackedSeqParams | None,
     own_S: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
+    """A drafter's gradients of a model that `train` builds with the weights of a stock model, by the latter's names.
 
     Args:
-        settings: what the drafter learns.
+        head: the drafter, as it is attached.
         own_S: positions of this context-parallel rank; None for all.
     """
-    weights = dict(model.named_parameters())
+    weights, settings, own = dict(model.named_parameters()), head.settings, f"{head.module}."
     with torch.no_grad():
         for name, weight in ours.named_parameters():
-            weight.copy_(weights[name.replace("mtp.", "drafter_block.")])
+            weight.copy_(weights[name.replace("mtp.", own)])
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
     objective = one_head(depth_weights(settings, STEPS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False)
     document_BS = None if packed is None else _documents(packed, batch["tokens"])
@@ -63,5 +87,5 @@ def gradients_of_stage(
     mask = batch["attention_mask"]
     made = ours(here["tokens"], here["position_ids"], mask, labels=here["labels"], packed_seq_params=packed, **named)
     (made.heads[0].loss / depths.whole_tokens[0]).backward()
-    found = {name.replace("mtp.", "drafter_block."): each.grad for name, each in ours.named_parameters()}
-    return {name: grad for name, grad in found.items() if grad is not None and name.startswith("drafter_block.")}
+    found = {name.replace("mtp.", own): each.grad for name, each in ours.named_parameters()}
+    return {name: head.weight * grad for name, grad in found.items() if grad is not None and name.startswith(own)}

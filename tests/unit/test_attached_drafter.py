@@ -3,7 +3,9 @@
 tests/functional/test_attached_layouts.py has other layouts.
 """
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,8 +63,8 @@ def test_the_policy_does_not_change_by_a_bit(trunk: str, kind: str, depths: int 
     destroy_moe_metrics_tracker()
     found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
-    own = {name for name in found if name.startswith("gradient of drafter_block.")}
-    assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith("drafter_block.")}
+    own = {name for name in found if name.startswith(f"gradient of drafter_{kind}.")}
+    assert own == {f"gradient of {name}" for name, _ in model.named_parameters() if name.startswith(f"drafter_{kind}.")}
     assert all(found[name].any() for name in own)
 
 
@@ -74,7 +76,7 @@ def test_loss_and_gradients_are_those_of_a_trained_stage(kind: str, form: str) -
     ours, model = our_model(STEPS, drafter_layers=(), drafter=trained(kind), **LAYERS), stock("dense", **LAYERS)
     attached = attach(model, settings=settings_of(kind))
     draw(model)
-    wanted = gradients_of_stage(ours, model, attached.settings[0], batch, packed)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, packed)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"], packed_seq_params=packed)
     attached.loss(*given(batch)).loss.backward()
     weights = dict(model.named_parameters())
@@ -119,13 +121,12 @@ def test_both_heads_losses_add_up_and_the_drafters_is_told() -> None:
     draw(model)
     model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
     made = attached.loss(*given(batch))
-    assert made.drafter is not None
-    assert (len(made.depth_means), len(made.drafter.depth_means)) == (2, STEPS)
+    assert {name: len(each.depth_means) for name, each in made.heads.items()} == {"mtp": 2, "dspark": STEPS}
     alone = stock("dense", **LAYERS)
     of_mtp = attach(alone, 2)
     draw(alone)
     alone(batch["tokens"], batch["position_ids"], batch["attention_mask"])
-    assert made.loss.item() == pytest.approx(of_mtp.loss(*given(batch)).loss.item() + made.drafter.loss.item())
+    assert made.loss.item() == pytest.approx(of_mtp.loss(*given(batch)).loss.item() + made.heads["dspark"].loss.item())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_block_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
     model = stock("hybrid")
     with pytest.raises(ValueError, match="Q"):
         attach(model, 2, settings_of("dflash"), block="Q")
-    assert not hasattr(model, "drafter_block")
+    assert not hasattr(model, "drafter_dflash")
 
 
 @torch.no_grad()
@@ -214,6 +215,15 @@ def test_rows_that_only_pad_the_vocabulary_have_no_probability(kind: str | None,
         assert read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter")).kind.vocabulary == tokens
     with pytest.raises(ValueError, match=f"true_vocab_size is {VOCABULARY + 1}, and the output layer has {VOCABULARY}"):
         attach(stock("dense"), 1, true_vocab_size=VOCABULARY + 1)
+
+
+def test_virtual_stages_on_two_ranks_are_told_how_to_communicate() -> None:
+    """Megatron batches what goes forward and backward between two ranks, and each takes the other's for its own."""
+    model = stock("dense", **LAYERS)
+    model.vp_stage, model.pg_collection = 0, copy.copy(model.pg_collection)
+    model.pg_collection.pp = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(ValueError, match="set overlap_p2p_comm to True and batch_p2p_comm to False, as its flags do"):
+        attach(model, settings=settings_of("eagle3"))
 
 
 def test_a_model_without_a_drafter_is_not_exported(tmp_path: Path) -> None:

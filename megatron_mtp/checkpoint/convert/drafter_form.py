@@ -173,13 +173,15 @@ class DrafterForm:
 
 def stored_form(args: Namespace, reader: DistReader) -> DrafterForm:
     """The form of the folder of a checkpoint's drafter; EAGLE-3 gets a copy of the trunk's head if it has none."""
-    kind = HeadSpec.resolve(args.drafter, vars(args), trunk_spec(args))
-    drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else args.vocab_size
-    lists = LISTS if drafted < args.vocab_size else ()
-    codec = CODECS[kind.kind]
+    return form_of(HeadSpec.resolve(args.drafter, vars(args), trunk_spec(args)), args.hidden_size, reader)
+
+
+def form_of(kind: HeadSpec, hidden: int, reader: DistReader) -> DrafterForm:
+    """The form of the folder of a drafter, whose draft vocabulary and head are those that a checkpoint holds."""
+    drafted = reader.shape(VOCABULARY)[0] if reader.holds(VOCABULARY) else kind.vocabulary
+    lists, codec = LISTS if drafted < kind.vocabulary else (), CODECS[kind.kind]
     has_head = reader.holds(HEAD) or codec.has_own_head
-    order_N, layer = torch.arange(drafted), codec.layer_names[0]
-    return DrafterForm(kind, args.hidden_size, order_N, has_head, lists, layer, codec.has_embedding)
+    return DrafterForm(kind, hidden, torch.arange(drafted), has_head, lists, codec.layer_names[0], codec.has_embedding)
 
 
 def head_key(reader: DistReader) -> str:

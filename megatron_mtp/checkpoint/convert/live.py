@@ -4,9 +4,11 @@ The ranks' parts are read as the chunks of a checkpoint would be (`LiveReader`),
 of mcore-to-hf.
 """
 
+import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -155,9 +157,12 @@ class LiveReader(DistReader):
     Args:
         chunks: of this rank, wrapped or not.
         args: Megatron's arguments; None for none.
+        renamed: other beginnings of keys, by those that the chunks give.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], args: Namespace | None) -> None:
+    def __init__(
+        self, chunks: list[torch.nn.Module], args: Namespace | None, renamed: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.folder, self._args = _HERE, args
         entries: dict[str, Any] = {str(i): unwrap_model(chunk).sharded_state_dict() for i, chunk in enumerate(chunks)}
         apply_factories(entries)
@@ -166,6 +171,8 @@ class LiveReader(DistReader):
         for entry in nested_values(entries):
             if isinstance(entry, ShardedTensor):
                 assert entry.data is not None
+                for given, own in renamed.items():
+                    entry.key = re.sub(f"^{re.escape(given)}", own, entry.key)
                 held, offset = entry.data.detach()[(None,) * entry.prepend_axis_num], tuple(entry.global_offset)
                 self._held[entry.key, offset] = held
                 described.append((entry.key, tuple(entry.global_shape), offset, tuple(held.shape), held.dtype))

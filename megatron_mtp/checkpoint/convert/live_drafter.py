@@ -1,4 +1,4 @@
-"""The drafter of a model in memory under the names of its folder, which engines load: weights out, and weights in."""
+"""A drafter of a model in memory under the names of its folder, which engines load: weights out, and weights in."""
 
 import json
 from argparse import Namespace
@@ -12,8 +12,7 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_mtp.checkpoint.convert.drafter_codec import CODECS
-from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, head_key
+from megatron_mtp.checkpoint.convert.drafter_form import DrafterForm, form_of, head_key
 from megatron_mtp.checkpoint.convert.drafters import config_keys
 from megatron_mtp.checkpoint.convert.live import LiveReader, write_weights
 from megatron_mtp.checkpoint.convert.plan import stored_key
@@ -21,42 +20,39 @@ from megatron_mtp.checkpoint.hf.config import CONFIG
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
-from megatron_mtp.spec.config import HEADS
-from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.model.drafter import DrafterBlock
 
 
 @torch.no_grad()
-def export_drafter_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def export_drafter_weights(model: torch.nn.Module, head: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the drafter's folder, whole, on every rank; all ranks go through them together.
 
     Args:
         model: with an attached drafter; wrapped or not.
+        head: the name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no attached drafter.
+        ValueError: the model has no such drafter, or several and none is named.
     """
-    form, reader = form_of_model(unwrap_model(model)), LiveReader([model], None)
-    for rule in form.rules(head_key(reader)):
-        if rule.hf:
-            pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
-            yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
+    return _weights(*_read(model, head))
 
 
-def export_drafter(model: torch.nn.Module, folder: Path) -> None:
+def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None) -> None:
     """Write the drafter's folder, which vLLM, SGLang and `convert attach-drafter` load; all ranks call this.
 
     Args:
         model: with an attached drafter; wrapped or not.
         folder: that rank 0 makes; one that is there stays until the new one is whole.
+        head: the name of the drafter; None for the only one.
 
     Raises:
-        ValueError: the model has no attached drafter.
+        ValueError: the model has no such drafter, or several and none is named.
     """
-    weights = {name: tensor.contiguous().cpu() for name, tensor in export_drafter_weights(model)}
+    form, reader = _read(model, head)
+    weights = {name: tensor.contiguous().cpu() for name, tensor in _weights(form, reader)}
     if torch.distributed.get_rank() != 0:
         return
-    trunk = unwrap_model(model)
-    keys = config_keys(_arguments(trunk), form_of_model(trunk))
+    keys = config_keys(_arguments(unwrap_model(model)), form)
     keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     with written_beside(folder) as made:
         made.mkdir()
@@ -65,21 +61,22 @@ def export_drafter(model: torch.nn.Module, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_drafter_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> int:
+def load_drafter_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], head: str | None = None) -> int:
     """Copy tensors of a drafter's folder into the drafter of a model; all ranks call this, with whole tensors.
 
     Args:
         model: with a drafter.
         weights: as of `export_drafter_weights`. What the folder repeats of the trunk, such as the output layer of an
             EAGLE-3 folder, is left to the trunk.
+        head: the name of the drafter; None for the only one.
 
     Returns:
         How many tensors came.
 
     Raises:
-        ValueError: the model has no drafter, or a tensor is not of its folder or has another shape.
+        ValueError: the model has no such drafter, or a tensor is not of its folder or has another shape.
     """
-    form, reader = form_of_model(unwrap_model(model)), LiveReader([model], None)
+    form, reader = _read(model, head)
     rules = form.rules(head_key(reader))
     own = [rule for rule in rules if all(piece.key.startswith(DRAFTER) for piece in rule.mcore)]
     shared = {one.name for rule in rules if rule not in own for one in rule.hf}
@@ -87,17 +84,31 @@ def load_drafter_weights(model: torch.nn.Module, weights: Iterable[tuple[str, Te
     return write_weights(reader, own, sent, "the drafter's folder")
 
 
-def form_of_model(model: Any) -> DrafterForm:
-    """The form of the folder of a model's drafter, which reads layers by the numbers of a folder."""
-    made: list[HeadSpec | None] = [getattr(getattr(model, name, None), "drafter", None) for name in HEADS]
-    drafter = next((one for one in made if one is not None), None)
-    if drafter is None:
+@torch.no_grad()
+def _weights(form: DrafterForm, reader: LiveReader) -> Iterator[tuple[str, Tensor]]:
+    for rule in form.rules(head_key(reader)):
+        if rule.hf:
+            pieces = [reader.read(stored_key(piece, reader), None, piece.shape) for piece in rule.mcore]
+            yield from zip((one.name for one in rule.hf), rule.to_hf(pieces), strict=True)
+
+
+def _read(model: torch.nn.Module, head: str | None) -> tuple[DrafterForm, LiveReader]:
+    """The form of a drafter's folder, which reads layers by the numbers of a folder, and the model's tensors."""
+    trunk: Any = unwrap_model(model)
+    drafters = {
+        name.removeprefix("drafter_"): (name, block.drafter)
+        for name, block in trunk.named_children()
+        if isinstance(block, DrafterBlock)
+    }
+    if not drafters:
         raise ValueError("the model has no drafter; give attach settings with one, MTPConfig(drafter=...).")
-    symbols = symbols_of_a_layer(getattr(model, "hybrid_layer_pattern", None))
+    if head not in drafters and (head is not None or len(drafters) > 1):
+        raise ValueError(f"head is {head!r}, and the model has the drafters {', '.join(drafters)}; give one of them.")
+    module, drafter = drafters[head or next(iter(drafters))]
+    symbols = symbols_of_a_layer(getattr(trunk, "hybrid_layer_pattern", None))
     kind = replace(drafter, layers=tuple(number // symbols for number in drafter.layers))
-    codec, order_N = CODECS[kind.kind], torch.arange(kind.vocabulary)
-    layer, hidden = codec.layer_names[0], model.config.hidden_size
-    return DrafterForm(kind, hidden, order_N, codec.has_own_head, (), layer, codec.has_embedding)
+    reader = LiveReader([model], None, {f"{module}.": DRAFTER})
+    return form_of(kind, trunk.config.hidden_size, reader), reader
 
 
 def _arguments(model: Any) -> Namespace:

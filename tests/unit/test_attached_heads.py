@@ -1,0 +1,433 @@
+"""attach.py with several heads at once: each learns as it does alone, and the policy does not change by a bit.
+
+tests/functional/test_attached_layouts.py has other layouts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_settings import (
+    DRAFTED,
+    LAYERS,
+    SETTINGS,
+    STEPS,
+    gradients_of_stage,
+    settings_of,
+    several_heads,
+    trained,
+    vocabulary_in,
+)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron_single import VOCABULARY, make_batch, our_model, relative_difference
+from safetensors.torch import load_file
+from stock_models import draw, learned, packed_batch, stock
+from tiers import tiered
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_mtp.attach import Head, attach
+from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
+from megatron_mtp.checkpoint.convert.live_drafter import export_drafter, export_drafter_weights
+from megatron_mtp.losses.mtp_loss import mtp_loss, trunk_states
+from megatron_mtp.spec.config import MTPConfig, is_head
+from megatron_mtp.training.parameter_group import get_mtp_optimizer
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+NAMES = ["dspark", "mtp", "eagle3"]
+WITH_VOCABULARY = [kind for kind in SETTINGS if kind != "dflash2"]
+"""Kinds that can have a draft vocabulary."""
+
+
+def batch_of(form: str) -> tuple[dict[str, Any], Any]:
+    batch = make_batch(STEPS)
+    return (batch, None) if form == "rows" else packed_batch(batch)
+
+
+def given(batch: dict[str, Any]) -> tuple[Any, ...]:
+    return batch["tokens"], batch["labels"], batch["loss_mask"]
+
+
+def forward(model: Any, batch: dict[str, Any], packed: Any = None) -> Tensor:
+    made: Tensor = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], packed_seq_params=packed)
+    return made
+
+
+def with_several() -> tuple[Any, Any]:
+    model = stock("dense", **LAYERS)
+    return model, attach(model, heads=several_heads())
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+@pytest.mark.parametrize("trunk", tiered(["dense", "moe", "latent", "hybrid"], ["dense", "hybrid"]))
+def test_several_heads_do_not_change_the_policy_by_a_bit(trunk: str, form: str) -> None:
+    (batch, packed), layers = batch_of(form), {} if trunk == "hybrid" else LAYERS
+    plain, model = stock(trunk, **layers), stock(trunk, **layers)
+    attached = attach(model, heads=several_heads())
+    for each in (plain, model):
+        draw(each)
+    destroy_moe_metrics_tracker()
+    expected = learned(plain, batch, packed, None)
+    destroy_moe_metrics_tracker()
+    found = learned(model, batch, packed, lambda: attached.loss(*given(batch)).loss)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    own = {name for name in found if name.startswith(("gradient of drafter_", "gradient of mtp."))}
+    assert {name.split()[-1].partition(".")[0] for name in own} == {"drafter_dspark", "mtp", "drafter_eagle3"}
+    assert all(found[name].any() for name in own)
+
+
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_each_head_learns_as_it_does_alone(form: str) -> None:
+    """Its loss and gradients, times its weight, bit by bit; the sum has every weight."""
+    (batch, packed), (model, attached) = batch_of(form), with_several()
+    draw(model)
+    forward(model, batch, packed)
+    made = attached.loss(*given(batch))
+    made.loss.backward()
+    assert [*made.heads] == NAMES
+    assert made.loss.item() == pytest.approx(
+        sum(one.weight * made.heads[one.called].loss.item() for one in attached.given)
+    )
+    assert torch.equal(made.depth_means, made.heads["dspark"].depth_means)
+    together = {name: each.grad for name, each in model.named_parameters()}
+    for head in several_heads():
+        alone = stock("dense", **LAYERS)
+        of_one = attach(alone, heads=[head])
+        draw(alone)
+        forward(alone, batch, packed)
+        loss = of_one.loss(*given(batch))
+        loss.loss.backward()
+        assert torch.equal(loss.heads[head.called].loss, made.heads[head.called].loss)
+        own = {name: each.grad for name, each in alone.named_parameters() if name.startswith(f"{head.module}.")}
+        assert own
+        assert [name for name, grad in own.items() if not torch.equal(grad, together[name])] == []
+
+
+def test_the_losses_that_ride_along_are_logged_without_a_graph() -> None:
+    model, batch = stock("dense", **LAYERS), make_batch(STEPS)
+    attached = attach(model, heads=several_heads(), weight=0.3)
+    draw(model)
+    model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]).mean().backward()
+    assert [*attached.last.heads] == NAMES
+    assert not any(made.loss.requires_grad for made in (attached.last, *attached.last.heads.values()))
+    assert all(each.grad is not None for name, each in model.named_parameters() if name.startswith("drafter_"))
+
+
+def test_the_policys_clip_does_not_see_the_heads_gradients() -> None:
+    """Groups for an optimizer of torch: the policy's weights after clipped steps are those of a loop without heads."""
+    batch, weights, norms = make_batch(STEPS), [], []
+    for has_heads in (False, True):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, heads=several_heads()) if has_heads else None
+        draw(model)
+        clips = {"policy": 0.01, "eagle3": 0.25}
+        groups: list[dict[str, Any]] = [{"name": "policy", "params": [*model.parameters()], "clip_grad": 0.01}]
+        if attached is not None:
+            groups = attached.parameter_groups(lr={"eagle3": 1e-1, "mtp": 1e-3}, clip_grad=clips)
+        optimizer = torch.optim.SGD(groups, lr=1e-2)
+        for _ in range(2):
+            loss = forward(model, batch).log_softmax(-1)[..., 0].mean()
+            (loss if attached is None else loss + attached.loss(*given(batch)).loss).backward()
+            for group in optimizer.param_groups:
+                norm = torch.nn.utils.clip_grad_norm_(group["params"], group.get("clip_grad", torch.inf))
+                norms.append((group["name"], norm.item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    assert [name for name, value in weights[0].items() if not torch.equal(weights[1][name], value)] == []
+    assert [norm for name, norm in norms[2:] if name == "policy"] == [norm for _, norm in norms[:2]]
+    assert all(norm > 0.01 for _, norm in norms)
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == {"policy": 1e-2, "dspark": 1e-2, "mtp": 1e-3, "eagle3": 1e-1}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(weights[1])
+    assert attached is not None
+    with pytest.raises(ValueError, match="lr is given for eagle; give it for policy, dspark, mtp, eagle3"):
+        attached.parameter_groups(lr={"eagle": 1.0})
+
+
+def test_every_head_has_a_rate_of_its_own_in_megatrons_optimizer() -> None:
+    model, _ = with_several()
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    optimizer = get_mtp_optimizer(config, [wrapped], lr={"eagle3": 4e-2, "mtp": 2e-2}, clip_grad=1.0)
+    rates = {id(one): group["max_lr"] for group in optimizer.param_groups for one in group["params"]}
+    found = {name.partition(".")[0]: rates[id(each)] for name, each in model.named_parameters()}
+    own = {"mtp": 2e-2, "drafter_eagle3": 4e-2}
+    assert found == {name: own.get(name, 1e-2) for name in found}
+    assert own.keys() < found.keys()
+
+
+# --- loops with more than one forward, or more than text --------------------------------------------------------------
+
+
+def log_probability(logits_BSV: Tensor, batch: dict[str, Any]) -> Tensor:
+    return logits_BSV.log_softmax(-1).gather(-1, batch["labels"][..., None]).sum()
+
+
+@pytest.mark.parametrize("has_reference", [False, True], ids=["no reference", "reference passes in between"])
+def test_the_two_forwards_of_a_preference_loss_train_the_heads_on_both(has_reference: bool) -> None:
+    """As in DPO, with one backward pass; the reference is the same model under no_grad, which sees other states."""
+    pair, gradients = [make_batch(STEPS, seed=seed) for seed in (2, 3)], list[dict[str, Any]]()
+    for has_heads in (False, True):
+        model, total = stock("dense", **LAYERS), torch.zeros(())
+        attached = attach(model, heads=several_heads()) if has_heads else None
+        draw(model)
+        scores = []
+        for batch in pair:
+            score = log_probability(forward(model, batch), batch)
+            if has_reference:
+                with torch.no_grad():
+                    reference = log_probability(forward(model, batch | {"tokens": batch["tokens"].flip(0)}), batch)
+                score = score - reference
+            scores.append(score)
+            if attached is not None:
+                total = total + attached.loss(*given(batch)).loss
+        (total - torch.nn.functional.logsigmoid(0.01 * (scores[0] - scores[1]))).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    assert [name for name, grad in gradients[0].items() if not torch.equal(gradients[1][name], grad)] == []
+    alone = stock("dense", **LAYERS)
+    of_one = attach(alone, heads=several_heads())
+    draw(alone)
+    for batch in pair:
+        forward(alone, batch)
+        of_one.loss(*given(batch)).loss.backward()
+    heads = {name: each.grad for name, each in alone.named_parameters() if is_head(name.partition(".")[0])}
+    assert [name for name, grad in heads.items() if relative_difference(gradients[1][name], grad) > 1e-6] == []
+
+
+def test_the_first_of_two_forwards_cannot_be_asked_for_after_the_second() -> None:
+    (model, attached), pair = with_several(), [make_batch(STEPS, seed=seed) for seed in (2, 3)]
+    for batch in pair:
+        forward(model, batch)
+    with pytest.raises(
+        ValueError, match=r"2 forwards of the model have run since the last loss .* these tokens are not"
+    ):
+        attached.loss(*given(pair[0]))
+
+
+def test_the_heads_learn_nothing_of_placeholders_and_the_images_embeddings_pass() -> None:
+    """Ids that stand for an image count as those below 0 do: what they are embedded as changes neither loss."""
+    batch, image, losses = make_batch(STEPS), VOCABULARY - 1, []
+    text_BS = batch["tokens"].clamp(max=image - 1)
+    images_BS = text_BS.clone()
+    images_BS[:, 4:7] = image
+    for tokens_BS, ids in ((images_BS, (image,)), (images_BS.masked_fill(images_BS == image, -200), ()), (text_BS, ())):
+        model = stock("dense", **LAYERS)
+        attached = attach(model, heads=several_heads(), placeholders=ids)
+        draw(model)
+        embedded_SBH = model.embedding(input_ids=text_BS, position_ids=batch["position_ids"]).detach().clone()
+        embedded_SBH[4:7] = 0.3
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight[image] += 5.0
+        model(tokens_BS, batch["position_ids"], batch["attention_mask"], decoder_input=embedded_SBH)
+        made = attached.loss(tokens_BS, None, torch.ones_like(tokens_BS))
+        losses.append({name: each.depth_means.tolist() for name, each in made.heads.items()})
+    assert losses[0] == losses[1]
+    assert all(losses[0][name] != losses[2][name] for name in NAMES)
+
+
+def test_the_fsdp_of_the_whole_model_trains_several_heads() -> None:
+    found, batch = list[dict[str, Any]](), make_batch(STEPS)
+    for shards in (False, True):
+        model, attached = with_several()
+        draw(model)
+        if shards:
+            mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+            for layer in model.decoder.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        loss = forward(model, batch).log_softmax(-1)[..., 0].mean()
+        (loss + attached.loss(*given(batch)).loss).backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    assert [name for name, grad in found[1].items() if not torch.equal(grad.full_tensor(), found[0][name])] == []
+
+
+def test_a_drafter_that_fsdp_has_sharded_by_itself_is_refused() -> None:
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+    fully_shard(model.drafter_eagle3, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    forward(model, batch)
+    with pytest.raises(ValueError, match=r"FSDP has sharded .* or a drafter by itself, and gathers it in that"):
+        attached.loss(*given(batch))
+
+
+def test_megatron_fsdp_is_refused() -> None:
+    """It marks the weights so; it runs on GPUs alone."""
+    (model, attached), batch = with_several(), make_batch(STEPS)
+    for weight in model.parameters():
+        weight._megatron_fsdp_model = model
+    forward(model, batch)
+    with pytest.raises(ValueError, match="Megatron-FSDP has wrapped the model, and gathers the output layer and the"):
+        attached.loss(*given(batch))
+
+
+# --- draft vocabularies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WITH_VOCABULARY)
+def test_a_drafter_with_a_draft_vocabulary_learns_as_in_train(kind: str, tmp_path: Path) -> None:
+    """Its rows of the head begin as the policy's, and their gradients and all others are those of a trained stage."""
+    batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+    draw(model)
+    head = Head(settings_of(kind, mtp_draft_vocab_file=str(vocabulary_in(tmp_path))))
+    attached = attach(model, heads=[head])
+    block = getattr(model, head.module)
+    assert block.draft_vocabulary.tolist() == DRAFTED
+    assert block.layer.head is None or torch.equal(block.layer.head, model.output_layer.weight[DRAFTED])
+    draw(model)
+    ours = our_model(STEPS, drafter_layers=(), drafter=trained(kind), drafted=DRAFTED, **LAYERS)
+    wanted = gradients_of_stage(ours, model, attached.given[0], batch, None)
+    forward(model, batch)
+    attached.loss(*given(batch)).loss.backward()
+    weights = dict(model.named_parameters())
+    assert wanted
+    assert [name for name, grad in wanted.items() if relative_difference(weights[name].grad, grad) > 1e-5] == []
+    assert weights["output_layer.weight"].grad is None
+
+
+def test_mtp_layers_with_a_draft_vocabulary_learn_its_tokens_alone(tmp_path: Path) -> None:
+    """The loss is that of a model that `train` builds with the same list."""
+    batch, model = make_batch(2), stock("dense")
+    settings = MTPConfig(mtp_loss="kd", mtp_draft_vocab_file=str(vocabulary_in(tmp_path)))
+    attached, ours = attach(model, 2, settings), our_model(2, drafted=DRAFTED)
+    for each in (model, ours):
+        draw(each)
+    forward(model, batch)
+    states = trunk_states(ours, batch["tokens"])
+    expected = mtp_loss(states, ours, *given(batch), MTPConfig(mtp_loss="kd"))
+    torch.testing.assert_close(attached.loss(*given(batch)).depth_means, expected.depth_means)
+    everything = mtp_loss(states, our_model(2), *given(batch), MTPConfig(mtp_loss="kd"))
+    assert not torch.allclose(expected.depth_means, everything.depth_means, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", WITH_VOCABULARY)
+def test_a_draft_vocabulary_is_exported(kind: str, tmp_path: Path) -> None:
+    model = stock("dense", **LAYERS)
+    attach(model, heads=[Head(settings_of(kind, mtp_draft_vocab_file=str(vocabulary_in(tmp_path))))])
+    draw(model)
+    export_drafter(model, tmp_path / "drafter")
+    form = read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter"))
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert len(form.order_N) == len(DRAFTED)
+    assert (tensors["d2t"] + torch.arange(len(DRAFTED))).tolist() == DRAFTED
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == DRAFTED
+    rows = getattr(model, f"drafter_{kind}").layer.head
+    assert torch.equal(tensors["lm_head.weight"], model.output_layer.weight[DRAFTED] if rows is None else rows)
+
+
+def test_a_draft_vocabulary_that_cannot_be_read_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text("4\n999\n")
+    model = stock("dense", **LAYERS)
+    names = {name for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"mtp_draft_vocab_file is .*which has the id 999, and ids are 0 to"):
+        attach(model, heads=[Head(settings_of("eagle3", mtp_draft_vocab_file=str(tmp_path / "ids")))])
+    assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_depths_and_settings_are_short_for_heads() -> None:
+    """The same modules, settings and losses."""
+    batch, losses, made = make_batch(STEPS), [], []
+    ways: list[dict[str, Any]] = [
+        {"depths": 2, "settings": settings_of("eagle3", mtp_loss="kd")},
+        {"heads": [Head(MTPConfig(mtp_loss="kd"), 2), Head(settings_of("eagle3"))]},
+    ]
+    for way in ways:
+        model = stock("dense", **LAYERS)
+        attached = attach(model, **way)
+        draw(model)
+        forward(model, batch)
+        losses.append(attached.loss(*given(batch)).loss.item())
+        made.append((attached.given, [name for name, _ in model.named_parameters()]))
+    assert losses[0] == losses[1]
+    assert made[0] == made[1]
+
+
+def test_a_policys_checkpoint_loads_strictly_with_and_without_the_heads() -> None:
+    """New heads stay as they are where it has none of them; one that has a part of a head is refused."""
+    (model, _), plain = with_several(), stock("dense", **LAYERS)
+    draw(plain)
+    policy, heads = (
+        plain.state_dict(),
+        {name for name, _ in model.named_parameters()} - dict(plain.named_parameters()).keys(),
+    )
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    assert {name.partition(".")[0] for name in heads} == {"drafter_dspark", "mtp", "drafter_eagle3"}
+    with pytest.warns(UserWarning, match="the checkpoint has no drafter_dspark, drafter_eagle3, mtp, which stay"):
+        model.load_state_dict(policy, strict=True)
+    for name, each in model.named_parameters():
+        assert torch.equal(each, before[name] if name in heads else policy[name]), name
+    whole = {name: None if each is None else each + 1 for name, each in model.state_dict().items()}
+    model.load_state_dict(whole, strict=True)
+    assert all(torch.equal(each, whole[name]) for name, each in model.named_parameters())
+    del whole["drafter_eagle3.layers.0.fc.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*drafter_eagle3.layers.0.fc.weight"):
+        model.load_state_dict(whole, strict=True)
+
+
+def test_heads_have_keys_of_their_own_in_checkpoints() -> None:
+    model, _ = with_several()
+    keys = {name: entry.key for name, entry in model.sharded_state_dict().items()}
+    policys = {entry.key for entry in stock("dense", **LAYERS).sharded_state_dict().values()}
+    of_drafters = [key for name, key in keys.items() if name.startswith("drafter_")]
+    assert len(of_drafters) == len({*of_drafters} - policys)
+    assert {"drafter_eagle3.fc.weight", "drafter_dspark.fc.weight"} <= {*of_drafters}
+
+
+@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+def test_a_named_head_is_exported_as_if_it_were_alone(name: str, tmp_path: Path) -> None:
+    (model, _), alone = with_several(), stock("dense", **LAYERS)
+    attach(alone, heads=[Head(settings_of(name))])
+    for each in (model, alone):
+        draw(each)
+    for each, head, folder in ((model, name, "of several"), (alone, None, "alone")):
+        export_drafter(each, tmp_path / folder, head)
+    of_several, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("of several", "alone"))
+    assert of_several.keys() == expected.keys()
+    assert all(torch.equal(of_several[key], value) for key, value in expected.items())
+    configs = {(tmp_path / folder / "config.json").read_text() for folder in ("of several", "alone")}
+    assert len(configs) == 1
+    with pytest.raises(ValueError, match="head is None, and the model has the drafters dspark, eagle3; give one of"):
+        next(export_drafter_weights(model))
+    with pytest.raises(ValueError, match="head is 'mtp', and the model has the drafters dspark, eagle3"):
+        export_drafter(model, tmp_path / "none", "mtp")
+
+
+def test_two_drafters_of_a_kind_have_names() -> None:
+    model, batch = stock("dense", **LAYERS), make_batch(STEPS)
+    attached = attach(model, heads=[Head(settings_of("eagle3", mtp_loss=loss), name=loss) for loss in ("kd", "tv")])
+    assert (model.drafter_kd.drafter, model.drafter_tv.drafter.kind) == (model.drafter_tv.drafter, "eagle3")
+    draw(model)
+    forward(model, batch)
+    assert [*attached.loss(*given(batch)).heads] == ["kd", "tv"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ([Head(depths=1), Head(depths=2)], "two of the heads are MTP layers"),
+        ([Head(settings_of("eagle3")), Head(settings_of("eagle3"))], r"two heads are called 'eagle3'; .*name="),
+        ([Head(settings_of("eagle3"), name="policy")], "a drafter has a name of mtp, drafter_block, policy, which"),
+        ([Head(settings_of("eagle3"), name="a.b")], "a head is called 'a.b', which names a module too"),
+        ([Head(settings_of("eagle3"), 2)], "'eagle3' is a drafter, whose number of drafts is drafter_steps"),
+        ([Head(depths=1, weight=-1.0)], "the weight of a head is -1.0; give 0 or more"),
+        ([Head(depths=1), Head(settings_of("eagle3", mtp_loss="no"))], "--mtp-loss is 'no'"),
+        ([Head(), Head(settings_of("eagle3"))], "the model has no MTP layers, and depths is None"),
+    ],
+)
+def test_heads_that_do_not_go_together_are_one_sentence(heads: list[Head], said: str) -> None:
+    model = stock("dense", **LAYERS)
+    names = {name for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        attach(model, heads=heads)
+    assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_heads_beside_what_is_short_for_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads were given with what is short for them"):
+        attach(stock("dense"), 1, heads=[Head(depths=1)])

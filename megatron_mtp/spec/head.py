@@ -108,8 +108,8 @@ class HeadSpec:
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
         """What each layer attends to, as of `windows_of`."""
-        fills_blocks = DRAFTERS[self.kind].fills_blocks
-        return windows_of(self.window, self.full_layers, self.causal, self.depth, fills_blocks)
+        sees_ahead = DRAFTERS[self.kind].sees_ahead
+        return windows_of(self.window, self.full_layers, self.causal, self.depth, sees_ahead)
 
     def arguments(self, trunk: TrunkSpec) -> dict[str, Any]:
         """The settings that a checkpoint keeps, by the names of their flags; None for those that are usual."""

@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"drafter_layers": (1, 3), **BLOCKS},
     "dspark": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
     "dflash2": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
+    "peagle": {"drafter_layers": (1, 2, 3), **BLOCKS},
 }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.draft import Draft, Round
-from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
+from megatron_mtp.decoding.proposers.mtp import OneCache, chain_at_once, chain_of, pick, windows
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
@@ -42,8 +42,7 @@ class Blocks(OneCache):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        logits_BKV = self.runner.draft_logits(self.block(sequences, count))
-        return chain_of([pick(logits_BKV[:, place], round, place) for place in range(count)])
+        return chain_at_once(self.runner.draft_logits(self.block(sequences, count)), round)
 
     @override
     def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:

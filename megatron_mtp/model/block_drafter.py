@@ -298,10 +298,16 @@ class BlockDrafter(DrafterBlock):
         tokens_BS = pad(before_DBA[0].unsqueeze(-1), (0, masks), value=self.drafter.mask_token).flatten(1)
         made_SBH = self.layer.norm(self.layer(None, self.embedded(tokens_BS, trunk.frozen_embedding), rotary))
         states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
-        return self.with_bias(states_ADBH, before_DBA)
+        return self.with_bias(states_ADBH, before_DBA, partial(self.embedded, embedding=trunk.frozen_embedding))
 
-    def with_bias(self, states_ADBH: Tensor, before_DBA: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """What `drafts` returns, of the states and the tokens before each draft."""
+    def with_bias(
+        self, states_ADBH: Tensor, before_DBA: Tensor, embedded: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What `drafts` returns, of the states and the tokens before each draft.
+
+        Args:
+            embedded: embeddings [S, B, H] of tokens [B, S].
+        """
         return list(states_ADBH.unbind(1)), None
 
     def places(self, batch: DepthBatch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,9 @@ from megatron_mtp.spec.registry import Registry
 STEPS = 7
 """Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
 
-BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
-"""Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
+BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
+"""Defaults of block drafters: layers, rank of the bias by the tokens before, blocks of a sequence, numbers of the state
+that a bias by all tokens before keeps."""
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
@@ -58,6 +59,9 @@ class DrafterKind:
         can_be_fitted: whether `fit-drafter` makes one.
         latent_architectures: architectures of folders of drafters with latent attention, the one that is written first.
         latent_model_type: `model_type` there.
+        projector_type: in `dflash_config`, which tells its folders from others of the same architecture.
+        base_share: what the logits without the bias have of the loss, from the share of the run that is over; None for
+            nothing.
         begins: how parameters of its own begin in a new drafter, by name: their standard deviation, 0 for zeros, None
             for that of matrices (--init-method-std).
     """
@@ -82,6 +86,8 @@ class DrafterKind:
     latent_architectures: tuple[str, ...] = ()
     latent_model_type: str = "deepseek_v3"
     begins: Mapping[str, float | None] = field(default_factory=dict)
+    projector_type: str | None = None
+    base_share: Callable[[float], float] | None = None
     reference: str = "megatron_mtp.checkpoint.verify.drafters:Reference"
 
     @property

@@ -52,6 +52,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         DRAFTED,
     ),
     "dflash2": ("dflash2", BIASED, WHOLE),
+    "domino": ("domino", {**BIASED, "drafter_gru_size": 10}, WHOLE),
+    "domino-idle": (
+        "domino",
+        {**BIASED, "drafter_gru_size": 10, "drafter_idle_rows": 1, "drafter_window_size": 4, "drafter_causal": 1},
+        WHOLE,
+    ),
     "peagle": ("peagle", PARALLEL, DRAFTED),
     "peagle-windows": (
         "peagle",

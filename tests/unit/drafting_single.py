@@ -71,6 +71,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV},
     "dspark-own-head": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV, "drafted": OWN_HEAD},
     "dflash2": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": CONVOLVED},
+    "domino": {
+        "num_layers": 4,
+        "drafter_layers": (1, 3),
+        "drafter": {**MARKOV, "drafter": "domino", "drafter_gru_size": 10},
+    },
     "peagle": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafter": {**BLOCKS, "drafter": "peagle"}},
     "peagle-own-head": {
         "num_layers": 4,

@@ -78,11 +78,11 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         ("--drafter eagle2 --load x", "EAGLE-2 is --drafter eagle, drafted with the method eagle_tree"),
         (
             "--drafter EAGLE-3 --load x",
-            "choose one of dflash, dflash2, dspark, eagle, eagle3, peagle; did you mean eagle3?",
+            "domino, dspark, eagle, eagle3, peagle; did you mean eagle3?",
         ),
         (
             "--drafter lookahead --load x",
-            "--drafter is 'lookahead'; choose one of dflash, dflash2, dspark, eagle, eagle3, peagle.",
+            "--drafter is 'lookahead'; choose one of dflash, dflash2, domino, dspark, eagle, eagle3, peagle.",
         ),
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],

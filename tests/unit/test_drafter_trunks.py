@@ -49,6 +49,14 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "drafter_mask_token": 7,
         "drafter_markov_rank": 6,
     },
+    "domino": {
+        "drafter": "domino",
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_mask_token": 7,
+        "drafter_markov_rank": 6,
+        "drafter_gru_size": 10,
+    },
     "peagle": {"drafter": "peagle", "drafter_layers": (1, 2, 3), "drafter_num_layers": 2, "drafter_mask_token": 7},
 }
 

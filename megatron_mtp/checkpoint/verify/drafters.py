@@ -213,6 +213,10 @@ class Reference:
             state_RH = self.through_mlp(layer, state_RH)
         state_KH = self.norm("norm", state_RH)[-len(tokens_K) :]
         logits_KN = linear(state_KH, self.weights.get("lm_head.weight", head_VH))
+        return self.biased(logits_KN, state_KH, tokens_K, words_VH)
+
+    def biased(self, logits_KN: Tensor, state_KH: Tensor, tokens_K: Tensor, words_VH: Tensor) -> Drafts:
+        """A block's drafts, of its logits, its states after the norm, and the tokens before each draft."""
         if (predecessors := self.weights.get("candidate_selector.predecessor_codebook")) is not None:
             before_KR = predecessors[tokens_K] * self.linear("candidate_selector.hidden_projection", state_KH)
             logits_KN = logits_KN + before_KR @ self.weights["candidate_selector.successor_codebook"].t()

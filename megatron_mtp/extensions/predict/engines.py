@@ -7,8 +7,8 @@ engine that does otherwise still gives correct texts, because it verifies; it ac
     feeding = ENGINES["vllm"].feeding("glm4_moe", depths=2)
     differences(TRAINED, feeding)          the rules that differ, with the words for both sides
 
-Every engine that runs drafters (EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark) feeds them as our own decoder does; of these the table
-has the source and the evidence alone.
+Every engine that runs drafters (EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark) feeds them as our own decoder does; of these
+the table has the source and the evidence alone.
 """
 
 from collections.abc import Callable, Mapping

@@ -150,7 +150,7 @@ class Reference:
 def reference_loss(
     model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], is_paced: bool = False
 ) -> Tensor:
-    """sum_k exp(-2 (k - 1) / (K + 1)), of Domino exp(-16 (k - 1) / 7 K), times the mean loss of draft k over all blocks.
+    """sum_k exp(-2 (k - 1) / (K + 1)), of Domino exp(-16 (k - 1) / 7 K), times the mean loss of draft k over blocks.
 
     In a paced one draft k of a block has the weight sum_(j >= k) r_1 .. r_j, with r = (1 + exp(-loss)) / 2, or 0 where
     the draft does not count.

@@ -224,7 +224,9 @@ def _loss(stage: Attachment, settings: MTPConfig, hidden_SBH: Tensor, drafted: D
     """The loss of the MTP layers; the mask of the batch is divided by the normalizer already, if there is one."""
     loss, group = depth_loss(settings), stage.pg_collection.cp
     weights = depth_weights(settings, len(drafted.batch.labels_DBS), 1.0, loss)
-    objective = HeadObjective(weights, group, loss, per_token=is_normalized)
+    share = settings.kind.base_share if settings.kind is not None else None
+    halfway = 0.0 if share is None else share(0.5)  # a loop of one's own says nothing of its length
+    objective = HeadObjective(weights, group, loss, per_token=is_normalized, base_share=halfway)
     made = objective(hidden_SBH, drafted)
     total, sums = made.loss, made.depths
     shown_2D = torch.stack([torch.stack([each.total, each.tokens]) for each in sums], dim=1).detach()

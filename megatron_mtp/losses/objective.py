@@ -126,6 +126,7 @@ class HeadObjective:
         beside_main: whether the trunk's loss trains the output head in the same backward pass, and through autograd.
         kept_positions: from the positions of a whole sequence to those that the depths are trained on; None for all.
         measures_acceptance: whether to count it.
+        base_share: what the logits without the bias by tokens before have of the loss; those with it have the rest.
     """
 
     depth_weights: Sequence[float]
@@ -135,6 +136,7 @@ class HeadObjective:
     beside_main: bool = False
     kept_positions: Callable[[int], Tensor | None] = lambda _: None
     measures_acceptance: bool = False
+    base_share: float = 0.0
 
     def __call__(self, hidden_SBH: Tensor, drafted: Drafted) -> HeadOutput:
         """The part of a head: of the loss, its own sums, and acceptance; `hidden_SBH` is the trunk's."""
@@ -163,7 +165,7 @@ class HeadObjective:
         """The depths' part of the loss, and every depth's own sum for the logs; `trunk_SBH` is their teacher.
 
         A drafter's confidence learns the rate at which its sampled drafts are accepted, and a selector the label among
-        the likeliest tokens; the logs leave their losses out.
+        the likeliest tokens; the logs leave their losses out, and that of logits without a bias.
         """
         head, depth_hidden, confidence_DSB = drafted.head, drafted.hidden, drafted.confidence_DSB
         batch = self._counted(head, drafted.batch)
@@ -193,6 +195,10 @@ class HeadObjective:
         )
         if likeliest_DBSC is not None:
             total = total + selector_loss(states, targets, head)
+        if self.base_share and biased is not None:
+            plain = [state_BSX[..., : rows.size(1)] for state_BSX in states]
+            base, _ = linear_loss(self.depth_loss, plain, targets, rows, vocabulary, teacher, self.beside_main)
+            total = (1 - self.base_share) * total + self.base_share * base
         if confidence_DSB is not None and overlap_DBS is not None:
             total = total + _confidence_loss(confidence_DSB.transpose(1, 2), targets, overlap_DBS)
         sums = [LossSum(*each) for each in zip(sums_D, mask_DBS.sum((1, 2)), batch.whole_tokens[1:], strict=True)]

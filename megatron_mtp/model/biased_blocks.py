@@ -6,6 +6,7 @@ Letters in names: A blocks, D drafts of a block, B batch, H hidden, R rank of th
 vocabulary, N drafted tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, override
 
@@ -43,10 +44,27 @@ class BiasedBlocks(BlockDrafter):
     """K drafts at once, whose logits have the bias by the token before."""
 
     @override
-    def with_bias(self, states_ADBH: Tensor, before_DBA: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        read_ADBR = self.layer.before(states_ADBH, before_DBA.permute(2, 0, 1))
+    def with_bias(
+        self, states_ADBH: Tensor, before_DBA: Tensor, embedded: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        read_ADBR = self.before(states_ADBH, before_DBA.permute(2, 0, 1), embedded)
         both_ADBX = torch.cat([states_ADBH, read_ADBR], dim=-1)
         return list(both_ADBX.unbind(1)), self.confidence(both_ADBX)
+
+    def before(self, states_ADBH: Tensor, token_ADB: Tensor, embedded: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the tokens before each draft give the bias, [A, D, B, R].
+
+        Args:
+            embedded: embeddings [S, B, H] of tokens [B, S].
+        """
+        made: Tensor = self.layer.before(states_ADBH, token_ADB)
+        return made
+
+    @property
+    def bias_weight(self) -> Tensor:
+        """The rows [N, R] whose products with these are the bias."""
+        made: Tensor = self.layer.markov_w2
+        return made
 
     def confidence(self, both_ADBX: Tensor) -> Tensor | None:
         """Logits [D, A, B] that the drafts are accepted, of a kind that learns them."""
@@ -55,7 +73,7 @@ class BiasedBlocks(BlockDrafter):
     @override
     def head_of(self, head: Head) -> Head:
         head = super().head_of(head)
-        rows_NR = copy_to_tensor_model_parallel_region(self.layer.markov_w2, group=self.tp_group)
+        rows_NR = copy_to_tensor_model_parallel_region(self.bias_weight, group=self.tp_group)
         if head.draft_vocabulary is not None:
             first, count = head.draft_vocabulary.first, head.draft_vocabulary.rows_K.numel()
         else:

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -159,11 +159,10 @@ def _windowed(config: TransformerConfig, drafter: HeadSpec) -> Iterator[Transfor
         yield own
 
 
-class BlockDrafterLayer(DrafterLayer):
-    """All weights of the drafter.
+class LayeredDrafter(DrafterLayer):
+    """All weights of a drafter of several layers.
 
     Attributes:
-        hidden_norm: of the features.
         layers: its transformer layers.
     """
 
@@ -178,12 +177,20 @@ class BlockDrafterLayer(DrafterLayer):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, len(drafter.layers), drafted, pg_collection)
-        self.hidden_norm = PortableNorm(config, config.hidden_size, config.layernorm_epsilon)
         made: dict[str, Any] = {"config": config, "vp_stage": vp_stage, "pg_collection": pg_collection}
         self.layers = torch.nn.ModuleList(
-            build_module(submodules.tf_layer, layer_number=number, is_mtp_layer=True, **{**made, "config": own})
+            build_module(
+                self.spec_of(number, submodules, drafter),
+                layer_number=number,
+                is_mtp_layer=True,
+                **{**made, "config": own},
+            )
             for number, own in enumerate(_windowed(config, drafter), start=1)
         )
+
+    def spec_of(self, number: int, submodules: MultiTokenPredictionLayerSubmodules, drafter: HeadSpec) -> ModuleSpec:
+        """The spec of a layer, counted from 1: all are alike."""
+        return submodules.tf_layer
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
@@ -193,12 +200,21 @@ class BlockDrafterLayer(DrafterLayer):
     @override
     def feature(self, states_SBX: Tensor) -> Tensor:
         part, _ = self.fc(states_SBX)
-        return self.hidden_norm(gather_from_tensor_model_parallel_region(part, group=self.tp_group))
+        made: Tensor = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
+        return made
 
     def forward(
-        self, _: Tensor | None, embedded_SBH: Tensor, attention: AttentionInputs, padding_mask_BS: Tensor | None = None
+        self,
+        given_SBH: Tensor | None,
+        embedded_SBH: Tensor,
+        attention: AttentionInputs,
+        padding_mask_BS: Tensor | None = None,
     ) -> Tensor:
-        """The rows' states before the norm, from their embeddings; their attention has the context."""
+        """The rows' states before the norm, from their embeddings; their attention has the context.
+
+        Args:
+            given_SBH: what the rows read beside their embeddings; not read.
+        """
         state_SBH = embedded_SBH
         for layer in self.layers:
             state_SBH = layer(hidden_states=state_SBH, attention_mask=None, rotary_pos_emb=attention.rotary_pos_emb)[0]
@@ -214,6 +230,22 @@ class BlockDrafterLayer(DrafterLayer):
             assert isinstance(layer, TransformerLayer)
             entries.update(layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata))
         return entries
+
+
+class BlockDrafterLayer(LayeredDrafter):
+    """All weights of the drafter.
+
+    Attributes:
+        hidden_norm: of the features.
+    """
+
+    def __init__(self, drafter: HeadSpec, config: TransformerConfig, *others: Any) -> None:
+        super().__init__(drafter, config, *others)
+        self.hidden_norm = PortableNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    @override
+    def feature(self, states_SBX: Tensor) -> Tensor:
+        return self.hidden_norm(super().feature(states_SBX))
 
 
 class BlockDrafter(DrafterBlock):
@@ -254,31 +286,47 @@ class BlockDrafter(DrafterBlock):
         """
         assert batch.tokens_DBS is not None
         states_SBX = self.read_states(trunk)
-        blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
-        positions_S, place_A = (to_device(each, states_SBX.device) for each in (batch.positions_S, blocks_A))
+        positions_S, place_A = self.places(batch, states_SBX.device)
         before_DBA, position_A = batch.tokens_DBS[..., place_A], positions_S[place_A]
-        feature_SBH = self.layer.feature(self._whole(states_SBX, positions_S))
+        feature_SBH = self.layer.feature(self.whole_states(states_SBX, positions_S))
         turned, _ = self.angles(len(feature_SBH) + self.rows + 1, packed_seq=True)  # of whole sequences
-        visible_B1AS = _visible(trunk.attention, place_A, position_A, len(feature_SBH))
+        visible_B1AS = visible_before(trunk.attention, place_A, position_A, len(feature_SBH))
         self._give_context(feature_SBH, turned, visible_B1AS, position_A + 1)
         row_AR = position_A.unsqueeze(1) + torch.arange(1, self.rows + 1, device=position_A.device)
         rotary = AttentionInputs(rotary_pos_emb=turned[row_AR.flatten()])
-        made_SBH = self.layer.norm(self.layer(None, self._embedded(before_DBA[0], trunk.frozen_embedding), rotary))
+        masks = self.rows - 1
+        tokens_BS = pad(before_DBA[0].unsqueeze(-1), (0, masks), value=self.drafter.mask_token).flatten(1)
+        made_SBH = self.layer.norm(self.layer(None, self.embedded(tokens_BS, trunk.frozen_embedding), rotary))
         states_ADBH = made_SBH.unflatten(0, row_AR.shape)[:, -self.depths :]
-        return self.with_bias(states_ADBH, before_DBA)
+        return self.with_bias(states_ADBH, before_DBA, partial(self.embedded, embedding=trunk.frozen_embedding))
 
-    def with_bias(self, states_ADBH: Tensor, before_DBA: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """What `drafts` returns, of the states and the tokens before each draft."""
+    def with_bias(
+        self, states_ADBH: Tensor, before_DBA: Tensor, embedded: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What `drafts` returns, of the states and the tokens before each draft.
+
+        Args:
+            embedded: embeddings [S, B, H] of tokens [B, S].
+        """
         return list(states_ADBH.unbind(1)), None
 
-    def _whole(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
+    def places(self, batch: DepthBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """This rank's positions [S] in the whole sequence, and where among them blocks begin [A]."""
+        blocks_A = torch.arange(batch.positions_S.numel()) if batch.blocks_A is None else batch.blocks_A
+        return to_device(batch.positions_S, device), to_device(blocks_A, device)
+
+    def whole_states(self, states_SBX: Tensor, positions_S: Tensor) -> Tensor:
         """States of all positions in their order, on every rank; they are frozen, and no gradient is sent back."""
         if self.takes_slices:
             states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.tp_group)
+        return self.in_order(states_SBX, positions_S)
+
+    def in_order(self, values_S: Tensor, positions_S: Tensor) -> Tensor:
+        """Values [S, ...] of the positions of all context-parallel ranks, in their order."""
         if self.cp_group.size() == 1:
-            return states_SBX
-        states_SBX = gather_from_sequence_parallel_region(states_SBX, group=self.cp_group)
-        return states_SBX[gather_from_sequence_parallel_region(positions_S, group=self.cp_group).argsort()]
+            return values_S
+        values_S = gather_from_sequence_parallel_region(values_S, group=self.cp_group)
+        return values_S[gather_from_sequence_parallel_region(positions_S, group=self.cp_group).argsort()]
 
     def _give_context(self, feature_SBH: Tensor, turned: Tensor, visible_B1AS: Tensor, first_A: Tensor) -> None:
         feature_SBH = copy_to_tensor_model_parallel_region(feature_SBH, group=self.tp_group)
@@ -294,10 +342,8 @@ class BlockDrafter(DrafterBlock):
             )
             own.core_attention.context = Context(key_SBGC, value_SBGC, visible_B1AS, first_A)
 
-    def _embedded(self, newest_BA: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
-        """Embeddings [S, B, H] of the rows of all blocks: the newest token, and masks."""
-        masks = self.rows - 1
-        tokens_BS = pad(newest_BA.unsqueeze(-1), (0, masks), value=self.drafter.mask_token).flatten(1)
+    def embedded(self, tokens_BS: Tensor, embedding: Callable[..., Tensor]) -> Tensor:
+        """Embeddings [S, B, H] of tokens, whole on every tensor-parallel rank."""
         if not self.takes_slices:
             return embedding(input_ids=tokens_BS, position_ids=None)
         count = tokens_BS.size(1)
@@ -310,8 +356,14 @@ class BlockDrafter(DrafterBlock):
         return replace(super().head_of(head), takes_slices=False)
 
 
-def _visible(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, positions: int) -> Tensor:
-    """[B or 1, 1, A, S]: what the trunk sees at the positions before the blocks."""
+def visible_before(attention: AttentionInputs, place_A: Tensor, position_A: Tensor, positions: int) -> Tensor:
+    """[B or 1, 1, A, S]: what the trunk sees at positions, which are the ones before blocks.
+
+    Args:
+        place_A: the positions' places among those that this rank has.
+        position_A: the positions.
+        positions: of the whole sequence.
+    """
     if attention.attention_mask is not None:
         return ~attention.attention_mask[:, :, place_A]
     column_S = torch.arange(positions, device=position_A.device)

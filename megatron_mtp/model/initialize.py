@@ -19,6 +19,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor
 
 from megatron_mtp.model.mtp_block import MultiTokenPredictionBlock
+from megatron_mtp.spec.kinds import DRAFTERS
 
 
 def fill_absent_layers(
@@ -127,20 +128,13 @@ def _pass_hidden_state(weight: Tensor, block: MultiTokenPredictionBlock) -> Tens
 #
 #     [rows, columns] over two ranks      cut by rows: each draws its own; by columns: both draw all, each keeps half
 
-DRAWN = (
-    *("linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"),
-    *("markov_w1", "markov_projection"),
-)
+DRAWN = "linear_", "eh_proj", "fc", "router", "gate_weight", "in_proj", "out_proj", "softmax_offset"
 """First letters of the names of matrices, or of the modules that hold them."""
 
 TO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 NORM_WEIGHT = "layer_norm_weight"
-ZERO = (
-    *("bias", "layer_norm_bias", "expert_bias"),
-    *("markov_w2", "confidence_weight", "confidence_bias", "kernel_projection"),
-    "head",
-)
-"""Biases, what a drafter adds to its drafts, and its own rows of the output head, which it copies afterwards."""
+ZERO = "bias", "layer_norm_bias", "expert_bias", "head"
+"""Biases, and a drafter's own rows of the output head, which it copies afterwards."""
 CONVOLUTION, KERNEL = "conv1d", 4
 """Module of a causal convolution, and its width in Mamba layers."""
 MAMBA = "mixer"
@@ -188,8 +182,11 @@ class RandomWeights:
         if module == CONVOLUTION:
             bound = 1 / math.sqrt(shape[-1] if name == "weight" else KERNEL)
             return self._uniform(key, shape, part, -bound, bound)
-        if name in ZERO:
+        of_kinds = {own: deviation for row in DRAFTERS.values() for own, deviation in row.begins.items()}
+        if name in ZERO or of_kinds.get(name) == 0:
             return torch.zeros(tuple(shape))[part]
+        if name in of_kinds:
+            return (of_kinds[name] or self.deviation) * self._normal(key, shape, part)
         if name == "base_kernel":
             made = torch.zeros(tuple(shape))
             made[:, 0] = 1  # a convolution that changes nothing

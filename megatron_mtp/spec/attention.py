@@ -226,7 +226,7 @@ CAUSAL, CAUSAL_IN_WINDOWS = 1, 2
 
 
 def windows_of(
-    width: int | None, full: Sequence[int], causal: int, layers: int, fills_blocks: bool
+    width: int | None, full: Sequence[int], causal: int, layers: int, sees_ahead: bool
 ) -> tuple[tuple[int, int] | None, ...]:
     """The positions before and after its own that a row of each layer attends to; None for all that there are.
 
@@ -238,12 +238,13 @@ def windows_of(
         full: numbers of the layers, from 1, that attend to all positions although there is a window.
         causal: of --drafter-causal.
         layers: of the drafter.
+        sees_ahead: whether the rows of its blocks may see one another in both directions.
 
     Raises:
         ValueError: a layer that is to attend to all positions is none of the drafter's, or has no window beside it; or
             windowed layers alone are to be causal, and all layers have windows, or none has.
     """
-    numbers, after = range(1, layers + 1), 0 if causal or not fills_blocks else -1
+    numbers, after = range(1, layers + 1), 0 if causal or not sees_ahead else -1
     if causal == CAUSAL_IN_WINDOWS and not full:
         raise ValueError(
             f"--drafter-causal {CAUSAL_IN_WINDOWS} needs both windowed and full layers; give --drafter-window-size "

@@ -14,13 +14,22 @@ from typing import Any
 
 from megatron_mtp.spec.attention import SIZE_SETTINGS, LatentSizes, parsed_scaling
 from megatron_mtp.spec.head import drafts_of
-from megatron_mtp.spec.kinds import BLOCK_LAYERS, BLOCKS, DRAFTERS, MARKOV_RANK, STEPS, DrafterKind, readers_of
+from megatron_mtp.spec.kinds import (
+    BLOCK_LAYERS,
+    BLOCKS,
+    DRAFTERS,
+    GRU_SIZE,
+    MARKOV_RANK,
+    STEPS,
+    DrafterKind,
+    readers_of,
+)
 
 ARCHITECTURES = ("sequential", "parallel")
 INITS = ("random", "last-layer")
 DRAFTER_SETTINGS = (
     *("drafter", "drafter_layers", "drafter_ffn_hidden_size"),
-    *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank"),
+    *("drafter_num_layers", "drafter_mask_token", "drafter_markov_rank", "drafter_gru_size"),
     *(*SIZE_SETTINGS, "drafter_idle_rows"),
     *("drafter_window_size", "drafter_full_layers", "drafter_causal", "drafter_softmax_type"),
     "drafter_norm_before_residual",
@@ -356,9 +365,17 @@ class MTPConfig:
     )
     drafter_markov_rank: int | None = _flag(
         None,
-        f"Rank of the bias from the previous token in {_readers('drafter_markov_rank')}. Default: {MARKOV_RANK}.",
+        f"Rank of the bias from the previous token in {_readers('drafter_markov_rank')}; in domino, from all tokens "
+        f"before in the block. Default: {MARKOV_RANK}.",
         allowed=FROM_1,
         metavar="R",
+    )
+    drafter_gru_size: int | None = _flag(
+        None,
+        f"Size of the recurrent state over the tokens of a block in {_readers('drafter_gru_size')}. "
+        f"Default: {GRU_SIZE}.",
+        allowed=FROM_1,
+        metavar="G",
     )
     drafter_idle_rows: int | None = _flag(
         None,

@@ -46,7 +46,8 @@ class HeadSpec:
         attention: sizes and positions of its attention.
         vocabulary: tokens of its trunk.
         mask_token: whose embedding stands at the places of a block that are to be drafted; None without blocks.
-        markov_rank: of the bias by the token before; None without one.
+        markov_rank: of the bias by the token before, or by all before in the block; None without one.
+        gru_size: numbers of the state of a bias by all tokens before; None without one.
         idle_rows: the first rows of a block, which draft nothing.
         window: positions that its layers attend to; None for all.
         full_layers: numbers of the layers, from 1, that attend to all positions although there is a window.
@@ -64,6 +65,7 @@ class HeadSpec:
     vocabulary: int
     mask_token: int | None
     markov_rank: int | None
+    gru_size: int | None
     idle_rows: int
     window: int | None
     full_layers: tuple[int, ...]
@@ -95,6 +97,7 @@ class HeadSpec:
             vocabulary=trunk.vocabulary,
             mask_token=_mask_token(given, trunk.vocabulary) if row.fills_blocks else None,
             markov_rank=numbers["drafter_markov_rank"],
+            gru_size=numbers["drafter_gru_size"],
             idle_rows=_or(given.get("drafter_idle_rows"), row.idle_rows),
             window=given.get("drafter_window_size"),
             full_layers=tuple(given.get("drafter_full_layers") or ()),
@@ -108,8 +111,8 @@ class HeadSpec:
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
         """What each layer attends to, as of `windows_of`."""
-        fills_blocks = DRAFTERS[self.kind].fills_blocks
-        return windows_of(self.window, self.full_layers, self.causal, self.depth, fills_blocks)
+        sees_ahead = DRAFTERS[self.kind].sees_ahead
+        return windows_of(self.window, self.full_layers, self.causal, self.depth, sees_ahead)
 
     def arguments(self, trunk: TrunkSpec) -> dict[str, Any]:
         """The settings that a checkpoint keeps, by the names of their flags; None for those that are usual."""
@@ -118,6 +121,7 @@ class HeadSpec:
             "drafter_num_layers": self.depth,
             "drafter_mask_token": self.mask_token,
             "drafter_markov_rank": self.markov_rank,
+            "drafter_gru_size": self.gru_size,
             "drafter_idle_rows": None if self.idle_rows == row.idle_rows else self.idle_rows,
             "drafter_full_layers": [*self.full_layers] or None,
             "drafter_causal": self.causal or None,
@@ -148,8 +152,8 @@ def blocks_of(row: DrafterKind | None, given: Mapping[str, Any]) -> int | None:
 
 
 def own_numbers(row: DrafterKind, given: Mapping[str, Any]) -> dict[str, int | None]:
-    """A drafter's layers and the rank of its bias, by the names of the flags; None where its kind has none."""
-    names = "drafter_num_layers", "drafter_markov_rank"
+    """A drafter's layers and the sizes of its bias, by the names of the flags; None where its kind has none."""
+    names = "drafter_num_layers", "drafter_markov_rank", "drafter_gru_size"
     return {name: given.get(name) or row.settings.get(name) for name in names}
 
 

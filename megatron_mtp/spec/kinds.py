@@ -20,8 +20,9 @@ from megatron_mtp.spec.registry import Registry
 STEPS = 7
 """Tokens that a drafter learns to draft, unless --drafter-steps says otherwise."""
 
-BLOCK_LAYERS, MARKOV_RANK, BLOCKS = 5, 256, 512
-"""Defaults of block drafters: layers, rank of the bias by the token before, blocks of a sequence."""
+BLOCK_LAYERS, MARKOV_RANK, BLOCKS, GRU_SIZE = 5, 256, 512, 1024
+"""Defaults of block drafters: layers, rank of the bias by the tokens before, blocks of a sequence, numbers of the state
+that a bias by all tokens before keeps."""
 
 
 def spread_layers(layers: int, depth: int | None = None) -> tuple[int, ...]:
@@ -45,6 +46,7 @@ class DrafterKind:
             and a layer without a model around it tell the drafter.
         block: its module in a model, a `DrafterBlock`, written as an entry point is, "module:class".
         folder: the form of its folder, a `DrafterCodec`, written likewise.
+        reference: its computation from a folder alone, a subclass of `verify.drafters.Reference`, written likewise.
         methods: its drafting methods by name, `Proposer`s written likewise; the first one has the kind's name.
         default_layers: from the trunk's layers and its own to the numbers of the layers that it reads, from 1; none
             for a drafter that reads the trunk's last state, after its norm.
@@ -57,6 +59,11 @@ class DrafterKind:
         can_be_fitted: whether `fit-drafter` makes one.
         latent_architectures: architectures of folders of drafters with latent attention, the one that is written first.
         latent_model_type: `model_type` there.
+        projector_type: in `dflash_config`, which tells its folders from others of the same architecture.
+        base_share: what the logits without the bias have of the loss, from the share of the run that is over; None for
+            nothing.
+        begins: how parameters of its own begin in a new drafter, by name: their standard deviation, 0 for zeros, None
+            for that of matrices (--init-method-std).
     """
 
     name: str
@@ -78,11 +85,20 @@ class DrafterKind:
     published_as: str | None = None
     latent_architectures: tuple[str, ...] = ()
     latent_model_type: str = "deepseek_v3"
+    begins: Mapping[str, float | None] = field(default_factory=dict)
+    projector_type: str | None = None
+    base_share: Callable[[float], float] | None = None
+    reference: str = "megatron_mtp.checkpoint.verify.drafters:Reference"
 
     @property
     def fills_blocks(self) -> bool:
         """Whether it drafts a block of tokens in one pass, and is trained on blocks in the place of positions."""
         return "drafter_blocks" in self.settings
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the rows of its blocks may see one another in both directions."""
+        return "drafter_causal" in self.settings
 
     def can_read(self, chosen: Sequence[int], layers: int) -> bool:
         """Return whether it can read these layers of a trunk that has so many.
@@ -134,6 +150,9 @@ SETTINGS_OF_BLOCKS: dict[str, int | None] = {
     "drafter_softmax_type": None,
 }
 """Settings of kinds that fill blocks, with their defaults."""
+
+MARKOV: dict[str, float | None] = {"markov_w1": None, "markov_w2": 0}
+"""How the matrices of a bias by the token before begin: it is 0."""
 
 DRAFTERS: Registry[DrafterKind] = Registry("megatron_mtp.heads", {})
 """Kinds by name. All of them, ours too, are registered by entry points."""

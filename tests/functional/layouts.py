@@ -18,6 +18,11 @@ _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompu
 _FLASH = "--drafter dflash --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9"
 _SPARK = "--drafter dspark --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
 _FLASH2 = "--drafter dflash2 --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4"
+_DOMINO = (
+    "--drafter domino --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-markov-rank 4 "
+    "--drafter-gru-size 5"
+)
+_PARALLEL = "--drafter peagle --drafter-steps 3 --drafter-num-layers 2 --drafter-blocks 9 --drafter-layers 1 2 3"
 _OWN_SIZES = (
     "--drafter-num-attention-heads 4 --drafter-num-query-groups 2 --drafter-kv-channels 6 --drafter-rotary-base 500 "
     '--drafter-rope-scaling {"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}'
@@ -193,6 +198,21 @@ MODELS: dict[str, Model] = {
     "drafter-windows-flash2": Model(
         0, f"{_WINDOWED} {_FLASH2} --drafter-window-size 4 --drafter-softmax-type learnable", frozen=True, passes=3
     ),
+    "drafter-domino": Model(0, f"{_DOMINO} {_UNTIED}", frozen=True, passes=3),
+    "drafter-domino-documents": Model(
+        0, f"{_DOMINO} --drafter-idle-rows 1 --reset-attention-mask --eod-mask-loss", "documents", frozen=True, passes=3
+    ),
+    "drafter-domino-padded": Model(0, f"{_PACKED} {_DOMINO}", "padded", frozen=True, passes=3),
+    "drafter-parallel": Model(0, f"{_PARALLEL} {_UNTIED} {_DRAFTED}", frozen=True, passes=3),
+    "drafter-parallel-documents": Model(
+        0,
+        f"{_PARALLEL} {_OWN_SIZES} --drafter-window-size 4 --drafter-full-layers 2 --reset-attention-mask "
+        "--eod-mask-loss",
+        "documents",
+        frozen=True,
+        passes=3,
+    ),
+    "drafter-parallel-padded": Model(0, f"{_PACKED} {_PARALLEL} {_DRAFTED}", "padded", frozen=True, passes=3),
     "beside-d2": Model(2, f"{_DRAFTER} {_UNTIED} {_DRAFTED} --mtp-loss tv", frozen=True, beside=3),
     "beside-trained-d2": Model(2, f"{_DRAFTER} --calculate-per-token-loss", beside=3),
     "beside-spark-d2": Model(2, f"{_SPARK} {_DRAFTED}", frozen=True, beside=3),
@@ -231,6 +251,7 @@ class Layout:
 _FLASH2_MODELS = "drafter-flash2 drafter-latent-flash2 drafter-mamba-flash2 drafter-windows-flash2"
 """Behind Gated DeltaNet on two tensor ranks, three gradients differ by 1.2e-5 in float32, a fifth above the tolerance;
 so they are compared in float64."""
+_AT_ONCE = "drafter-parallel drafter-parallel-documents drafter-domino"
 SINGLE = "single"
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 LAYOUTS: dict[str, Layout] = {
@@ -241,7 +262,7 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-latent-d1 first-pass-d1 "
         "hybrid-d2 hybrid-delta-d1 hybrid-frozen-d2 drafter drafter-state drafter-spark beside-d2 beside-trained-d2 "
         "drafter-latent drafter-latents drafter-latents-padded drafter-delta-spark drafter-mamba-flash"
-        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2-exact",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2-exact {_AT_ONCE}",
     ),
     "tp2-sp": Layout(
         tp=2,
@@ -250,7 +271,8 @@ LAYOUTS: dict[str, Layout] = {
         "first-pass-latent-d1 "
         "unrolled-moe-d1 mixed-documents-d3 parallel-d2 packed-d1 ragged-d3 per-token-moe-d2 padded-vocabulary-d2 "
         "hybrid-moe-d2 drafter-documents drafter drafter-moe drafter-state-documents drafter-spark drafter-flash "
-        "drafter-flash-documents drafter-flash2 drafter-latents beside-trained-d2 beside-spark-d2",
+        "drafter-flash-documents drafter-flash2 drafter-latents beside-trained-d2 beside-spark-d2 "
+        "drafter-parallel-documents drafter-domino-documents",
     ),
     "cp2": Layout(
         cp=2,
@@ -260,7 +282,8 @@ LAYOUTS: dict[str, Layout] = {
         "hybrid-frozen-d2 drafter-padded drafter drafter-state drafter-spark drafter-spark-padded "
         "drafter-flash-documents beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent drafter-delta-spark "
         "drafter-latents drafter-latents-padded drafter-mamba-flash"
-        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2 {_AT_ONCE}"
+        " drafter-parallel-padded drafter-domino-padded",
     ),
     "pp2": Layout(
         pp=2,
@@ -269,7 +292,7 @@ LAYOUTS: dict[str, Layout] = {
         "per-token-d3 hybrid-moe-d2 hybrid-one-group-d1 drafter drafter-state drafter-state-documents drafter-spark "
         "drafter-flash-documents drafter-moe beside-d2 beside-trained-d2 beside-spark-d2 drafter-latent "
         "drafter-latents drafter-delta-spark drafter-mamba-flash"
-        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2",
+        f" drafter-windows drafter-windows-spark {_FLASH2_MODELS} drafter-delta-flash2 {_AT_ONCE}",
     ),
     "pp2-unbalanced": Layout(pp=2, flags="--hybrid-layer-pattern M-*|-/M-/M-", models="hybrid-mamba-d2"),
     "pp2-vpp2-hybrid": Layout(pp=2, flags="--hybrid-layer-pattern M|-|*|-/M-/M-", models="hybrid-mamba-d2"),
@@ -283,7 +306,7 @@ LAYOUTS: dict[str, Layout] = {
         models="packed-d3 grouped-d3 tied-d3 distilled-d3 chained-d3 frozen-d3 moe-d3 hybrid-unrolled-d1 "
         "hybrid-one-group-d1 hybrid-padded-d1 drafter drafter-spark beside-d2 "
         "drafter-latent drafter-latents drafter-delta-spark drafter-mamba-flash drafter-windows drafter-windows-spark "
-        f"{_FLASH2_MODELS} drafter-delta-flash2",
+        f"{_FLASH2_MODELS} drafter-delta-flash2 {_AT_ONCE}",
         distributed_optimizer=True,
     ),
     "ep2": Layout(dp=2, flags=_EXPERT_PARALLEL, models="moe-d1 hybrid-moe-d2 drafter-moe"),

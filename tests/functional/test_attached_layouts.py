@@ -9,6 +9,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from drafter_settings import SETTINGS
 from tiers import tiered
 
 WORKER = Path(__file__).parent / "attached_worker.py"
@@ -76,7 +77,6 @@ def test_the_trunk_does_not_change_and_the_depths_learn_as_ours(layout: str, kin
     assert wrong == {}
 
 
-DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "several")
 OF_DRAFTERS = [(layout, "dense") for layout in ("tp2", "tp2-sp", "cp2", "dp2", "dp2-sharded")]
 OF_DRAFTERS += [("ep2", "moe"), ("cp2", "latent"), ("tp2-sp", "hybrid")]
 OF_DRAFTERS += [("pp2", "dense"), ("pp2", "hybrid"), ("pp2-vpp2", "dense")]
@@ -93,7 +93,7 @@ def test_the_policy_does_not_change_and_the_drafter_learns_as_in_train(
     - one process: gradients and weights of the heads after a step are those of one process (pipeline stages).
     """
     forms = ("packed",) if layout == "cp2" else FORMS
-    cases = [f"{kind} {form}" for kind in DRAFTERS for form in forms]
+    cases = [f"{kind} {form}" for kind in (*SETTINGS, "several") for form in forms]
     worker, file = WORKER.with_name("attached_drafter_worker.py"), tmp_path / "found.json"
     monkeypatch.setenv("OF_ONE_PROCESS", str(tmp_path))
     if layout.startswith("pp2"):

@@ -35,6 +35,7 @@ BLOCKS = {
     "drafter_mask_token": 7,
 }
 BIASED = {**BLOCKS, "drafter_markov_rank": 6}
+PARALLEL = {**READ, "drafter_num_layers": 2, "drafter_mask_token": 7}
 KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "eagle3": ("eagle3", READ, DRAFTED),
     "eagle3-whole": ("eagle3", READ, WHOLE),
@@ -51,6 +52,18 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         DRAFTED,
     ),
     "dflash2": ("dflash2", BIASED, WHOLE),
+    "domino": ("domino", {**BIASED, "drafter_gru_size": 10}, WHOLE),
+    "domino-idle": (
+        "domino",
+        {**BIASED, "drafter_gru_size": 10, "drafter_idle_rows": 1, "drafter_window_size": 4, "drafter_causal": 1},
+        WHOLE,
+    ),
+    "peagle": ("peagle", PARALLEL, DRAFTED),
+    "peagle-windows": (
+        "peagle",
+        {**PARALLEL, "drafter_window_size": 4, "drafter_full_layers": [1], "drafter_norm_before_residual": 1},
+        WHOLE,
+    ),
     "dflash2-windows": (
         "dflash2",
         {**BIASED, "drafter_window_size": 4, "drafter_full_layers": [1], "drafter_causal": 2},
@@ -113,8 +126,8 @@ def make_drafter(root: Path, name: str, trunk: Path, sizes: dict[str, Any] | Non
         keys = {**sizes_of(kind, args.hidden_size), **sizes}
         kind = replace(kind, attention=attention_in(Path("config.json"), keys, "kv_lora_rank" in sizes))
     reduced = len(drafted) < VOCABULARY
-    has_head = reduced or kind.kind == "eagle3"
     codec, lists = CODECS[kind.kind], ("d2t", "t2d") if reduced else ()
+    has_head = reduced or codec.has_own_head
     own = codec.layer_names[0], codec.has_embedding
     form = DrafterForm(kind, args.hidden_size, torch.arange(len(drafted)), has_head, lists, *own)
     torch.manual_seed(3)

@@ -26,6 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"drafter_layers": (1, 3), **BLOCKS},
     "dspark": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
     "dflash2": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6},
+    "domino": {"drafter_layers": (1, 3), **BLOCKS, "drafter_markov_rank": 6, "drafter_gru_size": 10},
+    "peagle": {"drafter_layers": (1, 2, 3), **BLOCKS},
 }
 
 
@@ -77,7 +79,9 @@ def gradients_of_stage(
         for name, weight in ours.named_parameters():
             weight.copy_(weights[name.replace("mtp.", own)])
     loss, group = depth_loss(settings), parallel_state.get_context_parallel_group()
-    objective = one_head(depth_weights(settings, STEPS, 1.0, loss), group, loss, linear_main=True, trains_trunk=False)
+    weights_D, of_base = depth_weights(settings, STEPS, 1.0, loss), settings.kind and settings.kind.base_share
+    share = of_base(0.5) if of_base else 0  # of a run of unknown length
+    objective = one_head(weights_D, group, loss, linear_main=True, trains_trunk=False, base_share=share)
     document_BS = None if packed is None else _documents(packed, batch["tokens"])
     shifted = {**batch, "loss_mask": batch["loss_mask"].float()}
     own_S = torch.arange(batch["tokens"].size(1)) if own_S is None else own_S

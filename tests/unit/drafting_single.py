@@ -71,6 +71,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV},
     "dspark-own-head": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": MARKOV, "drafted": OWN_HEAD},
     "dflash2": {"num_layers": 4, "drafter_layers": (1, 3), "drafter": CONVOLVED},
+    "domino": {
+        "num_layers": 4,
+        "drafter_layers": (1, 3),
+        "drafter": {**MARKOV, "drafter": "domino", "drafter_gru_size": 10},
+    },
+    "peagle": {"num_layers": 4, "drafter_layers": (1, 2, 3), "drafter": {**BLOCKS, "drafter": "peagle"}},
+    "peagle-own-head": {
+        "num_layers": 4,
+        "drafter_layers": (1, 2, 3),
+        "drafter": {**BLOCKS, "drafter": "peagle"},
+        "drafted": OWN_HEAD,
+    },
 }
 
 
@@ -203,7 +215,8 @@ def kind_for(method: str) -> str:
 
 def method_of(kind: str) -> str:
     """The method that drafts as a kind of `KINDS` was trained."""
-    return METHODS.get(kind, "mtp")
+    drafter = kind.removesuffix("-own-head")
+    return drafter if drafter in DRAFTERS else METHODS.get(kind, "mtp")
 
 
 METHODS = {
@@ -212,13 +225,6 @@ METHODS = {
     "shared-moe": "mtp_eagle",
     "first-pass": "mtp_eagle",
     "mla-first-pass": "mtp_eagle",
-    "eagle3": "eagle3",
-    "eagle3-own-head": "eagle3",
-    "eagle": "eagle",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "dspark-own-head": "dspark",
-    "dflash2": "dflash2",
 }
 
 

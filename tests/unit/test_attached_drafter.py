@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
-from megatron_mtp.checkpoint.verify.drafters import Reference
+from megatron_mtp.checkpoint.verify.drafters import REFERENCES
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -171,21 +171,21 @@ def test_the_exported_folder_drafts_as_the_attached_drafter(kind: str, tmp_path:
     export_drafter(model, tmp_path / "drafter")
     form = read_drafter(tmp_path / "drafter", trunk_of(tmp_path / "drafter"))
     assert form.settings["drafts"] in (STEPS, None)
-    reference, words_VH = Reference(tmp_path / "drafter"), model.embedding.word_embeddings.weight
+    reference, words_VH = REFERENCES[kind](tmp_path / "drafter"), model.embedding.word_embeddings.weight
     reference.weights.pop("candidate_selector.predecessor_codebook", None)  # rows learn by logits before the choice
-    head_VH, drafts = model.output_layer.weight, 1 if reference.block is None else STEPS
+    head_VH, drafts = model.output_layer.weight, STEPS if reference.at_once else 1
     distances = [list[Tensor]() for _ in range(drafts)]
     for row, tokens_S in enumerate(tokens_BS):
         states_SX = torch.cat([states[number][:, row] for number in form.kind.layers or [0]], dim=-1)
         length = len(tokens_S)
-        if reference.block is None:
+        if not reference.at_once:
             made = reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head_VH)["logits of drafts"]
             by_draft = [(place, 1, made[place]) for place in range(length - 2)]
         else:
             padded_S, by_draft = torch.cat([tokens_S, torch.zeros(STEPS).to(tokens_S)]), []
             for place in range(length - 2):
-                before_K = padded_S[place + 1 : place + 1 + STEPS]
-                drafted = reference.drafts(states_SX[: place + 1], before_K, words_VH, head_VH)["logits of drafts"]
+                known_S = padded_S[: place + 1 + STEPS]
+                drafted = reference.drafts(states_SX[: place + 1], known_S, words_VH, head_VH)["logits of drafts"]
                 by_draft += [(place, draft, drafted_V) for draft, drafted_V in enumerate(drafted, start=1)]
         for place, draft, drafted_V in by_draft:
             if place + draft + 1 < length:

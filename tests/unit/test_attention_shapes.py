@@ -41,6 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
     "dflash2": {"method": "dflash2"},
+    "domino": {"method": "domino"},
+    "peagle": {"method": "peagle", "num_speculative_tokens": 5},
 }
 every_method = pytest.mark.parametrize("name", tiered(METHODS, ("plain", "mtp_tree", "dspark", "draft_model")))
 

@@ -23,7 +23,7 @@ from megatron_mtp.model.block_drafter import BlockAttention
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
-DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK = 3, 5, (1, 4), 4, 2, 8, 7, 6
+DRAFTS, LAYERS, READ, HEADS, GROUPS, CHANNELS, MASK, RANK, STATE = 3, 5, (1, 4), 4, 2, 8, 7, 6, 10
 DRAFTED = sorted({*range(0, VOCABULARY, 3), 1})
 KINDS = {
     "dflash": {"drafter": "dflash", "drafter_num_layers": 2, "drafter_mask_token": MASK},
@@ -39,12 +39,22 @@ KINDS = {
         "drafter_mask_token": MASK,
         "drafter_markov_rank": RANK,
     },
+    "domino": {
+        "drafter": "domino",
+        "drafter_num_layers": 2,
+        "drafter_mask_token": MASK,
+        "drafter_markov_rank": RANK,
+        "drafter_gru_size": STATE,
+    },
 }
 LOSSES = {
     "dflash": {"mtp_loss": "ce"},
     "dspark": {"mtp_loss": "mix", "mtp_loss_mix": "ce=0.1,tv=0.9"},
     "dflash2": {"mtp_loss": "kd"},
+    "domino": {"mtp_loss": "ce"},
 }
+BASE_SHARE = 0.3
+"""What a Domino drafter's logits without the bias have of the loss."""
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -83,7 +93,7 @@ class Reference:
 
     def rows(self, features_SH: Tensor, newest: Tensor, position: int) -> Tensor:
         """States [rows, H] after the norm of the block whose newest token is at `position`."""
-        count = DRAFTS + (self.kind != "dspark")
+        count = DRAFTS + (self.kind not in ("dspark", "domino"))
         tokens = [newest, *[torch.tensor(MASK)] * (count - 1)]
         states = [embedding(token, self.table) for token in tokens]
         for layer in self.layer.layers:
@@ -118,6 +128,8 @@ class Reference:
         logits_KN = states_KH @ self.head.t()
         if self.kind == "dflash":
             return logits_KN, None
+        if self.kind == "domino":
+            return logits_KN, logits_KN + self.bias(states_KH, tokens_S[position : position + DRAFTS])
         before_KR = self.layer.markov_w1[tokens_S[position : position + DRAFTS]]
         if self.kind == "dflash2":
             context_KR = before_KR * (states_KH @ self.layer.markov_projection.t())
@@ -126,11 +138,19 @@ class Reference:
         confidence_K = both @ self.layer.confidence_weight[0] + self.layer.confidence_bias
         return logits_KN + before_KR @ self.layer.markov_w2.t(), confidence_K
 
+    def bias(self, states_KH: Tensor, tokens_K: Tensor) -> Tensor:
+        """Domino's, of torch's GRU over the tokens before each draft; the first draft has none."""
+        gru = torch.nn.GRU(self.table.size(1), STATE, bias=False, dtype=torch.double)
+        named = {"weight_ih_l0": self.layer.gru_input, "weight_hh_l0": self.layer.gru_state}
+        memory_KG, _ = torch.func.functional_call(gru, named, (embedding(tokens_K, self.table),))
+        made = silu(torch.cat([states_KH, memory_KG], dim=-1) @ self.layer.bias_input.t()) @ self.layer.bias_output.t()
+        return torch.cat([torch.zeros_like(made[:1]), made[1:]])
+
 
 def reference_loss(
     model: GPTModel, kind: str, batch: dict[str, Any], read: Callable[[list[Tensor]], Tensor], is_paced: bool = False
 ) -> Tensor:
-    """sum_k exp(-2 (k - 1) / (K + 1)) times the mean loss of draft k over all blocks.
+    """sum_k exp(-2 (k - 1) / (K + 1)), of Domino exp(-16 (k - 1) / 7 K), times the mean loss of draft k over blocks.
 
     In a paced one draft k of a block has the weight sum_(j >= k) r_1 .. r_j, with r = (1 + exp(-loss)) / 2, or 0 where
     the draft does not count.
@@ -166,6 +186,10 @@ def reference_loss(
                     assert further is not None
                     sure = binary_cross_entropy_with_logits(further[number], overlap.detach())
                     loss = 0.1 * cross_entropy + 0.9 * (1 - overlap) + sure
+                elif kind == "domino":
+                    assert further is not None
+                    with_bias = -further[number].log_softmax(-1)[label]
+                    loss = (1 - BASE_SHARE) * with_bias + BASE_SHARE * cross_entropy
                 elif kind == "dflash2":
                     assert further is not None
                     candidates = logits_KN[number].topk(16).indices.tolist()
@@ -180,6 +204,8 @@ def reference_loss(
             for number, loss in losses.items():
                 total_K[number] += loss * (paces_K[number] if is_paced else 1)
     halving = [-2 * number / (DRAFTS + 1) for number in range(DRAFTS)]
+    if kind == "domino":
+        halving = [-16 * number / (7 * DRAFTS) for number in range(DRAFTS)]
     weights_K = torch.ones(DRAFTS) if is_paced else torch.tensor(halving, dtype=torch.double).exp()
     counts_of_blocks = depths.blocks_A is None or (kind == "dflash" and len(drafted) < VOCABULARY)
     counts_K = count_K.double() if counts_of_blocks else depths.whole_tokens[1:] / depths.block_weight
@@ -209,7 +235,15 @@ def losses(
         *(batch[name] for name in ("tokens", "position_ids")),
         batch["attention_mask"] if has_mask else None,
         labels=batch["labels"],
-        output_processor=one_head(weights, group, loss, linear_main=True, trains_trunk=False, measures_acceptance=True),
+        output_processor=one_head(
+            weights,
+            group,
+            loss,
+            linear_main=True,
+            trains_trunk=False,
+            measures_acceptance=True,
+            base_share=BASE_SHARE if kind == "domino" else 0,
+        ),
         output_processor_context=[batch["depths"]],
     )
     ours = (output.loss - output.main.total) / output.main.tokens
@@ -220,12 +254,19 @@ def losses(
     return ours, expected, found, wanted
 
 
-HEADS_OF = [("dflash", None), ("dflash", DRAFTED), ("dspark", None), ("dspark", DRAFTED), ("dflash2", None)]
+HEADS_OF = [
+    ("dflash", None),
+    ("dflash", DRAFTED),
+    ("dspark", None),
+    ("dspark", DRAFTED),
+    ("domino", None),
+    ("dflash2", None),
+]
 
 
 @pytest.mark.parametrize("blocks", tiered([None, 5], (5,)), ids=["everywhere", "five"])
 @pytest.mark.parametrize(
-    ("kind", "drafted"), tiered(HEADS_OF, (("dflash", DRAFTED), ("dspark", DRAFTED), HEADS_OF[-1]))
+    ("kind", "drafted"), tiered(HEADS_OF, (("dflash", DRAFTED), ("dspark", DRAFTED), *HEADS_OF[-2:]))
 )
 def test_loss_and_gradients_are_those_of_the_definition(
     kind: str, drafted: list[int] | None, blocks: int | None, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +275,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
     ours, expected, found, wanted = losses(drafter_model(kind, drafted), kind, blocks=blocks)
     torch.testing.assert_close(ours, expected, rtol=5e-7, atol=0)  # weights and masks are float32
     assert ("mtp.layers.0.head" in found) == (drafted is not None)
-    assert ("mtp.layers.0.markov_w2" in found) == (kind != "dflash")
+    assert ("mtp.layers.0.markov_w2" in found) == (kind in ("dspark", "dflash2"))
     assert ("mtp.layers.0.confidence_weight" in found) == (kind == "dspark")
     assert all(name.startswith("mtp.") for name in found)
     for name, gradient in wanted.items():
@@ -374,7 +415,7 @@ def test_a_confidence_without_rates_to_learn_from_is_refused() -> None:
     [
         (
             {"drafter": "dflash", "drafter_markov_rank": 4},
-            "--drafter-markov-rank was given with --drafter dflash; give --drafter dflash2 or dspark, or drop it",
+            "was given with --drafter dflash; give --drafter dflash2, domino or dspark, or drop it",
         ),
         (
             {"drafter": "eagle3", "drafter_blocks": 4},

@@ -76,10 +76,13 @@ def test_a_number_that_megatron_takes_in_silence_is_refused(name: str, number: f
         (f"{DEPTHS} --mtp-mask-prompts", "--mtp-mask-prompts was given with --mock-data or chats"),
         (f"{DEPTHS} --seq-length 2", "--mtp-num-layers is 2 (--mtp-unroll None), but sequences of --seq-length 2 have"),
         ("--drafter eagle2 --load x", "EAGLE-2 is --drafter eagle, drafted with the method eagle_tree"),
-        ("--drafter EAGLE-3 --load x", "choose one of dflash, dflash2, dspark, eagle, eagle3; did you mean eagle3?"),
+        (
+            "--drafter EAGLE-3 --load x",
+            "domino, dspark, eagle, eagle3, peagle; did you mean eagle3?",
+        ),
         (
             "--drafter lookahead --load x",
-            "--drafter is 'lookahead'; choose one of dflash, dflash2, dspark, eagle, eagle3.",
+            "--drafter is 'lookahead'; choose one of dflash, dflash2, domino, dspark, eagle, eagle3, peagle.",
         ),
         ("--fp8-format hybrid", "--fp8-format is hybrid, which Megatron computes with Transformer Engine alone"),
     ],

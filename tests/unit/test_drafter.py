@@ -42,6 +42,15 @@ OF_DRAFTER: dict[str, dict[str, Any]] = {
         "drafter_blocks": BLOCKS,
         "mtp_loss": "kd",
     },
+    "domino": {
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_markov_rank": 4,
+        "drafter_gru_size": 5,
+        "drafter_blocks": BLOCKS,
+        "mtp_loss": "ce",
+    },
+    "peagle": {"drafter_layers": (1, 2, 4), "drafter_num_layers": 2, "drafter_blocks": BLOCKS, "mtp_loss": "kd"},
 }
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -108,6 +117,7 @@ def run(
     [
         *(("eagle3", DRAFTED), ("eagle3", None), ("eagle", None)),
         *(("dflash", None), ("dspark", DRAFTED), ("dflash2", None)),
+        *(("domino", None), ("peagle", DRAFTED)),
     ],
 )
 def test_both_learn_what_each_learns_alone(kind: str, drafted: list[int] | None, freezes: bool) -> None:

@@ -14,6 +14,7 @@ from tiers import tiered
 
 from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.spec.kinds import DRAFTERS as KINDS
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -48,6 +49,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "drafter_mask_token": 7,
         "drafter_markov_rank": 6,
     },
+    "domino": {
+        "drafter": "domino",
+        "drafter_layers": (1, 3),
+        "drafter_num_layers": 2,
+        "drafter_mask_token": 7,
+        "drafter_markov_rank": 6,
+        "drafter_gru_size": 10,
+    },
+    "peagle": {"drafter": "peagle", "drafter_layers": (1, 2, 3), "drafter_num_layers": 2, "drafter_mask_token": 7},
 }
 
 
@@ -96,8 +106,12 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 """Behind a trunk without windows; drafts are three, and blocks of four rows."""
 
-OF_EAGLE3 = ("window", "window below the drafts")
-WINDOWED_CASES = [(name, kind) for name in WINDOWS for kind in DRAFTERS if kind != "eagle3" or name in OF_EAGLE3]
+WINDOWED_CASES = [
+    (name, kind)
+    for name, given in WINDOWS.items()
+    for kind in DRAFTERS
+    if {*given} <= {"drafter_window_size", *KINDS[kind].settings}
+]
 LATENTS = {
     "drafter_multi_latent_attention": [10, 12, 6, 4, 6],
     "drafter_num_attention_heads": 6,
@@ -118,6 +132,7 @@ WINDOWS |= {
     "latents without a rank of queries": {"drafter_multi_latent_attention": [0, 12, 6, 4, 6]},
     "latents in a window": {**LATENTS, "drafter_window_size": 2},
 }
+WINDOWED_CASES += [("norm before the residual", "peagle")]
 WINDOWED_CASES += [(name, "eagle3") for name in WINDOWS if name.startswith(("norm", "latents"))]
 WINDOWED_FIRST = (
     ("window below the drafts", "eagle3"),

@@ -389,6 +389,8 @@ RECORDED: list[tuple[str, str, float]] = [
     *(("eagle", "rejection", 1.0), ("eagle_tree", "specinfer", 1.0)),
     *(("dflash", "greedy", 0.0), ("dflash", "block", 1.0), ("dspark", "greedy", 0.0), ("dspark", "rejection", 1.0)),
     *(("dflash2", "greedy", 0.0), ("dflash2", "rejection", 1.0)),
+    *(("domino", "greedy", 0.0), ("domino", "rejection", 1.0)),
+    *(("peagle", "greedy", 0.0), ("peagle", "rejection", 1.0)),
 ]
 """Methods and verifiers whose steps can be CUDA graphs, and a temperature."""
 

@@ -57,6 +57,8 @@ CASES: dict[str, Case] = {
     "dflash": Case({"method": "dflash"}, "dflash"),
     "dspark": Case({"method": "dspark"}, "dspark-own-head"),
     "dflash2": Case({"method": "dflash2"}, "dflash2"),
+    "domino": Case({"method": "domino"}, "domino"),
+    "peagle": Case({"method": "peagle", "num_speculative_tokens": 4}, "peagle"),
     "parallel_heads": Case({"method": "parallel_heads"}, "parallel"),
     "draft_model": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3}),
     "draft_model-beam": Case({"method": "draft_model", "model": "-", "num_speculative_tokens": 3, "beam_width": 3}),

@@ -61,6 +61,8 @@ def test_what_a_checkpoint_keeps_gives_the_same_drafter(drawn: tuple[str, dict[s
         ("dflash", (2, 7, 12, 17, 22), 5, 99, None, 1),
         ("dspark", (2, 7, 12, 17, 22), 5, 99, 256, 0),
         ("dflash2", (2, 7, 12, 17, 22), 5, 99, 256, 1),
+        ("domino", (2, 7, 12, 17, 22), 5, 99, 256, 0),
+        ("peagle", (2, 12, 21), 4, 99, None, 0),
     ],
 )
 def test_settings_that_nobody_gave_have_values(

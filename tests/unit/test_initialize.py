@@ -224,6 +224,8 @@ BEGUN: dict[str, Callable[[], Any]] = {
     "dspark, sinks": partial(drafter, "dspark", (1, 3), **BLOCK, **SINKS, drafter_idle_rows=1),
     "dspark, vocabulary": partial(drafter, "dspark", (1, 3), DRAFTED, **BLOCK),
     "dflash2, sinks": partial(drafter, "dflash2", (1, 3), **BLOCK, **SINKS),
+    "domino": partial(drafter, "domino", (1, 3), **BLOCK, drafter_gru_size=10),
+    "peagle, vocabulary": partial(drafter, "peagle", (1, 2, 3), DRAFTED, drafter_num_layers=2, drafter_mask_token=7),
 }
 """Every kind of draft head, and each of its optional parts in one of them."""
 

@@ -4,6 +4,7 @@ Skipped without the package; with it, every kind that both have is drawn at rand
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 from megatron_mtp.checkpoint.convert.drafters import plan_attaching_drafter
 from megatron_mtp.checkpoint.verify import drafters as judge
 from megatron_mtp.checkpoint.verify.drafters import verify_drafter
+from megatron_mtp.heads.peagle.reference import PEagleReference
 from megatron_mtp.megatron.checkpoint import EMBEDDING
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 
@@ -79,19 +81,24 @@ Given = tuple[Tensor, ...]
 
 
 def drafts(
-    folder: Path, trunk: Path, target: Path, part: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    trunk: Path,
+    target: Path,
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[judge.Reference] = judge.Reference,
 ) -> tuple[Given, dict[str, Tensor]]:
     """What the plain reference is given, `part` of its methods, and what Megatron drafts of it."""
     plan_attaching_drafter(trunk, folder).write(target, QUIET)
     given: list[Given] = []
-    made = getattr(judge.Reference, part)
+    made = getattr(kind, part)
 
     def noted(self: judge.Reference, *states: Tensor) -> dict[str, Tensor]:
         given.append(states)
         drafts: dict[str, Tensor] = made(self, *states)
         return drafts
 
-    monkeypatch.setattr(judge.Reference, part, noted)
+    monkeypatch.setattr(kind, part, noted)
     ours: list[dict[str, Tensor]] = []
     both: Callable[..., Any] = judge.drafts_of_both
 
@@ -132,9 +139,10 @@ def test_a_block_is_drafted_as_speculators_drafts_it(
     config = getattr(speculators, config_class)(transformer_layer_config=layer, **{**own, **keys})
     model = getattr(speculators, model_class)(config)
     folder = saved(model, tmp_path / "folder", trunk)
-    (states_SX, tokens_K, _, head_VH), ours = drafts(folder, trunk, tmp_path / "out", "drafts", monkeypatch)
+    (states_SX, tokens_S, _, head_VH), ours = drafts(folder, trunk, tmp_path / "out", "drafts", monkeypatch)
 
-    context, idle = len(states_SX), BLOCK - len(tokens_K)
+    context, tokens_K = len(states_SX), tokens_S[len(states_SX) :]
+    idle = BLOCK - len(tokens_K)
     length = context + 2 * BLOCK
     if not model.use_draft_vocab:
         model.lm_head.weight.data = head_VH.float()
@@ -196,3 +204,47 @@ def test_eagle3_drafts_as_speculators_does(
     theirs = by_token(logits[0], model)
     assert (ours["logits of drafts"] - theirs).abs().max() < 1e-4 < theirs.abs().max()
     assert DistReader(tmp_path / "out").common()["args"].drafter_window_size == window
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("is_before", [False, True])
+@torch.no_grad()
+def test_p_eagle_drafts_as_speculators_trains(
+    window: int | None,
+    is_before: bool,
+    speculators: ModuleType,
+    trunk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The masks behind one place are rows of its training forward, which draws their places at random.
+
+    There a mask sees all masks before it, in engines those in its window; this window has more positions than drafts.
+    """
+    layer = LlamaConfig(**LAYER, num_hidden_layers=2, tie_word_embeddings=False)
+    layer._attn_implementation = "eager"
+    if window is not None:
+        layer.layer_types, layer.sliding_window = [F, S], window
+    own: dict[str, Any] = {"draft_vocab_size": len(DRAFTED), "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    config = speculators.PEagleSpeculatorConfig(
+        transformer_layer_config=layer, norm_before_residual=is_before, mask_token_id=MASK, **own
+    )
+    model = speculators.PEagleDraftModel(config)
+    folder = saved(model, tmp_path / "folder", trunk)
+    given, ours = drafts(folder, trunk, tmp_path / "out", "drafts", monkeypatch, PEagleReference)
+    states_SX, tokens_S = given[:2]
+    count, drafted = len(states_SX), len(ours["logits of drafts"])
+    states = torch.cat([states_SX, torch.zeros(drafted, states_SX.size(1))])[None]
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    anchors = torch.cat([torch.arange(count + drafted), torch.full((drafted - 1,), count - 1)])
+    depths = torch.cat([torch.zeros(count + drafted, dtype=torch.long), torch.arange(1, drafted)])
+    monkeypatch.setattr("speculators.models.peagle.core.generate_cod_sample_indices", lambda **_: (anchors, depths))
+    document = torch.zeros(1, count + drafted, dtype=torch.long)
+    last = torch.zeros(1, count + drafted, HIDDEN)
+    shifted = torch.cat([tokens_S[1 : count + drafted], tokens_S[:1]])[None]
+    plain = import_module("speculators.losses").resolve_loss_config("kl_div", "eager")
+    named: dict[str, Any] = {"verifier_last_hidden_states": last, "num_depths": drafted, "loss_config": plain}
+    model(states, shifted, document, **named)
+    theirs = by_token(torch.cat([logits[0][count - 1 : count], logits[0][count + drafted :]]), model)
+    assert (ours["logits of drafts"] - theirs).abs().max() < 1e-4 < theirs.abs().max()

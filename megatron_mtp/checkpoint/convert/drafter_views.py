@@ -28,10 +28,10 @@ class LayerView:
     causal: bool
 
 
-def layer_views(keys: Mapping[str, Any], fills_blocks: bool) -> list[LayerView]:
+def layer_views(keys: Mapping[str, Any], sees_ahead: bool) -> list[LayerView]:
     """What each layer of a drafter attends to, as engines read the keys of its config (`with_inner`).
 
-    A layer that drafts token by token is causal. In blocks, `is_causal` and `causal` are for all layers;
+    A layer that does not see ahead in its blocks is causal. In others, `is_causal` and `causal` are for all layers;
     `sliding_window_non_causal`, which speculators writes, is for windowed layers, and its full layers are never causal.
     Without a key, layers that `layer_types` calls windowed are causal.
 
@@ -47,7 +47,7 @@ def layer_views(keys: Mapping[str, Any], fills_blocks: bool) -> list[LayerView]:
             raise ValueError(f"has {_both(widths)}, two widths of one window; remove the one that was not trained.")
         if type(width) is not int or width < 1:
             raise ValueError(f"has sliding_window {width!r:.40}, which is a number from 1 on.")
-    if not fills_blocks:
+    if not sees_ahead:
         return [LayerView(width if one == SLIDING else None, causal=True) for one in types]
     said = {name: [bool(keys[name])] * len(types) for name in CAUSAL_KEYS if keys.get(name) is not None}
     if SLIDING in types and keys.get(NON_CAUSAL) is not None:
@@ -94,7 +94,7 @@ def layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, A
         ValueError: they are not said, contradict one another, or the kind has no such layers.
     """
     try:
-        views = layer_views(keys, row.fills_blocks)
+        views = layer_views(keys, row.sees_ahead)
     except ValueError as error:
         raise ValueError(f"{path / CONFIG} {error}") from None
     has_sinks = bool(keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"))
@@ -110,6 +110,6 @@ def layers_in(path: Path, row: DrafterKind, keys: dict[str, Any]) -> dict[str, A
     if (window := next((one.window for one in views if one.window is not None), None)) is not None:
         full = tuple(number for number, one in enumerate(views, start=1) if one.window is None)
         found |= {"drafter_window_size": window, "drafter_full_layers": full}
-    if row.fills_blocks and any(one.causal for one in views):
+    if row.sees_ahead and any(one.causal for one in views):
         found["drafter_causal"] = CAUSAL if all(one.causal for one in views) else CAUSAL_IN_WINDOWS
     return found

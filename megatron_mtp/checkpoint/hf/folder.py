@@ -371,6 +371,10 @@ def drafter_kind(path: Path) -> str | None:
     if not isinstance(named, list):
         return None
     rows = DRAFTERS.values()
+    inner = keys.get("dflash_config")
+    projector = inner.get("projector_type") if isinstance(inner, dict) else None
+    if projector is not None and (own := next((row.name for row in rows if row.projector_type == projector), None)):
+        return own
     names = {name: row.name for row in rows for name in (row.architecture, *row.also_called, *row.latent_architectures)}
     if (kind := next((names[name] for name in named if name in names), None)) is not None:
         return kind

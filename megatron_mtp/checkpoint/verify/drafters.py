@@ -34,7 +34,7 @@ from megatron_mtp.checkpoint.convert.drafter_form import (
 )
 from megatron_mtp.checkpoint.convert.drafter_views import layer_views
 from megatron_mtp.checkpoint.hf.config import CONFIG, read_json
-from megatron_mtp.checkpoint.hf.folder import HFFolder
+from megatron_mtp.checkpoint.hf.folder import HFFolder, drafter_kind
 from megatron_mtp.checkpoint.model import load_model
 from megatron_mtp.checkpoint.verify.forms import LENGTH, prompt_of
 from megatron_mtp.checkpoint.verify.prompt import Prompt, exact_float32
@@ -43,6 +43,8 @@ from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.checkpoint.reader import DistReader
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.attachment import attached_of
+from megatron_mtp.spec.kinds import DRAFTERS
+from megatron_mtp.spec.registry import Imported
 from megatron_mtp.spec.rope_scaling import yarn_factor
 
 Drafts = dict[str, Tensor]
@@ -97,7 +99,7 @@ def _same_tensors(form: DrafterForm, folder: Path, reader: DistReader) -> Check:
 @torch.no_grad()
 def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Prompt) -> tuple[Drafts, Drafts]:
     """Drafts of a checkpoint and of a folder on the trunk of the checkpoint, after these layers of its folder."""
-    model, reference = load_model(mcore), Reference(folder)
+    model, reference = load_model(mcore), REFERENCES[str(drafter_kind(folder))](folder)
     states: dict[int, Tensor] = {}
 
     def keep(number: int) -> Any:
@@ -113,7 +115,7 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
         states[0] = stage.hidden_SBH[:, 0]
         head, hidden = drafted.head, stage.hidden_SBH.size(-1)
         made = torch.stack([state_SBH[place, 0] for state_SBH in drafted.hidden])
-        if reference.block is None:
+        if not reference.at_once:
             made = drafted.hidden[0][: length - 1, 0]
         logits = linear(made[:, :hidden], head.draft_weight)
         if head.bias_rows is not None:
@@ -130,16 +132,21 @@ def drafts_of_both(folder: Path, mcore: Path, layers: Sequence[int], prompt: Pro
     states_SX = torch.cat([states[number] for number in layers or [0]], dim=-1)
     head, tokens_S = attached_of(model).head().weight[: reference.keys["vocab_size"]], prompt.tokens_BS[0].cuda()
     words_VH = reference.weights.get("embed_tokens.weight", model.embedding.word_embeddings.weight)
-    if reference.block is None:
+    if not reference.at_once:
         return drafted, reference.steps(states_SX[:-1], words_VH[tokens_S[1:]], head)
-    return drafted, reference.drafts(states_SX[: place + 1], tokens_S[place + 1 :], words_VH, head)
+    return drafted, reference.drafts(states_SX[: place + 1], tokens_S, words_VH, head)
+
+
+REFERENCES: "Imported[type[Reference]]" = Imported({row.name: row.reference for row in DRAFTERS.values()})
+"""Computations of folders by kind."""
 
 
 class Reference:
     """A drafter from its folder alone, in float32.
 
     Attributes:
-        block: rows of a block; None of a drafter of one layer.
+        block: rows of a block; None without blocks.
+        at_once: whether it drafts K tokens in one pass.
         latents: channels of compressed keys and values; 0 of grouped queries.
         reads_last: whether it reads the trunk's last state, as EAGLE does, which has no norm before its head.
     """
@@ -155,7 +162,8 @@ class Reference:
         self.latents: int = keys.get("kv_lora_rank") or 0
         if self.latents:
             self.channels = keys["qk_rope_head_dim"]
-        self.views = layer_views(keys, self.block is not None)
+        row = DRAFTERS[str(drafter_kind(folder))]
+        self.at_once, self.views = row.fills_blocks, layer_views(keys, row.sees_ahead)
         self.rope = rope = dict(keys.get("rope_scaling") or keys.get("rope_parameters") or {})
         theta = keys.get("rope_theta") or rope.get("rope_theta", 10000)
         config = LlamaConfig(
@@ -172,85 +180,90 @@ class Reference:
         """The first draft of EAGLE-3 or EAGLE at every position, from the embeddings of the next tokens."""
         layer = "layers.0." if "layers.0.post_attention_layernorm.weight" in self.weights else "midlayer."
         if self.reads_last:
-            residual_SH = given = self._linear("fc", torch.cat([next_SH, states_SX], dim=-1))
+            residual_SH = given = self.linear("fc", torch.cat([next_SH, states_SX], dim=-1))
         else:
-            residual_SH = self._linear("fc", states_SX)
-            inputs = self._norm(f"{layer}input_layernorm", next_SH), self._norm(f"{layer}hidden_norm", residual_SH)
+            residual_SH = self.linear("fc", states_SX)
+            inputs = self.norm(f"{layer}input_layernorm", next_SH), self.norm(f"{layer}hidden_norm", residual_SH)
             given = torch.cat(inputs, dim=-1)
             if self.keys.get("norm_before_residual"):
                 residual_SH = inputs[1]
         position_S = torch.arange(len(given), device=given.device)
-        visible_SS = self._visible(0, position_S, position_S)
-        state_SH = residual_SH + self._attended(f"{layer}self_attn.", given, given, position_S, visible_SS)
-        state_SH = self._through_mlp(layer, state_SH)
-        normed_SH = state_SH if self.reads_last else self._norm("norm", state_SH)
-        return {"logits of drafts": self._logits(linear(normed_SH, self.weights.get("lm_head.weight", head_VH)))}
+        visible_SS = self.visible(0, position_S, position_S)
+        state_SH = residual_SH + self.attended(f"{layer}self_attn.", given, given, position_S, visible_SS)
+        state_SH = self.through_mlp(layer, state_SH)
+        normed_SH = state_SH if self.reads_last else self.norm("norm", state_SH)
+        return {"logits of drafts": self.logits(linear(normed_SH, self.weights.get("lm_head.weight", head_VH)))}
 
-    def drafts(self, states_SX: Tensor, tokens_K: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:
-        """The drafts of a block behind the states, which begins with the first of the tokens before each draft."""
+    def drafts(self, states_SX: Tensor, tokens_S: Tensor, words_VH: Tensor, head_VH: Tensor) -> Drafts:
+        """The drafts behind the states, of which each has its token; those after them are the tokens before drafts."""
         context, rows = len(states_SX), self.block or 0
-        feature_SH = self._norm("hidden_norm", self._linear("fc", states_SX))
+        tokens_K = tokens_S[context:]
+        feature_SH = self.norm("hidden_norm", self.linear("fc", states_SX))
         masks = torch.full((rows - 1,), self.keys["mask_token_id"]).to(tokens_K)
         state_RH = words_VH[torch.cat([tokens_K[:1], masks])]
         position_T = torch.arange(context + rows, device=state_RH.device)
         for number in range(self.keys["num_hidden_layers"]):
             layer = f"layers.{number}."
-            normed_RH = self._norm(f"{layer}input_layernorm", state_RH)
-            visible_RT = self._visible(number, position_T[context:], position_T)
+            normed_RH = self.norm(f"{layer}input_layernorm", state_RH)
+            visible_RT = self.visible(number, position_T[context:], position_T)
             given_RH = self._convolved(f"{layer}attention_conv.", normed_RH, normed_RH, 0)
             keys_TH = torch.cat([feature_SH, given_RH])
-            made_RH = self._attended(f"{layer}self_attn.", given_RH, keys_TH, position_T, visible_RT)
+            made_RH = self.attended(f"{layer}self_attn.", given_RH, keys_TH, position_T, visible_RT)
             state_RH = state_RH + self._convolved(f"{layer}attention_conv.", normed_RH, made_RH, 1)
-            state_RH = self._through_mlp(layer, state_RH)
-        state_KH = self._norm("norm", state_RH)[-len(tokens_K) :]
+            state_RH = self.through_mlp(layer, state_RH)
+        state_KH = self.norm("norm", state_RH)[-len(tokens_K) :]
         logits_KN = linear(state_KH, self.weights.get("lm_head.weight", head_VH))
+        return self.biased(logits_KN, state_KH, tokens_K, words_VH)
+
+    def biased(self, logits_KN: Tensor, state_KH: Tensor, tokens_K: Tensor, words_VH: Tensor) -> Drafts:
+        """A block's drafts, of its logits, its states after the norm, and the tokens before each draft."""
         if (predecessors := self.weights.get("candidate_selector.predecessor_codebook")) is not None:
-            before_KR = predecessors[tokens_K] * self._linear("candidate_selector.hidden_projection", state_KH)
+            before_KR = predecessors[tokens_K] * self.linear("candidate_selector.hidden_projection", state_KH)
             logits_KN = logits_KN + before_KR @ self.weights["candidate_selector.successor_codebook"].t()
         if (markov := self.weights.get("markov_head.markov_w1.weight")) is None:
-            return {"logits of drafts": self._logits(logits_KN)}
+            return {"logits of drafts": self.logits(logits_KN)}
         before_KR = markov[tokens_K]
-        logits_KN = logits_KN + self._linear("markov_head.markov_w2", before_KR)
-        sure_K1 = self._linear("confidence_head.proj", torch.cat([state_KH, before_KR], dim=-1))
+        logits_KN = logits_KN + self.linear("markov_head.markov_w2", before_KR)
+        sure_K1 = self.linear("confidence_head.proj", torch.cat([state_KH, before_KR], dim=-1))
         confidence_K = sure_K1[:, 0] + self.weights["confidence_head.proj.bias"]
-        return {"logits of drafts": self._logits(logits_KN), "confidence of drafts": confidence_K}
+        return {"logits of drafts": self.logits(logits_KN), "confidence of drafts": confidence_K}
 
-    def _visible(self, layer: int, position_R: Tensor, position_T: Tensor) -> Tensor:
+    def visible(self, layer: int, position_R: Tensor, position_T: Tensor) -> Tensor:
         """Which positions the rows of a layer attend to, [R, T]: in a window those above the row's less its width."""
         view = self.views[layer]
         visible_RT = position_T > position_R[:, None] - (view.window or len(position_T))
         return visible_RT & (position_T <= position_R[:, None]) if view.causal else visible_RT
 
-    def _attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
+    def attended(self, place: str, rows: Tensor, attends_to: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
         """Attention of the last rows of some positions to all of them."""
         if self.latents:
             return self._attended_by_latents(place, rows, position_T, visible)
         query, key, value = (
-            self._linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
+            self.linear(f"{place}{one}_proj", given).unflatten(-1, (-1, self.channels)).transpose(0, 1)
             for one, given in (("q", rows), ("k", attends_to), ("v", attends_to))
         )
         if f"{place}q_norm.weight" in self.weights:
-            query, key = self._norm(f"{place}q_norm", query), self._norm(f"{place}k_norm", key)
+            query, key = self.norm(f"{place}q_norm", query), self.norm(f"{place}k_norm", key)
         query, key = self._turned(query, position_T[-len(rows) :]), self._turned(key, position_T)
         if (sink_N := self.weights.get(f"{place}attention_sink_bias")) is None:
             made = scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
-            return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+            return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
         key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
         scores_NRT = (query @ key.mT / self.channels**0.5).masked_fill(~visible, -torch.inf)
         with_sink = torch.cat([scores_NRT, sink_N[:, None, None].expand(-1, len(rows), 1)], dim=-1)
         made = with_sink.softmax(-1)[..., :-1] @ value
-        return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+        return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _attended_by_latents(self, place: str, given: Tensor, position_T: Tensor, visible: Tensor) -> Tensor:
         """Latent attention of all positions, whose keys' part with positions is one for all heads."""
         heads, content = self.keys["num_attention_heads"], self.keys["qk_nope_head_dim"]
         if f"{place}q_a_proj.weight" in self.weights:
-            narrow = self._norm(f"{place}q_a_layernorm", self._linear(f"{place}q_a_proj", given))
-            query = self._linear(f"{place}q_b_proj", narrow)
+            narrow = self.norm(f"{place}q_a_layernorm", self.linear(f"{place}q_a_proj", given))
+            query = self.linear(f"{place}q_b_proj", narrow)
         else:
-            query = self._linear(f"{place}q_proj", given)
-        latent, shared = self._linear(f"{place}kv_a_proj_with_mqa", given).tensor_split([self.latents], dim=-1)
-        wide = self._linear(f"{place}kv_b_proj", self._norm(f"{place}kv_a_layernorm", latent))
+            query = self.linear(f"{place}q_proj", given)
+        latent, shared = self.linear(f"{place}kv_a_proj_with_mqa", given).tensor_split([self.latents], dim=-1)
+        wide = self.linear(f"{place}kv_b_proj", self.norm(f"{place}kv_a_layernorm", latent))
         query, wide = (one.unflatten(-1, (heads, -1)).transpose(0, 1) for one in (query, wide))
         (query, turned), (key, value) = (one.tensor_split([content], dim=-1) for one in (query, wide))
         turned, shared = (self._turned(_in_halves(one), position_T) for one in (turned, shared))
@@ -258,7 +271,7 @@ class Reference:
         factor = yarn_factor(self.rope.get("factor") or 1, self.rope.get("mscale_all_dim") or 0)
         scale = factor**2 / query.size(-1) ** 0.5
         made = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
-        return self._linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
+        return self.linear(f"{place}o_proj", made.transpose(0, 1).flatten(1))
 
     def _turned(self, heads: Tensor, position_T: Tensor) -> Tensor:
         """Heads [.., T, C] with rotary angles; each channel of the front half is turned with one of the back half."""
@@ -267,11 +280,12 @@ class Reference:
         front, back = heads.chunk(2, dim=-1)
         return torch.cat([front * cosine - back * sine, back * cosine + front * sine], dim=-1)
 
-    def _through_mlp(self, layer: str, state: Tensor) -> Tensor:
-        normed = self._norm(f"{layer}post_attention_layernorm", state)
+    def through_mlp(self, layer: str, state: Tensor) -> Tensor:
+        """States after the MLP of a layer, of those after its attention."""
+        normed = self.norm(f"{layer}post_attention_layernorm", state)
         given = self._convolved(f"{layer}mlp_conv.", normed, normed, 0)
-        gate, up = self._linear(f"{layer}mlp.gate_proj", given), self._linear(f"{layer}mlp.up_proj", given)
-        made = self._linear(f"{layer}mlp.down_proj", silu(gate) * up)
+        gate, up = self.linear(f"{layer}mlp.gate_proj", given), self.linear(f"{layer}mlp.up_proj", given)
+        made = self.linear(f"{layer}mlp.down_proj", silu(gate) * up)
         return state + self._convolved(f"{layer}mlp_conv.", normed, made, 1)
 
     def _convolved(self, place: str, normed_RH: Tensor, values_RH: Tensor, side: int) -> Tensor:
@@ -279,7 +293,7 @@ class Reference:
         if (base := self.weights.get(f"{place}base_kernel")) is None:
             return values_RH
         taps, groups = base.size(1), base.size(2) // self.keys["conv_group_size"]
-        added = self._linear(f"{place}kernel_projection", normed_RH).view(len(normed_RH), 2, taps, groups)
+        added = self.linear(f"{place}kernel_projection", normed_RH).view(len(normed_RH), 2, taps, groups)
         kernel_RTH = base[side] + added[:, side].repeat_interleave(self.keys["conv_group_size"], dim=-1)
         made_RH = torch.zeros_like(values_RH)
         for row in range(len(values_RH)):
@@ -287,16 +301,19 @@ class Reference:
                 made_RH[row] += kernel_RTH[row, tap] * values_RH[row - tap]
         return made_RH
 
-    def _logits(self, logits: Tensor) -> Tensor:
+    def logits(self, logits: Tensor) -> Tensor:
+        """Logits of drafted tokens at their ids."""
         offsets = self.weights.get("d2t")
         tokens_N = None if offsets is None else offsets + torch.arange(len(offsets)).to(offsets)
         return _by_token(logits, tokens_N, self.keys["vocab_size"])
 
-    def _norm(self, name: str, value: Tensor) -> Tensor:
+    def norm(self, name: str, value: Tensor) -> Tensor:
+        """The norm of this name."""
         weight = self.weights[f"{name}.weight"]
         return rms_norm(value, weight.shape, weight, self.keys.get("rms_norm_eps", 1e-6))
 
-    def _linear(self, name: str, value: Tensor) -> Tensor:
+    def linear(self, name: str, value: Tensor) -> Tensor:
+        """The product with the weight of this name."""
         return linear(value, self.weights[f"{name}.weight"])
 
 

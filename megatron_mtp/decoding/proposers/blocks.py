@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_mtp.decoding.draft import Draft, Round
-from megatron_mtp.decoding.proposers.mtp import OneCache, chain_of, pick, windows
+from megatron_mtp.decoding.proposers.mtp import OneCache, chain_at_once, chain_of, pick, windows
 
 if TYPE_CHECKING:
     from megatron_mtp.decoding.runner import Runner
@@ -42,8 +42,7 @@ class Blocks(OneCache):
 
     @override
     def propose(self, sequences: "Sequences", round: Round, count: int) -> Draft:
-        logits_BKV = self.runner.draft_logits(self.block(sequences, count))
-        return chain_of([pick(logits_BKV[:, place], round, place) for place in range(count)])
+        return chain_at_once(self.runner.draft_logits(self.block(sequences, count)), round)
 
     @override
     def catch_up(self, sequences: "Sequences", round: Round, count: int) -> None:
@@ -77,13 +76,22 @@ class LeftToRight(Blocks, ABC):
         """The drafts, and for each the state after the norm beside what the token before gives it, [K, B, H + M]."""
         state_KBH = self.block(sequences, count)
         logits_BKV, token_B = self.runner.draft_logits(state_KBH), sequences.tokens_at(sequences.newest_B, 1)[:, 0]
-        layer, picked, read = self.runner.model.mtp.layer, [], list[Tensor]()
-        for place, state_BH in enumerate(layer.norm(state_KBH)):
-            before_BM = layer.before(state_BH, token_B)
+        memory, picked, read = None, [], list[Tensor]()
+        for place, state_BH in enumerate(self.runner.model.mtp.layer.norm(state_KBH)):
+            before_BM, memory = self.before(state_BH, token_B, memory)
             read.append(torch.cat([state_BH, before_BM], dim=-1))
             picked.append(pick(self.biased(logits_BKV[:, place], before_BM), round, place))
             token_B = picked[-1][0]
         return chain_of(picked), torch.stack(read)
+
+    def before(self, state_BH: Tensor, token_B: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the token before a draft gives its bias [B, M], and what is kept for the next draft's.
+
+        Args:
+            memory: what the draft before has kept; None for the first draft.
+        """
+        made: Tensor = self.runner.model.mtp.layer.before(state_BH, token_B)
+        return made, None
 
     @abstractmethod
     def biased(self, logits_BV: Tensor, before_BM: Tensor) -> Tensor:

@@ -186,6 +186,11 @@ def chain_of(picked: list[tuple[Tensor, Tensor | None]]) -> Draft:
     return Draft(tokens_BN, torch.stack(probs, dim=1) if probs else None)
 
 
+def chain_at_once(logits_BKV: Tensor, round: Round) -> Draft:
+    """A chain whose tokens do not depend on one another, each by its own logits."""
+    return chain_of([pick(logits_BKV[:, place], round, place) for place in range(logits_BKV.size(1))])
+
+
 def pick(logits_BV: Tensor, round: Round, position: int) -> tuple[Tensor, Tensor | None]:
     """The drafted token [B] at a position of the draft, and the q [B, V] that it was sampled from; greedy has none."""
     if round.sampling.greedy:

@@ -7,12 +7,13 @@ engine that does otherwise still gives correct texts, because it verifies; it ac
     feeding = ENGINES["vllm"].feeding("glm4_moe", depths=2)
     differences(TRAINED, feeding)          the rules that differ, with the words for both sides
 
-Every engine that runs drafters (EAGLE, EAGLE-3, DFlash, DSpark) feeds them as our own decoder does; of these the table
-has the source and the evidence alone.
+Every engine that runs drafters (EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark) feeds them as our own decoder does; of these
+the table has the source and the evidence alone.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 READ = "read in its source"
 EVERY_DEPTH = "every draft by its own depth"
@@ -104,11 +105,13 @@ class DrafterRules:
         source: the file of the class in the engine's repository.
         evidence: whether the engine's own counts were compared with those of our decoder.
         latent_source: the file of its class with latent attention; None if it has none.
+        method: keys of its speculative config that choose it; None where the method has the kind's name.
     """
 
     source: str
     evidence: str = READ
     latent_source: str | None = None
+    method: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,8 @@ _VLLM_DRAFTERS = {
     "eagle": DrafterRules(f"{_VLLM_MODELS}/llama_eagle.py"),
     "dflash": DrafterRules(f"{_VLLM_MODELS}/qwen3_dflash.py"),
 }
+_AT_ONCE = {"method": "eagle3", "parallel_drafting": True}
+_VLLM_READ = {"peagle": DrafterRules(f"{_VLLM_MODELS}/llama_eagle3.py", method=_AT_ONCE)}
 
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
@@ -251,7 +256,7 @@ ENGINES: dict[str, Engine] = {
         source="vllm/v1/spec_decode/llm_base_proposer.py",
         families=_VLLM_FAMILIES,
         evidence=_VLLM_RUN,
-        drafters={name: replace(rules, evidence=_VLLM_RUN) for name, rules in _VLLM_DRAFTERS.items()},
+        drafters={**{name: replace(rules, evidence=_VLLM_RUN) for name, rules in _VLLM_DRAFTERS.items()}, **_VLLM_READ},
         counts="multiple",
     ),
     "vllm-v2": Engine(
@@ -260,7 +265,7 @@ ENGINES: dict[str, Engine] = {
         source="vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py",
         families=_VLLM_FAMILIES,
         evidence=READ,
-        drafters={**_VLLM_DRAFTERS, "dspark": DrafterRules(f"{_VLLM_MODELS}/qwen3_dspark.py")},
+        drafters={**_VLLM_DRAFTERS, **_VLLM_READ, "dspark": DrafterRules(f"{_VLLM_MODELS}/qwen3_dspark.py")},
         counts="known",
         several=lambda feeding: replace(feeding, module="own", keys="own"),
     ),

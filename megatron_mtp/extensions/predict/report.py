@@ -54,7 +54,7 @@ def as_json(case: Case, predicted: Prediction) -> dict[str, Any]:
     rates = [round(rate, 4) for rate in predicted.engine.accepted_per_position]
     return {
         "speculative_config": {
-            "method": case.drafter or "mtp",
+            **((case.rules and case.rules.method) or {"method": case.drafter or "mtp"}),
             "num_speculative_tokens": case.count,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": rates,

@@ -1,6 +1,13 @@
 """DFlash2 in a row: what it reads, learns and has, and where its parts are."""
 
-from megatron_mtp.spec.kinds import MARKOV_RANK, SETTINGS_OF_BLOCKS, DrafterKind, spread_layers, weights_of_blocks
+from megatron_mtp.spec.kinds import (
+    MARKOV,
+    MARKOV_RANK,
+    SETTINGS_OF_BLOCKS,
+    DrafterKind,
+    spread_layers,
+    weights_of_blocks,
+)
 
 TAPS, CHANNELS_OF_A_KERNEL, CANDIDATES = 2, 16, 16
 """Sizes of every published one: rows that a convolution adds up, channels that share what a row adds to its kernel, and
@@ -19,4 +26,5 @@ ROW = DrafterKind(
     loss={"mtp_loss": "kd"},
     settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK},
     idle_rows=1,
+    begins={**MARKOV, "markov_projection": None, "kernel_projection": 0},
 )

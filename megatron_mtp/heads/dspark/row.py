@@ -1,6 +1,13 @@
 """DSpark in a row: what it reads, learns and has, and where its parts are."""
 
-from megatron_mtp.spec.kinds import MARKOV_RANK, SETTINGS_OF_BLOCKS, DrafterKind, spread_layers, weights_of_blocks
+from megatron_mtp.spec.kinds import (
+    MARKOV,
+    MARKOV_RANK,
+    SETTINGS_OF_BLOCKS,
+    DrafterKind,
+    spread_layers,
+    weights_of_blocks,
+)
 
 ROW = DrafterKind(
     name="dspark",
@@ -16,4 +23,5 @@ ROW = DrafterKind(
     settings={**SETTINGS_OF_BLOCKS, "drafter_markov_rank": MARKOV_RANK, "drafter_idle_rows": 0},
     also_called=("DSparkSpeculator", "DSparkDraftModel"),
     has_confidence=True,
+    begins={**MARKOV, "confidence_weight": 0, "confidence_bias": 0},
 )

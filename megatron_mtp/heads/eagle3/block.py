@@ -59,6 +59,12 @@ class InputNorms(torch.nn.Module):
         normed_SBH = feature_SBH if self.before_residual else self.hnorm(feature_SBH)
         return torch.cat((self.enorm(self.embedded_SBH), normed_SBH), dim=-1)
 
+    def begin(self, embedded_SBH: Tensor, feature_SBH: Tensor) -> Tensor:
+        """The input of the layer's next call, which is what it adds to; the embeddings are kept for that call."""
+        self.embedded_SBH = embedded_SBH
+        normed_SBH: Tensor = self.hnorm(feature_SBH) if self.before_residual else feature_SBH
+        return normed_SBH
+
 
 def _from_both(input_size: int, output_size: int, **others: Any) -> ColumnParallelLinear:
     """The projection to queries, keys and values, of inputs of twice the width."""
@@ -82,7 +88,7 @@ class LatentFromBoth(ChainedLatentAttention):
         self.config = config
 
 
-def _of_both(layer: ModuleSpec, trunk: TransformerConfig) -> ModuleSpec:
+def of_both(layer: ModuleSpec, trunk: TransformerConfig) -> ModuleSpec:
     """The spec of a layer whose attention reads inputs of twice the width, latent attention or other."""
     attention = layer.submodules.self_attention
     if attention.module is ChainedLatentAttention:
@@ -104,10 +110,8 @@ class Eagle3Layer(OneLayer):
 
     @override
     def merge(self, embedded_SBH: Tensor, given_SBH: Tensor) -> Tensor:
-        norms = self.tf_layer.input_layernorm
-        norms.embedded_SBH = embedded_SBH
-        normed_SBH: Tensor = norms.hnorm(given_SBH) if norms.before_residual else given_SBH
-        return normed_SBH
+        made: Tensor = self.tf_layer.input_layernorm.begin(embedded_SBH, given_SBH)
+        return made
 
 
 class Eagle3Block(OneLayerBlock):
@@ -119,7 +123,7 @@ class Eagle3Block(OneLayerBlock):
         own = layer_config(config, drafter)
         norms = partial(InputNorms, before_residual=drafter.norm_before_residual)
         spec = layer_spec(own, WITH_CHAIN, input_layernorm=norms)
-        return MultiTokenPredictionLayerSubmodules(_of_both(spec, config), PortableNorm, shares_kv=True)
+        return MultiTokenPredictionLayerSubmodules(of_both(spec, config), PortableNorm, shares_kv=True)
 
     @override
     def make_layer(self, *args: Any) -> Eagle3Layer:

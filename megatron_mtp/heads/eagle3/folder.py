@@ -17,6 +17,9 @@ from megatron_mtp.heads.eagle3.row import READS, engine_layers
 from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.spec.head import HeadSpec
 
+NORMS_OF_BOTH = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
+"""Names of the norms before the attention that reads an embedding and a feature, and what they are here."""
+
 
 class Eagle3Folder(OneLayerCodec):
     """EAGLE-3, whose head is always its own."""
@@ -32,10 +35,9 @@ class Eagle3Folder(OneLayerCodec):
 
     @override
     def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
-        norms = {"input_layernorm": "input_layernorm.enorm", "hidden_norm": "input_layernorm.hnorm"}
         return [
             *input_and_output(sizes, len(kind.layers)),
-            *layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind, norms, inputs=2),
+            *layer_rules(Place(layer, f"{DRAFTER}tf_layer."), sizes, kind, NORMS_OF_BOTH, inputs=2),
         ]
 
     @override

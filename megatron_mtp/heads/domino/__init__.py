@@ -1,0 +1,8 @@
+"""Domino (arXiv:2605.29707): a block whose drafts know all tokens before them in it.
+
+row.py        what it is called, reads and learns, and where its parts are
+block.py      its module in a model
+propose.py    how it drafts
+folder.py     its folder for engines
+reference.py  its computation from that folder alone
+"""

@@ -1,0 +1,62 @@
+"""The folder of a Domino drafter: that of DFlash, with `prefix_gru.*` and `embed_proj.*`."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, ClassVar, override
+
+from megatron_mtp.checkpoint.convert.drafter_codec import BlockCodec, TokenOrder
+from megatron_mtp.checkpoint.families.rules import Rule, rename
+from megatron_mtp.checkpoint.hf.config import CONFIG
+from megatron_mtp.megatron.checkpoint import DRAFTER
+from megatron_mtp.spec.head import HeadSpec
+from megatron_mtp.spec.kinds import DrafterKind
+
+PLAIN = "pure_draft_prefix_len"
+"""How many drafts have no bias: one in every published folder."""
+
+
+class DominoFolder(BlockCodec):
+    """Domino, whose rows draft the next token (`shift_label`) or their own; it has no draft vocabulary."""
+
+    own_forms: ClassVar[dict[str, Any]] = {"projector_type": "domino", PLAIN: 1}
+    whole_numbers = (*BlockCodec.whole_numbers, "emb_dim", "gru_hidden_dim", PLAIN)
+
+    @override
+    def keys(self, kind: HeadSpec) -> dict[str, Any]:
+        return super().keys(kind) | {"emb_dim": kind.markov_rank}
+
+    @override
+    def inner(self, kind: HeadSpec) -> dict[str, Any]:
+        own = {"emb_dim": kind.markov_rank, "gru_hidden_dim": kind.gru_size, "shift_label": not kind.idle_rows}
+        return {**super().inner(kind), **self.own_forms, **own}
+
+    @override
+    def rules(self, kind: HeadSpec, sizes: dict[str, Any], layer: str, rows: TokenOrder) -> list[Rule]:
+        size, rank, hidden, vocabulary = kind.gru_size, kind.markov_rank, sizes["hidden_size"], sizes["vocab_size"]
+        assert size is not None
+        assert rank is not None
+        return [
+            *super().rules(kind, sizes, layer, rows),
+            rename("prefix_gru.weight_ih_l0", f"{DRAFTER}gru_input", (3 * size, hidden)),
+            rename("prefix_gru.weight_hh_l0", f"{DRAFTER}gru_state", (3 * size, size)),
+            rename("embed_proj.0.weight", f"{DRAFTER}bias_input", (rank, hidden + size)),
+            rename("embed_proj.2.weight", f"{DRAFTER}bias_output", (vocabulary, rank)),
+        ]
+
+    @override
+    def sizes(self, path: Path, row: DrafterKind, keys: dict[str, Any], args: Namespace) -> dict[str, Any]:
+        if keys.get("draft_vocab_size") not in (None, args.vocab_size):
+            raise ValueError(
+                f"{path / CONFIG} has draft_vocab_size {keys['draft_vocab_size']}, and {row.called} drafts from all "
+                f"{args.vocab_size} tokens; give another."
+            )
+        if type(keys.get("shift_label")) is not bool:
+            raise ValueError(
+                f"{path / CONFIG} lacks shift_label, which says whether rows draft the next token or their own; add it "
+                "as the drafter was trained."
+            )
+        made = super().sizes(path, row, {**keys, "sample_from_anchor": keys["shift_label"]}, args)
+        return {**made, "drafter_markov_rank": keys["emb_dim"], "drafter_gru_size": keys["gru_hidden_dim"]}
+
+
+FOLDER = DominoFolder()

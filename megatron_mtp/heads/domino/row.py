@@ -1,0 +1,34 @@
+"""Domino in a row: what it reads, learns and has, and where its parts are."""
+
+import math
+
+from megatron_mtp.spec.kinds import GRU_SIZE, MARKOV_RANK, SETTINGS_OF_BLOCKS, DrafterKind, spread_layers
+
+
+def weights(drafts: int) -> list[float]:
+    """Weights that fall by the factor e in 7 of 16 drafts, as published for blocks of 16."""
+    return [math.exp(-16 * draft / (7 * drafts)) for draft in range(drafts)]
+
+
+ROW = DrafterKind(
+    name="domino",
+    called="a Domino drafter",
+    architecture="DominoDraftModel",
+    model_type="qwen3",
+    block="megatron_mtp.heads.domino.block:DominoBlock",
+    folder="megatron_mtp.heads.domino.folder:FOLDER",
+    reference="megatron_mtp.heads.domino.reference:DominoReference",
+    methods={"domino": "megatron_mtp.heads.domino.propose:Domino"},
+    default_layers=spread_layers,
+    weights=weights,
+    loss={"mtp_loss": "ce"},
+    settings={
+        **SETTINGS_OF_BLOCKS,
+        "drafter_markov_rank": MARKOV_RANK,
+        "drafter_gru_size": GRU_SIZE,
+        "drafter_idle_rows": 0,
+    },
+    projector_type="domino",
+    base_share=lambda progress: max(1 - progress, 0.0),
+    begins=dict.fromkeys(("gru_input", "gru_state", "bias_input", "bias_output")),
+)

@@ -1,0 +1,39 @@
+"""P-EAGLE in a row: what it reads, learns and has, and where its parts are."""
+
+from megatron_mtp.heads.eagle3.row import READS, default_layers
+from megatron_mtp.spec.kinds import BLOCKS, DrafterKind
+
+
+def weights(drafts: int) -> list[float]:
+    """Weights of draft 1 .. K: the share of places at which published trainers train it.
+
+    They leave out places at random to save memory: draft k has 0.7^(k - 1) of them, or a fifth. Here every place trains
+    all drafts, with these weights.
+    """
+    return [max(0.7**draft, 0.2) for draft in range(drafts)]
+
+
+ROW = DrafterKind(
+    name="peagle",
+    called="a P-EAGLE drafter",
+    architecture="PEagleDraftModel",
+    model_type="llama",
+    block="megatron_mtp.heads.peagle.block:PEagleBlock",
+    folder="megatron_mtp.heads.peagle.folder:FOLDER",
+    reference="megatron_mtp.heads.peagle.reference:PEagleReference",
+    methods={"peagle": "megatron_mtp.heads.peagle.propose:PEagle"},
+    default_layers=default_layers,
+    weights=weights,
+    loss={"mtp_loss": "kd"},
+    settings={
+        "drafter_layers": None,
+        "drafter_num_layers": 4,
+        "drafter_mask_token": None,
+        "drafter_blocks": BLOCKS,
+        "drafter_full_layers": None,
+        "drafter_norm_before_residual": 0,
+    },
+    also_called=("PEagleSpeculator", "PeagleLlamaForCausalLM"),
+    reads=READS,
+    begins={"mask_hidden": 1.0},
+)

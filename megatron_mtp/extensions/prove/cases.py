@@ -130,6 +130,8 @@ def cases_of(tiny: Tiny, everything: bool) -> tuple[list[Case], dict[str, str]]:
     for layout in sorted(TRIED, key=lambda one: not own[one]):
         if layout is EP and "num_moe_experts" not in tiny.config:
             skipped[layout.name] = "the flags have no experts"
+        elif layout is OWN_STAGE and tiny.attached:
+            skipped[layout.name] = "attached layers have no stage of their own"
         elif own[layout] or everything:
             cases += _of_layout(tiny, layout, per_token, everything)
         else:

@@ -45,6 +45,9 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
 SILENCE = 240.0
 """Seconds without a word from the ranks after which all of them are ended."""
 
+ATTACHED = Rule(divisor="main")
+"""What attached layers learn with a per-token loss: sums over the targets of the main loss, as in eq. 24."""
+
 RIGHT, WRONG, NOT_RUN = "right", "WRONG", "not run"
 
 
@@ -134,6 +137,7 @@ def _ranks(
     job = {
         "config": tiny.config,
         "model": tiny.model,
+        "attached": tiny.attached,
         "microbatches": MICROBATCHES,
         "seconds": seconds,
         "batches": {kind: [batch_of(kind, number).as_dict() for number in range(MICROBATCHES * 2)] for kind in BATCHES},
@@ -148,6 +152,7 @@ def _ranks(
     }
     torch.save(job, folder / "job.pt")
     paths = [str(megatron.absolute())] if megatron is not None else []
+    paths += [str(Path(__file__).parents[3])] if tiny.attached else []
     paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -159,7 +164,7 @@ def _ranks(
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     with (folder / "errors").open("w+") as errors:
-        command = [sys.executable, worker.__file__, str(folder / "job.pt"), str(folder)]
+        command = [sys.executable, "-P", worker.__file__, str(folder / "job.pt"), str(folder)]
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
@@ -235,7 +240,7 @@ class Judge:
             return self._beside_one_process(case, step)
         if words := self._trunk_off(model, batches, case, found):
             return Verdict(case, NOT_RUN, words=words)
-        right = expected(model, batches, case.per_token)
+        right = expected(model, batches, case.per_token, ATTACHED if self.tiny.attached and case.per_token else PAPER)
         verdict = _compared(case, step, right, found["step"]["apart"])
         if verdict.status == WRONG:
             self.candidates[id(case)] = self._causes(case, model, batches, step, right)

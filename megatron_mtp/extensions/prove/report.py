@@ -12,10 +12,17 @@ from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Proof, 
 from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
 
 WIDTH = 120
-CONVENTION = (
+MEANS = (
     "Judged by eq. 21-25 of arXiv:2412.19437 in float64, by documents: a depth's loss is the mean over its targets in "
-    "a microbatch, those of all context-parallel ranks; microbatches weigh the same or, with "
-    "--calculate-per-token-loss, as much as the targets of their main loss."
+    "a microbatch, those of all context-parallel ranks; "
+)
+CONVENTION = (
+    f"{MEANS}microbatches weigh the same or, with --calculate-per-token-loss, as much as the targets of their main "
+    "loss."
+)
+OF_ATTACHED = (
+    f"{MEANS}microbatches weigh the same. With --calculate-per-token-loss it is the sum over its targets, divided by "
+    "those of the main loss in the global batch."
 )
 BY_ONE = "Compared with one process: the equations do not describe this model."
 
@@ -45,18 +52,23 @@ def _head(proof: Proof) -> list[str]:
     tiny = proof.tiny
     folder = proof.source.parents[3]
     lines = wrap(
+        f"{'MTP layers of megatron_mtp.attach on ' if tiny.attached else ''}"
         f"Megatron-Core {proof.version} of {folder}, shrunk to {LAYERS} layers of {HIDDEN}, {POSITIONS} tokens, "
         f"{MICROBATCHES} microbatches; on the CPU over gloo.",
         WIDTH,
     )
     by_one = any(verdict.convention == "1 process" for verdict in proof.verdicts)
-    lines += wrap(BY_ONE if by_one else CONVENTION, WIDTH)
+    lines += wrap(BY_ONE if by_one else _convention(proof), WIDTH)
     left = [*tiny.changed, *(f"no {flag} ({why})" for flag, why in tiny.left_out.items())]
     if left:
         lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
     if tiny.unread:
         lines += wrap(f"No part in the loss: {' '.join(tiny.unread)}.", WIDTH)
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
+
+
+def _convention(proof: Proof) -> str:
+    return OF_ATTACHED if proof.tiny.attached else CONVENTION
 
 
 def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
@@ -76,7 +88,7 @@ def not_run(proof: Proof) -> dict[str, str]:
     found: dict[str, list[Case]] = {}
     for verdict in proof.verdicts:
         if verdict.status == NOT_RUN:
-            found.setdefault(verdict.words, []).append(verdict.case)
+            found.setdefault(re.sub(r"rank \d+: ", "", verdict.words), []).append(verdict.case)
     layouts: dict[str, list[str]] = {}
     for layout, words in proof.skipped.items():
         layouts.setdefault(words, []).append(layout)
@@ -89,7 +101,9 @@ def explained(verdict: Verdict, proof: Proof) -> str:
     """What is wrong in a case, and why."""
     parts = [numbers(verdict)]
     cause = verdict.cause
-    if cause is not None:
+    if cause is not None and proof.tiny.attached:
+        parts.append(f"The attached layers' numbers are those of {cause.words}.")
+    elif cause is not None:
         parts.append(f"Megatron's numbers are those of {cause.words} ({place(verdict, proof)}).")
         if cause.rule.divisor == "ranks" and not verdict.case.per_token:
             parts.append("Megatron's main loss does the same without --calculate-per-token-loss.")
@@ -127,7 +141,8 @@ def as_json(proof: Proof) -> dict[str, Any]:
     return {
         "megatron": {"version": proof.version, "file": str(proof.source)},
         "right": proof.is_right,
-        "convention": CONVENTION,
+        "attached": proof.tiny.attached,
+        "convention": _convention(proof),
         "shrunk": {"changed": tiny.changed, "left_out": tiny.left_out, "unread": tiny.unread, "config": tiny.config},
         "stand_ins": proof.stand_ins,
         "cases": [

@@ -76,6 +76,7 @@ class Tiny:
         changed: what the tiny model has for what, a phrase each.
         left_out: flag to what the tiny model has instead.
         unread: flags that have no part in the loss.
+        attached: whether its MTP layers are those that this package attaches, not Megatron's own.
     """
 
     config: dict[str, Any]
@@ -87,6 +88,7 @@ class Tiny:
     changed: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    attached: bool = False
 
     @property
     def depths(self) -> int:

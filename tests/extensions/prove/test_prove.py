@@ -91,6 +91,8 @@ def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
     assert [*skipped] == ["EP 2"]
     assert any(case.per_token for case in every)
     assert any(case.recompute for case in every)
+    _, skipped = cases_of(replace(TINY, attached=True), everything=True)
+    assert skipped["MTP stage of its own"] == "attached layers have no stage of their own"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +296,13 @@ def test_a_loss_that_is_not_made_is_named(tmp_path: Path, proof: Proof) -> None:
     assert verdict.cause is not None
     assert "no gradient reaches the MTP layers" in verdict.cause.words
     assert "no MTP loss is logged" in as_text(replace(proof, verdicts=[verdict]))
+
+
+def test_attached_layers_divide_a_per_token_loss_by_the_targets_of_the_main_loss(tmp_path: Path) -> None:
+    case, attached = Case(ONE, "holes", True), replace(TINY, attached=True)
+    event = told(tmp_path, case, weights_of(TINY), Rule(divisor="main"))
+    assert judged(event, case, attached).status == RIGHT
+    assert judged(told(tmp_path, case, weights_of(TINY), PAPER), case, attached).status == WRONG
 
 
 def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:

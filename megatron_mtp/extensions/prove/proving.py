@@ -195,7 +195,9 @@ def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) 
         errors.seek(0)
         last = [one.strip() for one in errors if one.strip()][-1:] or [f"no word within {SILENCE:.0f} seconds"]
         where = f"of --megatron {megatron} " if megatron is not None else ""
-        raise ValueError(f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); correct PYTHONPATH.")
+        raise ValueError(
+            f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); install what is missing, or correct PYTHONPATH."
+        )
 
 
 def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:

@@ -100,10 +100,12 @@ def words_of(file: Path) -> list[str]:
     """The flags of a YAML file: a mapping of names, with or without hyphens in front, to values.
 
     Raises:
-        ValueError: it cannot be read, or has no such mapping.
+        ValueError: it cannot be read, or has no such mapping, or PyYAML is missing.
     """
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        raise ValueError("--config needs PyYAML; install it, or give the flags after --.") from error
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

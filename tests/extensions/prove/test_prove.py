@@ -1,6 +1,7 @@
 """`prove` without ranks: the shrunk model, the reference, the causes, and its sentences."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -126,6 +127,14 @@ def test_flags_of_a_yaml_file(tmp_path: Path) -> None:
     file.write_text("- a list")
     with pytest.raises(ValueError, match="no mapping"):
         words_of(file)
+
+
+def test_a_yaml_file_without_pyyaml_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["--config", str(tmp_path / "run.yaml")], "megatron-mtp prove") == 2
+    assert "--config needs PyYAML" in capsys.readouterr().err
 
 
 def test_no_launch_line_and_no_megatron_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

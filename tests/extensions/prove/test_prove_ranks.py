@@ -1,10 +1,14 @@
 """`prove` with ranks: Megatron's own block, as it is and with planted faults."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 from mutants import CURES, MUTANTS, Mutant, planted, proof_of
 
 from megatron_mtp.extensions.prove.cases import ONE, Case, cases_of
@@ -72,6 +76,22 @@ def test_attached_layers_are_right_in_every_case(kind: str) -> None:
     refused = {"experts": {"TP 2"}, "latent": {"TP 2", "TP 2 with sequence parallelism", "TP 2 with CP 2"}}
     assert left == refused.get(kind, set())  # by Megatron, or wrong in its own attention
     assert {verdict.status for verdict in verdicts} <= {RIGHT, NOT_RUN}
+
+
+HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"
+"""What this package or Megatron's training script needs, and prove does not."""
+
+
+@pytest.mark.matrix
+def test_torch_and_megatron_core_are_all_that_it_needs(tmp_path: Path) -> None:
+    hook = f"import sys\nfor name in {HIDDEN.split()}:\n    sys.modules[name] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    command = [sys.executable, "-m", "megatron_mtp", "prove", "--json", "--", *FLAGS.split()[:-4]]
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    found = {one["case"]: one["status"] for one in json.loads(ended.stdout)["cases"]}
+    assert found.pop("1 process, packed and padded documents") == "WRONG"
+    assert {*found.values()} == {"right"}
 
 
 @pytest.mark.matrix

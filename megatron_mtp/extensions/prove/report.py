@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from megatron_mtp.extensions.prove.cases import MICROBATCHES, Case
-from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
 from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
 
 WIDTH = 120
@@ -24,12 +24,17 @@ OF_ATTACHED = (
     f"{MEANS}microbatches weigh the same. With --calculate-per-token-loss it is the sum over its targets, divided by "
     "those of the main loss in the global batch."
 )
-BY_ONE = "Compared with one process: the equations do not describe this model."
+BY_ONE = (
+    "Judged by one process, not by equations, which do not describe this model: a layout is right where logged losses "
+    "and all gradients are those of one process with the same microbatches. What one process does wrong is not seen."
+)
 
 
 def as_text(proof: Proof) -> str:
     """A line for each verdict, the right ones together."""
     lines = [*_head(proof), ""]
+    if base := [verdict.case for verdict in proof.verdicts if verdict.status == BASE]:
+        lines += _hanging(BASE, titles(base))
     if right := [verdict.case for verdict in proof.verdicts if verdict.status == RIGHT]:
         lines += _hanging("right", titles(right))
     for cases, verdict in _wrong(proof):
@@ -57,14 +62,17 @@ def _head(proof: Proof) -> list[str]:
         f"{MICROBATCHES} microbatches; on the CPU over gloo.",
         WIDTH,
     )
-    by_one = any(verdict.convention == "1 process" for verdict in proof.verdicts)
-    lines += wrap(BY_ONE if by_one else _convention(proof), WIDTH)
+    lines += wrap(BY_ONE if _by_one(proof) else _convention(proof), WIDTH)
     left = [*tiny.changed, *(f"no {flag} ({why})" for flag, why in tiny.left_out.items())]
     if left:
         lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
     if tiny.unread:
         lines += wrap(f"No part in the loss: {' '.join(tiny.unread)}.", WIDTH)
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
+
+
+def _by_one(proof: Proof) -> bool:
+    return any(verdict.convention == "1 process" for verdict in proof.verdicts)
 
 
 def _convention(proof: Proof) -> str:
@@ -77,7 +85,8 @@ def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
     for verdict in proof.verdicts:
         if verdict.status == WRONG:
             words = re.sub(r"^rank \d+: ", "", verdict.words)
-            groups.setdefault(verdict.cause or words or id(verdict), []).append(verdict)
+            by_one = verdict.convention if verdict.convention == "1 process" else ""
+            groups.setdefault(verdict.cause or words or by_one or id(verdict), []).append(verdict)
     for verdicts in groups.values():
         shown = next((one for one in verdicts if one.logged), verdicts[0])
         yield [verdict.case for verdict in verdicts], shown
@@ -109,6 +118,8 @@ def explained(verdict: Verdict, proof: Proof) -> str:
             parts.append("Megatron's main loss does the same without --calculate-per-token-loss.")
         if cause.known:
             parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
+    elif verdict.convention == "1 process":
+        parts.append("The cause is not looked for, which takes the equations.")
     elif not verdict.words:
         parts.append("No known cause gives these numbers.")
     return " ".join(parts)
@@ -142,7 +153,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "megatron": {"version": proof.version, "file": str(proof.source)},
         "right": proof.is_right,
         "attached": proof.tiny.attached,
-        "convention": _convention(proof),
+        "convention": BY_ONE if _by_one(proof) else _convention(proof),
         "shrunk": {"changed": tiny.changed, "left_out": tiny.left_out, "unread": tiny.unread, "config": tiny.config},
         "stand_ins": proof.stand_ins,
         "cases": [
@@ -171,7 +182,7 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Is this Megatron's MTP right?</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
 td, th {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #ddd }}
-.right {{ color: #176f2c }} .WRONG {{ color: #b00020; font-weight: 600 }} .not {{ color: #666 }}
+.right {{ color: #176f2c }} .base {{ color: #666 }} .WRONG {{ color: #b00020; font-weight: 600 }} .not {{ color: #666 }}
 </style></head><body><h1>Is this Megatron's MTP right?</h1>{head}
 <table><tr><th>Case</th><th>Verdict</th><th>Losses</th><th>Right losses</th><th>Explanation</th></tr>
 {rows}</table><details><summary>As JSON</summary><pre>{json}</pre></details></body></html>

@@ -17,7 +17,7 @@ from megatron_mtp.extensions.prove import worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
-from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Judge, Proof, Verdict
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, Judge, Proof, Verdict
 from megatron_mtp.extensions.prove.reference import PAPER, Microbatch, Model, Rule, Weights, expected
 from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
 from megatron_mtp.extensions.prove.shrink import Tiny, shrink, words_of
@@ -83,6 +83,18 @@ def test_the_kind_of_model_is_kept() -> None:
     assert tiny.own_stage
 
 
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_a_hybrid_keeps_its_kinds_of_layers_and_its_depths(flag: str) -> None:
+    tiny = shrink([flag, "M-M-M*|-M-M*-/*-/*-"])
+    assert (tiny.model["pattern"], tiny.depths, tiny.config["mamba_num_heads"]) == ("M-*M/*-/*-", 2, 8)
+    assert "--hybrid-layer-pattern M-*M/*-/*- for M-M-M*|-M-M*-/*-/*-" in tiny.changed
+    cases, skipped = cases_of(tiny, everything=True)
+    assert {(case.batch, case.per_token) for case in cases if case.replicas == 2} == {
+        (batch, per_token) for batch in ("holes", "packed") for per_token in (False, True)
+    }
+    assert skipped["MTP stage of its own"] == "a hybrid has its MTP layers on the last stage"
+
+
 def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
     cases, skipped = cases_of(shrink([*FLAGS, "--context-parallel-size", "8"]), everything=False)
     assert {case.layout.name for case in cases} == {"1 process", "DP 2", "CP 2"}
@@ -104,7 +116,9 @@ def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
         ("--mtp-num-layers", "--mtp-num-layers has no value"),
         ("--mtp-num-layers 1 --norm-epsilon small", "--norm-epsilon is 'small'; give a number"),
         ("--mtp-num-layers 1 --position-embedding-type alibi", "cannot shrink"),
-        ("--mtp-num-layers 1 --hybrid-layer-pattern M*M*/*", "--hybrid-layer-pattern cannot be shrunk"),
+        ("--hybrid-layer-pattern MG*-/*", "a hybrid with layers G cannot be shrunk; prove knows M * - E"),
+        ("--mtp-num-layers 1 --hybrid-layer-pattern M*M*", "M*M* has no MTP layers; give them behind /"),
+        ("--mtp-num-layers 1 --spec mine layers", "--spec cannot be shrunk: the layers are of a module of yours"),
         ("pretrain_gpt.py --mtp-num-layers 1", "'pretrain_gpt.py', which is not a flag"),
     ],
 )
@@ -240,10 +254,7 @@ def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
 
 def told(tmp_path: Path, case: Case, weights: Weights, rule: Rule, **changes: Any) -> dict[str, Any]:
     """What ranks would tell whose Megatron follows a rule."""
-    batches = [
-        Microbatch.of(batch_of(case.batch, number), case.layout.context)
-        for number in range(MICROBATCHES * case.layout.data)
-    ]
+    batches = [Microbatch.of(batch_of(case.batch, number), case.layout.context) for number in range(case.microbatches)]
     model = Model(weights, TINY.config, TINY.model)
     found = expected(model, batches, case.per_token, rule)
     without = Model(weights, TINY.config | {"mtp_num_layers": 0}, TINY.model)
@@ -342,12 +353,21 @@ def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process
     weights, alone, two = weights_of(TINY), Case(ONE, "holes", False), Case(CP, "holes", False)
     judge = Judge(TINY)
     foreign = {"control": {"main": [1.0]}}
-    assert judge.verdict(alone, told(tmp_path, alone, weights, PAPER, **foreign)).convention == "1 process"
+    base = judge.verdict(alone, told(tmp_path, alone, weights, PAPER, **foreign))
+    assert (base.status, base.convention) == (BASE, "1 process")
     right = judge.verdict(two, told(tmp_path, two, weights, PAPER, **foreign))
     wrong = judge.verdict(two, told(tmp_path, two, weights, Rule(divisor="ranks", shown="ranks"), **foreign))
     replicas = replace(two, layout=DP)
     assert [right.status, wrong.status] == [RIGHT, WRONG]
     assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == NOT_RUN
+    of_two = replace(alone, replicas=2)
+    assert judge.verdict(of_two, told(tmp_path, of_two, weights, PAPER, **foreign)).status == BASE
+    assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == RIGHT
+    event = told(tmp_path, two, weights, PAPER, **foreign)
+    content = torch.load(event["file"])
+    content["control"]["gradients"]["decoder.final_layernorm.weight"] *= 1.5
+    torch.save(content, event["file"])
+    assert "without MTP layers too" in judge.verdict(two, event).words
 
 
 def test_every_cause_has_numbers_of_its_own() -> None:

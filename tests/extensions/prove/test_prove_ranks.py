@@ -13,7 +13,7 @@ from mutants import CURES, MUTANTS, Mutant, planted, proof_of
 
 from megatron_mtp.extensions.prove.cases import ONE, Case, cases_of
 from megatron_mtp.extensions.prove.command import main
-from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, prove
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, prove
 from megatron_mtp.extensions.prove.shrink import shrink
 
 FLAGS = (
@@ -76,6 +76,23 @@ def test_attached_layers_are_right_in_every_case(kind: str) -> None:
     refused = {"experts": {"TP 2"}, "latent": {"TP 2", "TP 2 with sequence parallelism", "TP 2 with CP 2"}}
     assert left == refused.get(kind, set())  # by Megatron, or wrong in its own attention
     assert {verdict.status for verdict in verdicts} <= {RIGHT, NOT_RUN}
+
+
+@pytest.mark.matrix
+def test_a_hybrid_is_right_by_one_process_where_a_gpt_is() -> None:
+    words = "--hybrid-layer-pattern MEM*EME/*E --num-experts 64 --position-embedding-type none --normalization RMSNorm"
+    sizes = " ".join(
+        f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "expert-model", "context")
+    )
+    tiny = shrink(f"{words} --disable-bias-linear --sequence-parallel {sizes}".split())
+    verdicts = prove(tiny, *cases_of(tiny, everything=False), megatron=None, seconds=60).verdicts
+    by_layout = {verdict.case.layout.name: set[str]() for verdict in verdicts}
+    for verdict in verdicts:
+        by_layout[verdict.case.layout.name].add(verdict.status)
+    wrong = {"CP 2", "TP 2 with CP 2"}
+    assert by_layout.pop("1 process") == {BASE}
+    assert by_layout == {name: {WRONG if name in wrong else RIGHT} for name in by_layout}
+    assert len(by_layout) == 6
 
 
 HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"

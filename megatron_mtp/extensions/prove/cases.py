@@ -71,13 +71,18 @@ TRIED = {
 
 @dataclass(frozen=True)
 class Case:
-    """One step of the tiny model in a layout."""
+    """One step of the tiny model in a layout.
+
+    Attributes:
+        replicas: data-parallel ranks whose microbatches one process takes.
+    """
 
     layout: Layout
     batch: str
     per_token: bool
     recompute: dict[str, Any] = field(default_factory=dict)
     own_option: bool = True
+    replicas: int = 1
 
     @property
     def title(self) -> str:
@@ -87,12 +92,17 @@ class Case:
     @property
     def kind(self) -> str:
         """The words without its layout's."""
-        words = [BATCHES[self.batch]]
+        words = [BATCHES[self.batch] + (f" of {self.replicas} ranks" if self.replicas > 1 else "")]
         if self.recompute:
             words.append("recomputed activations")
         if not self.own_option:
             words.append("per-token loss" if self.per_token else "loss of microbatches")
         return " with ".join(words)
+
+    @property
+    def microbatches(self) -> int:
+        """Of all data-parallel ranks."""
+        return MICROBATCHES * self.layout.data * self.replicas
 
     def settings(self, depths: int) -> dict[str, Any]:
         """Fields of TransformerConfig that the case sets for so many MTP layers."""
@@ -127,9 +137,20 @@ def cases_of(tiny: Tiny, everything: bool) -> tuple[list[Case], dict[str, str]]:
         TP_CP: tensor and sizes["context"] > 1,
     }
     cases, skipped = list[Case](), dict[str, str]()
+    if tiny.is_hybrid:
+        own_options = (True, False) if everything else (True,)
+        cases += [
+            Case(ONE, batch, per_token == is_own, own_option=is_own, replicas=2)
+            for is_own in own_options
+            for batch in TRIED[DP]
+        ]
     for layout in sorted(TRIED, key=lambda one: not own[one]):
         if layout is EP and "num_moe_experts" not in tiny.config:
             skipped[layout.name] = "the flags have no experts"
+        elif layout is OWN_STAGE and tiny.attached:
+            skipped[layout.name] = "attached layers have no stage of their own"
+        elif layout is OWN_STAGE and tiny.is_hybrid:
+            skipped[layout.name] = "a hybrid has its MTP layers on the last stage"
         elif own[layout] or everything:
             cases += _of_layout(tiny, layout, per_token, everything)
         else:

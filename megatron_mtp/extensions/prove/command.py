@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 
 from megatron_mtp.common.errors import Parser, named, status_of
 from megatron_mtp.common.files import written_beside
@@ -16,6 +17,9 @@ EXAMPLES = """examples:
   # your fork, all layouts, and a page to pass on
   megatron-mtp prove --megatron /opt/our/Megatron-LM --all --report prove.html -- $FLAGS
 
+  # the MTP layers that this package attaches, in the place of Megatron's own
+  megatron-mtp prove --attached --all -- $FLAGS
+
   # flags from a YAML file, verdicts as JSON
   megatron-mtp prove --config run.yaml --json
 """
@@ -25,7 +29,7 @@ def parser(program: str) -> Parser:
     """The parser of the command's flags."""
     made = Parser(
         program,
-        usage=f"{program} [--megatron DIR] [--all] [--report FILE] [--json] -- LAUNCH LINE",
+        usage=f"{program} [--megatron DIR] [--attached] [--all] [--report FILE] [--json] -- LAUNCH LINE",
         description="Check the MTP loss of Megatron's own block, without this package in your run. The model of your "
         "launch line is shrunk and takes one step by Megatron's schedule and DDP, on the CPU over gloo, in every "
         "layout; logged losses and all gradients are compared with arXiv:2412.19437, eq. 21-25, in float64. A wrong "
@@ -35,6 +39,7 @@ def parser(program: str) -> Parser:
     add = made.add_argument
     add("--megatron", type=named, metavar="DIR", help="checkout of Megatron-LM; default: what Python imports")
     add("--all", action="store_true", help="all layouts and options of the loss, not only those of the launch line")
+    add("--attached", action="store_true", help="judge MTP layers of megatron_mtp.attach, not Megatron's own")
     add("--config", type=named, metavar="FILE", help="YAML file of launch flags; those after -- win")
     add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a case; default: 60")
     add("--report", type=named, metavar="FILE", help="also write an HTML page")
@@ -60,7 +65,7 @@ def _print(args: Namespace) -> int:
     words = [*(words_of(args.config) if args.config is not None else []), *args.line]
     if not words:
         raise ValueError("there is no launch line; give its flags after --, or a file of them with --config.")
-    tiny = shrink(words)
+    tiny = replace(shrink(words), attached=args.attached)
     proof = prove(tiny, *cases_of(tiny, args.all), args.megatron, args.seconds)
     print(json.dumps(as_json(proof)) if args.json else as_text(proof), flush=True)
     if args.report is not None:

@@ -45,7 +45,10 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 3e-4
 SILENCE = 240.0
 """Seconds without a word from the ranks after which all of them are ended."""
 
-RIGHT, WRONG, NOT_RUN = "right", "WRONG", "not run"
+ATTACHED = Rule(divisor="main")
+"""What attached layers learn with a per-token loss: sums over the targets of the main loss, as in eq. 24."""
+
+RIGHT, WRONG, NOT_RUN, BASE = "right", "WRONG", "not run", "base"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Verdict:
     """What came of a case.
 
     Attributes:
-        status: RIGHT, WRONG or NOT_RUN.
+        status: RIGHT, WRONG, NOT_RUN, or BASE for one process where the other layouts are compared with it.
         logged, right: losses of the depths, as Megatron logs them and as they should be.
         worst: the gradient that is farthest off, by name, and how far, relative to its largest entry; "" for none.
         wrong: how many gradients are off, of how many.
@@ -134,7 +137,7 @@ def _ranks(
     job = {
         "config": tiny.config,
         "model": tiny.model,
-        "microbatches": MICROBATCHES,
+        "attached": tiny.attached,
         "seconds": seconds,
         "batches": {kind: [batch_of(kind, number).as_dict() for number in range(MICROBATCHES * 2)] for kind in BATCHES},
         "cases": [
@@ -142,12 +145,14 @@ def _ranks(
                 "layout": vars(case.layout) | {"ranks": case.layout.ranks},
                 "batch": case.batch,
                 "config": case.settings(tiny.depths),
+                "microbatches": case.microbatches // case.layout.data,
             }
             for case in cases
         ],
     }
     torch.save(job, folder / "job.pt")
     paths = [str(megatron.absolute())] if megatron is not None else []
+    paths += [str(Path(__file__).parents[3])] if tiny.attached or tiny.is_hybrid else []
     paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -159,7 +164,7 @@ def _ranks(
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     with (folder / "errors").open("w+") as errors:
-        command = [sys.executable, worker.__file__, str(folder / "job.pt"), str(folder)]
+        command = [sys.executable, "-P", worker.__file__, str(folder / "job.pt"), str(folder)]
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
@@ -190,7 +195,10 @@ def _told(process: "subprocess.Popen[str]", errors: Any, megatron: Path | None) 
         errors.seek(0)
         last = [one.strip() for one in errors if one.strip()][-1:] or [f"no word within {SILENCE:.0f} seconds"]
         where = f"of --megatron {megatron} " if megatron is not None else ""
-        raise ValueError(f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); correct PYTHONPATH.")
+        raise ValueError(
+            f"the Megatron-Core {where}cannot be imported ({last[0][:200]}); install what is missing, or correct "
+            "PYTHONPATH."
+        )
 
 
 def _check_origin(event: dict[str, Any], megatron: Path | None) -> None:
@@ -209,7 +217,7 @@ class Judge:
 
     def __init__(self, tiny: Tiny) -> None:
         self.tiny = tiny
-        self.alone: dict[str, Expected] = {}  # kind of batch to what one process gives
+        self.alone: dict[Any, tuple[Expected, Expected]] = {}  # what one process gives, and what it does without MTP
         self.foreign = ""  # why eq. 21-25 do not describe the model
         self.candidates: dict[int, list[Hypothesis]] = {}
         self.tried: list[Hypothesis] = []
@@ -223,19 +231,22 @@ class Judge:
         weights = {name: weight.double().requires_grad_() for name, weight in found["weights"].items()}
         model = Model(weights, self.tiny.config, self.tiny.model)
         batches = [
-            Microbatch.of(batch_of(case.batch, number), case.layout.context)
-            for number in range(MICROBATCHES * case.layout.data)
+            Microbatch.of(batch_of(case.batch, number), case.layout.context) for number in range(case.microbatches)
         ]
-        step = Expected(found["step"]["logged"], found["step"]["gradients"])
+        step, control = (Expected(found[of]["logged"], found[of]["gradients"]) for of in ("step", "control"))
         if not self.alone:
             self.foreign = self._why_foreign(model, batches, found)
-        if case.layout.ranks == 1 and not case.recompute and case.own_option:
-            self.alone[case.batch] = step
+        same = case.batch, case.per_token, case.microbatches
+        is_base = case.layout.ranks == 1 and not case.recompute
+        if is_base:
+            self.alone[same] = step, control
+        if self.foreign and is_base:
+            return Verdict(case, BASE, tuple(step.logged), convention="1 process")
         if self.foreign:
-            return self._beside_one_process(case, step)
+            return self._beside_one_process(case, found, step, control, self.alone.get(same))
         if words := self._trunk_off(model, batches, case, found):
             return Verdict(case, NOT_RUN, words=words)
-        right = expected(model, batches, case.per_token)
+        right = expected(model, batches, case.per_token, ATTACHED if self.tiny.attached and case.per_token else PAPER)
         verdict = _compared(case, step, right, found["step"]["apart"])
         if verdict.status == WRONG:
             self.candidates[id(case)] = self._causes(case, model, batches, step, right)
@@ -267,11 +278,20 @@ class Judge:
         used = [name for name in unknown if float(gradients[name].abs().max()) > 0]
         return f"it has weights of its own ({', '.join(used)[:80]})" if used else ""
 
-    def _beside_one_process(self, case: Case, step: Expected) -> Verdict:
-        other = self.alone.get(case.batch)
-        if case.layout.data > 1 or other is None or case.per_token != self.tiny.config["calculate_per_token_loss"]:
+    def _beside_one_process(
+        self,
+        case: Case,
+        found: dict[str, Any],
+        step: Expected,
+        control: Expected,
+        alone: tuple[Expected, Expected] | None,
+    ) -> Verdict:
+        if alone is None:
             return Verdict(case, NOT_RUN, words=f"eq. 21-25 do not describe the model: {self.foreign}")
-        return replace(_compared(case, step, other, {}), convention="1 process")
+        without = _compared(case, control, alone[1], found["control"]["apart"])
+        if without.status != RIGHT:
+            return Verdict(case, NOT_RUN, words=_of_trunk(without))
+        return replace(_compared(case, step, alone[0], found["step"]["apart"]), convention="1 process")
 
     def _trunk_off(self, model: Model, batches: Sequence[Microbatch], case: Case, found: dict[str, Any]) -> str:
         """Why MTP cannot be judged here: gradients are off without MTP layers too."""
@@ -280,10 +300,7 @@ class Judge:
         names = found["control"]["gradients"]
         here = Expected([], {name: right.gradients[name] for name in names})
         verdict = _compared(case, Expected([], names), here, found["control"]["apart"])
-        if verdict.status == RIGHT:
-            return ""
-        name, far = verdict.worst
-        return f"gradients are wrong without MTP layers too ({name} by {far:.1%})"
+        return "" if verdict.status == RIGHT else _of_trunk(verdict)
 
     # --- causes ----------------------------------------------------------------------------------------------------
 
@@ -322,6 +339,11 @@ class Judge:
             fitting = self.candidates.get(id(verdict.case), [])
             found.append(replace(verdict, cause=max(fitting, key=lambda one: counts[one], default=None)))
         return found
+
+
+def _of_trunk(verdict: Verdict) -> str:
+    name, far = verdict.worst
+    return f"gradients are wrong without MTP layers too ({name} by {far:.1%})"
 
 
 def _unused(model: Model, batch: Microbatch) -> list[str]:

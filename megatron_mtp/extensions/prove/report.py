@@ -8,21 +8,33 @@ from textwrap import wrap
 from typing import Any
 
 from megatron_mtp.extensions.prove.cases import MICROBATCHES, Case
-from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, Proof, Verdict, place
 from megatron_mtp.extensions.prove.shrink import HIDDEN, LAYERS, POSITIONS
 
 WIDTH = 120
-CONVENTION = (
+MEANS = (
     "Judged by eq. 21-25 of arXiv:2412.19437 in float64, by documents: a depth's loss is the mean over its targets in "
-    "a microbatch, those of all context-parallel ranks; microbatches weigh the same or, with "
-    "--calculate-per-token-loss, as much as the targets of their main loss."
+    "a microbatch, those of all context-parallel ranks; "
 )
-BY_ONE = "Compared with one process: the equations do not describe this model."
+CONVENTION = (
+    f"{MEANS}microbatches weigh the same or, with --calculate-per-token-loss, as much as the targets of their main "
+    "loss."
+)
+OF_ATTACHED = (
+    f"{MEANS}microbatches weigh the same. With --calculate-per-token-loss it is the sum over its targets, divided by "
+    "those of the main loss in the global batch."
+)
+BY_ONE = (
+    "Judged by one process, not by equations, which do not describe this model: a layout is right where logged losses "
+    "and all gradients are those of one process with the same microbatches. What one process does wrong is not seen."
+)
 
 
 def as_text(proof: Proof) -> str:
     """A line for each verdict, the right ones together."""
     lines = [*_head(proof), ""]
+    if base := [verdict.case for verdict in proof.verdicts if verdict.status == BASE]:
+        lines += _hanging(BASE, titles(base))
     if right := [verdict.case for verdict in proof.verdicts if verdict.status == RIGHT]:
         lines += _hanging("right", titles(right))
     for cases, verdict in _wrong(proof):
@@ -45,12 +57,12 @@ def _head(proof: Proof) -> list[str]:
     tiny = proof.tiny
     folder = proof.source.parents[3]
     lines = wrap(
+        f"{'MTP layers of megatron_mtp.attach on ' if tiny.attached else ''}"
         f"Megatron-Core {proof.version} of {folder}, shrunk to {LAYERS} layers of {HIDDEN}, {POSITIONS} tokens, "
         f"{MICROBATCHES} microbatches; on the CPU over gloo.",
         WIDTH,
     )
-    by_one = any(verdict.convention == "1 process" for verdict in proof.verdicts)
-    lines += wrap(BY_ONE if by_one else CONVENTION, WIDTH)
+    lines += wrap(BY_ONE if _by_one(proof) else _convention(proof), WIDTH)
     left = [*tiny.changed, *(f"no {flag} ({why})" for flag, why in tiny.left_out.items())]
     if left:
         lines += wrap(f"Changed: {', '.join(left)}.", WIDTH)
@@ -59,13 +71,22 @@ def _head(proof: Proof) -> list[str]:
     return lines + wrap(f"Not Megatron's own here: {'; '.join(proof.stand_ins)}.", WIDTH)
 
 
+def _by_one(proof: Proof) -> bool:
+    return any(verdict.convention == "1 process" for verdict in proof.verdicts)
+
+
+def _convention(proof: Proof) -> str:
+    return OF_ATTACHED if proof.tiny.attached else CONVENTION
+
+
 def _wrong(proof: Proof) -> Iterator[tuple[list[Case], Verdict]]:
     """The wrong cases of a cause, with the verdict on one that has numbers; cases without a cause by themselves."""
     groups: dict[Any, list[Verdict]] = {}
     for verdict in proof.verdicts:
         if verdict.status == WRONG:
             words = re.sub(r"^rank \d+: ", "", verdict.words)
-            groups.setdefault(verdict.cause or words or id(verdict), []).append(verdict)
+            by_one = verdict.convention if verdict.convention == "1 process" else ""
+            groups.setdefault(verdict.cause or words or by_one or id(verdict), []).append(verdict)
     for verdicts in groups.values():
         shown = next((one for one in verdicts if one.logged), verdicts[0])
         yield [verdict.case for verdict in verdicts], shown
@@ -76,7 +97,7 @@ def not_run(proof: Proof) -> dict[str, str]:
     found: dict[str, list[Case]] = {}
     for verdict in proof.verdicts:
         if verdict.status == NOT_RUN:
-            found.setdefault(verdict.words, []).append(verdict.case)
+            found.setdefault(re.sub(r"rank \d+: ", "", verdict.words), []).append(verdict.case)
     layouts: dict[str, list[str]] = {}
     for layout, words in proof.skipped.items():
         layouts.setdefault(words, []).append(layout)
@@ -89,12 +110,16 @@ def explained(verdict: Verdict, proof: Proof) -> str:
     """What is wrong in a case, and why."""
     parts = [numbers(verdict)]
     cause = verdict.cause
-    if cause is not None:
+    if cause is not None and proof.tiny.attached:
+        parts.append(f"The attached layers' numbers are those of {cause.words}.")
+    elif cause is not None:
         parts.append(f"Megatron's numbers are those of {cause.words} ({place(verdict, proof)}).")
         if cause.rule.divisor == "ranks" and not verdict.case.per_token:
             parts.append("Megatron's main loss does the same without --calculate-per-token-loss.")
         if cause.known:
             parts.append(f"Known: {', '.join(f'NVIDIA/Megatron-LM#{number}' for number in cause.known)}.")
+    elif verdict.convention == "1 process":
+        parts.append("The cause is not looked for, which takes the equations.")
     elif not verdict.words:
         parts.append("No known cause gives these numbers.")
     return " ".join(parts)
@@ -127,7 +152,8 @@ def as_json(proof: Proof) -> dict[str, Any]:
     return {
         "megatron": {"version": proof.version, "file": str(proof.source)},
         "right": proof.is_right,
-        "convention": CONVENTION,
+        "attached": proof.tiny.attached,
+        "convention": BY_ONE if _by_one(proof) else _convention(proof),
         "shrunk": {"changed": tiny.changed, "left_out": tiny.left_out, "unread": tiny.unread, "config": tiny.config},
         "stand_ins": proof.stand_ins,
         "cases": [
@@ -156,7 +182,7 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Is this Megatron's MTP right?</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
 td, th {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #ddd }}
-.right {{ color: #176f2c }} .WRONG {{ color: #b00020; font-weight: 600 }} .not {{ color: #666 }}
+.right {{ color: #176f2c }} .base {{ color: #666 }} .WRONG {{ color: #b00020; font-weight: 600 }} .not {{ color: #666 }}
 </style></head><body><h1>Is this Megatron's MTP right?</h1>{head}
 <table><tr><th>Case</th><th>Verdict</th><th>Losses</th><th>Right losses</th><th>Explanation</th></tr>
 {rows}</table><details><summary>As JSON</summary><pre>{json}</pre></details></body></html>

@@ -9,14 +9,15 @@ from typing import Any
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, CHANNELS = 4, 32, 48, 4, 2, 8
 EXPERTS, EXPERT_FFN, MOST_ROUTED, MOST_DEPTHS = 4, 24, 2, 3
 VOCAB, POSITIONS = 96, 24
+SYMBOLS, MOST_KINDS = "M*-E", 4
+"""Layers of hybrids that can be shrunk: Mamba-2, attention, MLP, experts."""
+
+MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 
 PRECISION = re.compile(r"--(bf16|fp16|fp8|fp4|first-last-layers-bf16|attention-softmax-in-fp32|te-precision)\b")
 
 REFUSED = {
-    "--hybrid-layer-pattern": "its layers need kernels that run on a GPU alone",
-    "--hybrid-override-pattern": "its layers need kernels that run on a GPU alone",
-    "--is-hybrid-model": "its layers need kernels that run on a GPU alone",
     "--experimental-attention-variant": "its layers need kernels that run on a GPU alone",
     "--heterogeneous-layers-config-path": "its layers differ from each other",
     "--heterogeneous-layers-config-encoded-json": "its layers differ from each other",
@@ -58,7 +59,9 @@ READ = """
     --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads --calculate-per-token-loss
     --recompute-activations --recompute-granularity --recompute-method --recompute-num-layers --recompute-modules
     --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size
-    --sequence-parallel --pipeline-model-parallel-layout --micro-batch-size --global-batch-size
+    --hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
+    --mamba-num-groups --mamba-num-heads --sequence-parallel --pipeline-model-parallel-layout --micro-batch-size
+    --global-batch-size
 """.split()
 
 
@@ -68,7 +71,8 @@ class Tiny:
 
     Attributes:
         config: fields of Megatron's TransformerConfig, as plain values; `activation` is a name.
-        model: arguments of GPTModel: vocab, positions, tied, position_embedding, rotary_base, rotary_percent.
+        model: arguments of GPTModel: vocab, positions, tied, position_embedding, rotary_base, rotary_percent; of a
+            HybridModel also its pattern.
         sizes: tensor, pipeline, context and expert parallel sizes of the launch line.
         sequence_parallel: whether the launch line has it.
         own_stage: whether its MTP layers have a pipeline stage without other layers.
@@ -76,6 +80,7 @@ class Tiny:
         changed: what the tiny model has for what, a phrase each.
         left_out: flag to what the tiny model has instead.
         unread: flags that have no part in the loss.
+        attached: whether its MTP layers are those that this package attaches, not Megatron's own.
     """
 
     config: dict[str, Any]
@@ -87,21 +92,29 @@ class Tiny:
     changed: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    attached: bool = False
 
     @property
     def depths(self) -> int:
         """MTP depths."""
         return int(self.config["mtp_num_layers"])
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether its layers are those of a pattern."""
+        return "pattern" in self.model
+
 
 def words_of(file: Path) -> list[str]:
     """The flags of a YAML file: a mapping of names, with or without hyphens in front, to values.
 
     Raises:
-        ValueError: it cannot be read, or has no such mapping.
+        ValueError: it cannot be read, or has no such mapping, or PyYAML is missing.
     """
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        raise ValueError("--config needs PyYAML; install it, or give the flags after --.") from error
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -191,8 +204,9 @@ def shrink(words: Sequence[str]) -> Tiny:
     line = _Line(flags)
     for flag, why in REFUSED.items():
         if flag in flags:
-            raise ValueError(f"a model with {flag} cannot be shrunk: {why}; prove judges GPT models.")
-    depths = line.whole("--mtp-num-layers", 0, least=0)
+            raise ValueError(f"a model with {flag} cannot be shrunk: {why}; prove judges GPT models and hybrids.")
+    pattern = line.text("--hybrid-layer-pattern", line.text("--hybrid-override-pattern", ""))
+    depths = line.whole("--mtp-num-layers", pattern.count("/"), least=0)
     if not depths:
         raise ValueError("the launch flags have no MTP layers; give --mtp-num-layers.")
     changed = list[str]()
@@ -254,6 +268,10 @@ def shrink(words: Sequence[str]) -> Tiny:
         "rotary_base": int(line.number("--rotary-base", 10000)),
         "rotary_percent": line.number("--rotary-percent", 1.0),
     }
+    if pattern:
+        model["pattern"] = _pattern(pattern, config["mtp_num_layers"])
+        changed.append(f"--hybrid-layer-pattern {model['pattern']} for {pattern}")
+        config |= {name: sized(f"--{name.replace('_', '-')}", tiny) for name, tiny in MAMBA.items()}
     for flag in ("--seq-length", "--max-position-embeddings"):
         sized(flag, POSITIONS)
     left_out = {flag: "float32 instead" for flag in flags if PRECISION.match(flag)}
@@ -274,6 +292,21 @@ def shrink(words: Sequence[str]) -> Tiny:
         left_out=left_out,
         unread=tuple(flag for flag in flags if flag not in READ and flag not in left_out),
     )
+
+
+def _pattern(given: str, depths: int) -> str:
+    """Four layers of a trunk's kinds, in the order in which it has them, and its depths.
+
+    Raises:
+        ValueError: a kind of layer has no stand-in, or the pattern has no depths.
+    """
+    trunk, *of_depths = given.replace("|", "").split("/")
+    if unknown := sorted({*"".join((trunk, *of_depths))} - {*SYMBOLS}):
+        raise ValueError(f"a hybrid with layers {' '.join(unknown)} cannot be shrunk; prove knows {' '.join(SYMBOLS)}.")
+    if not trunk or not of_depths or not of_depths[0]:
+        raise ValueError(f"--hybrid-layer-pattern {given:.40} has no MTP layers; give them behind /, as in M*-/*-.")
+    kinds = "".join(dict.fromkeys(trunk))
+    return "/".join([(kinds * MOST_KINDS)[:LAYERS], *[of_depths[0]] * depths])
 
 
 def _activation(line: _Line) -> str:

@@ -2,7 +2,8 @@
 
     python worker.py JOB.pt FOLDER
 
-A script that stands alone: it imports torch and the Megatron that is first on PYTHONPATH, and nothing of this package.
+A script that stands alone: it imports torch and the Megatron that is first on PYTHONPATH, and of this package nothing
+but `megatron_mtp.attach`, where attached layers are judged, and the layers of hybrids that run without kernels.
 Torch and Megatron are imported once; the ranks of every layout are forked from there. What happens goes to stdout, a
 JSON object a line: {"megatron": ...} first, then {"case": I, "file": PATH} or {"case": I, "failed": SENTENCE, "built":
 whether there was a model by then}.
@@ -44,6 +45,7 @@ STAND_INS = {
     "Transformer Engine and Apex": "hidden: Megatron's local layers run",
     "core attention": "the local one has neither packed documents nor context parallelism",
     "norms": "the local ones refuse sequence parallelism",
+    "layers of hybrids": "Megatron's need Transformer Engine, and Mamba's mixer a kernel",
 }
 """What is not Megatron's own in these runs, and why."""
 
@@ -103,7 +105,8 @@ def _on_the_cpu(make: Any) -> Any:
 
 
 def stand_in_in_megatron() -> None:
-    """Put the CPU's random state and storage in the place of CUDA's, and hide a class of Transformer Engine."""
+    """Put the CPU's random state and storage in the place of CUDA's, and the modules below in that of local ones."""
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_token_prediction
 
@@ -119,6 +122,8 @@ def stand_in_in_megatron() -> None:
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         functions = multi_token_prediction
         functions.is_inference_column_parallel_linear = lambda *_, **__: False
+    for name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
+        setattr(gpt_layer_specs, name, _with_stand_ins(getattr(gpt_layer_specs, name)))
 
 
 class GatheredRanks(torch.autograd.Function):
@@ -196,6 +201,10 @@ class Norm(torch.nn.Module):
         return torch.nn.functional.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
 
 
+def _with_stand_ins(make: Any) -> Any:
+    return lambda *args, **kwargs: with_stand_ins(make(*args, **kwargs))
+
+
 def with_stand_ins(spec: Any) -> Any:
     """A spec of Megatron's with the attention and the norms above."""
     import dataclasses
@@ -243,6 +252,7 @@ def config_of(job: dict[str, Any], case: dict[str, Any]) -> Any:
         "squared_relu": lambda x: functional.relu(x).square(),
     }[activation]
     settings |= {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "use_cpu_initialization": True}
+    settings["transformer_impl"] = "local"
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in settings.items() if name in known})
 
@@ -255,6 +265,8 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
 
     sizes = job["model"]
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    if "pattern" in sizes:
+        return hybrid_model_of(sizes, config, first, last)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     whole = spec
     if not getattr(spec, "layer_specs", None):  # a stage without layers: the MTP layers are like the trunk's last
@@ -264,7 +276,7 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
     of_mtp = get_gpt_mtp_block_spec(config, whole, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
         config,
-        with_stand_ins(spec),
+        spec,
         sizes["vocab"],
         sizes["positions"],
         pre_process=first,
@@ -273,8 +285,46 @@ def model_of(job: dict[str, Any], config: Any) -> Any:
         position_embedding_type=sizes["position_embedding"],
         rotary_base=sizes["rotary_base"],
         rotary_percent=sizes["rotary_percent"],
-        mtp_block_spec=None if of_mtp is None else with_stand_ins(of_mtp),
+        mtp_block_spec=of_mtp,
     ).train()
+
+
+def hybrid_model_of(sizes: dict[str, Any], config: Any, first: bool, last: bool) -> Any:
+    """The hybrid model of this rank, with Megatron's MTP block."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec_for_backend,
+    )
+
+    from megatron_mtp.model.hybrid import stack_spec
+
+    spec, pattern = stack_spec(config), sizes["pattern"]
+    layer = with_stand_ins(get_mtp_layer_spec_for_backend(None, LocalSpecProvider()))
+    spec.submodules.mtp_block_spec = MultiTokenPredictionBlockSubmodules([layer])
+    return HybridModel(
+        config,
+        spec,
+        sizes["vocab"],
+        sizes["positions"],
+        pattern if config.mtp_num_layers else pattern.partition("/")[0],
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=sizes["tied"],
+        position_embedding_type=sizes["position_embedding"],
+        rotary_base=sizes["rotary_base"],
+        rotary_percent=sizes["rotary_percent"],
+    ).train()
+
+
+def attached_model_of(job: dict[str, Any], config: Any) -> tuple[Any, Any]:
+    """The model of this rank without MTP layers of its own, and those that this package attaches to it."""
+    from megatron_mtp.attach import attach
+
+    depths, config.mtp_num_layers = config.mtp_num_layers, None
+    model, block = model_of(job, config), job["model"].get("pattern", "/own").split("/")[1]
+    return model, attach(model, depths, weight=config.mtp_loss_scaling_factor, block=block)
 
 
 def name_of(name: str, model: Any, tied: bool) -> str:
@@ -296,10 +346,10 @@ def name_of(name: str, model: Any, tied: bool) -> str:
 class Shards:
     """How weights are shared out over the tensor-parallel ranks."""
 
-    def __init__(self, gated: bool) -> None:
+    def __init__(self, config: Any) -> None:
         from megatron.core import parallel_state
 
-        self.gated = gated
+        self.config = config
         self.rank = parallel_state.get_tensor_model_parallel_rank()
         self.ranks = parallel_state.get_tensor_model_parallel_world_size()
 
@@ -307,24 +357,36 @@ class Shards:
         """The dimension that is cut; None for a weight that every rank has."""
         if self.ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return None
-        return 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+        return 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")) else 0
+
+    def blocks(self, name: str, size: int) -> list[int]:
+        """Sizes of the parts of a cut dimension of so many rows, each of which is cut by itself."""
+        if "linear_fc1" in name and self.config.gated_linear_unit:
+            return [size // 2] * 2
+        if "mixer.in_proj" in name or "mixer.conv1d" in name:
+            heads, groups = (
+                self.config.mamba_num_heads,
+                2 * [self.config.mamba_num_groups * self.config.mamba_state_dim],
+            )
+            inner = heads * self.config.mamba_head_dim
+            return [inner, inner, *groups, heads] if "in_proj" in name else [inner, *groups]
+        return [size]
 
     def own(self, name: str, whole: Tensor, dim: int | None) -> Tensor:
         """This rank's part."""
         if dim is None:
             return whole
-        if self.gated and "linear_fc1" in name:  # the gate's rows, then the other half's
-            return torch.cat([half.chunk(self.ranks)[self.rank] for half in whole.chunk(2)])
-        return whole.chunk(self.ranks, dim)[self.rank]
+        blocks = whole.split(self.blocks(name, whole.size(dim)), dim)
+        return torch.cat([block.chunk(self.ranks, dim)[self.rank] for block in blocks], dim)
 
     def whole(self, name: str, parts: list[Tensor], dim: int | None) -> Tensor:
         """The parts of all ranks as one."""
         if dim is None:
             return parts[0]
-        if self.gated and "linear_fc1" in name:
-            halves = [part.chunk(2) for part in parts]
-            return torch.cat([half[side] for side in (0, 1) for half in halves])
-        return torch.cat(parts, dim)
+        sizes = [size // self.ranks for size in self.blocks(name, parts[0].size(dim) * self.ranks)]
+        return torch.cat(
+            [block for blocks in zip(*(part.split(sizes, dim) for part in parts), strict=True) for block in blocks], dim
+        )
 
 
 def drawn(name: str, shape: list[int], centered: bool) -> Tensor:
@@ -348,8 +410,13 @@ def fill(model: Any, shards: Shards, tied: bool) -> None:
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-def step(job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any) -> tuple[list[float], float]:
+def step(
+    job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any, attached: Any = None
+) -> tuple[list[float], float]:
     """Forward and backward of all microbatches by Megatron's schedule.
+
+    Args:
+        attached: what this package has attached to the model; None where the MTP layers are Megatron's own.
 
     Returns:
         The MTP losses that Megatron's log would show, and the sum of the main loss over this rank's targets; of ranks
@@ -361,10 +428,10 @@ def step(job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any) -> tu
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    count = job["microbatches"]
+    count = case["microbatches"]
     start = count * parallel_state.get_data_parallel_rank()
     batches = job["batches"][case["batch"]][start : start + count]
-    per_token, main = config.calculate_per_token_loss, list[float]()
+    per_token, main, means = config.calculate_per_token_loss, list[float](), list[Tensor]()
 
     def forward(iterator: Any, model: Any) -> Any:
         batch = next(iterator)
@@ -385,6 +452,8 @@ def step(job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any) -> tu
             loss_mask=mask[:, own],
             **others,
         )
+        if attached is not None and attached.heads:
+            means.append(attached.last.depth_means)
 
         def loss_of(out: Tensor) -> Any:
             if labels is None:
@@ -414,6 +483,10 @@ def step(job: dict[str, Any], case: dict[str, Any], ddp: Any, config: Any) -> tu
         forward_only=False,
     )
     logged: dict[str, Any] = {}
+    if means:
+        mean = torch.stack(means).mean(0)
+        dist.all_reduce(mean, dist.ReduceOp.AVG, parallel_state.get_data_parallel_group())
+        return mean.tolist(), sum(main)
     if parallel_state.is_pipeline_last_stage() and config.mtp_num_layers:
         tracker.track_mtp_metrics(1 / count, 0, None, None, logged)
     return [float(value) for name, value in logged.items() if re.fullmatch(r"mtp_\d+ loss", name)], sum(main)
@@ -460,14 +533,18 @@ def run(job: dict[str, Any], case: dict[str, Any], folder: Path, file: str) -> N
     control = case | {"config": without | {"mtp_num_layers": None}}
     for kind, settings in (("step", case), ("control", control)):
         model_parallel_cuda_manual_seed(1)
-        config = config_of(job, settings)
-        model, shards = model_of(job, config), Shards(config.gated_linear_unit)
+        config, attached = config_of(job, settings), None
+        if job["attached"] and config.mtp_num_layers:
+            model, attached = attached_model_of(job, config)
+        else:
+            model = model_of(job, config)
+        shards = Shards(config)
         fill(model, shards, tied)
         (folder / f"built-{dist.get_rank()}").write_text("")
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, None
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, step(job, settings, ddp, config))
+        dist.all_gather_object(told, step(job, settings, ddp, config, attached))
         whole, apart = gradients_of(model, shards, tied)
         logged, main = max((one[0] for one in told), key=len), [one[1] for one in told]
         found[kind] = {"logged": logged, "main": main, "gradients": whole, "apart": apart}
@@ -582,9 +659,11 @@ def main() -> None:
     from megatron.core.transformer import multi_token_prediction
 
     stand_in_in_megatron()
+    job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
+    if job["attached"]:
+        import megatron_mtp.attach  # noqa: F401
     said = {"version": megatron.core.__version__, "file": multi_token_prediction.__file__, "stand_ins": STAND_INS}
     say({"megatron": said})
-    job, folder = torch.load(sys.argv[1], weights_only=True), Path(sys.argv[2])
     layouts: dict[str, list[int]] = {}
     for number, case in enumerate(job["cases"]):
         layouts.setdefault(case["layout"]["name"], []).append(number)

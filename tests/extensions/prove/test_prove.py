@@ -1,6 +1,7 @@
 """`prove` without ranks: the shrunk model, the reference, the causes, and its sentences."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from megatron_mtp.extensions.prove import worker
 from megatron_mtp.extensions.prove.cases import CP, DP, MICROBATCHES, ONE, Case, batch_of, cases_of
 from megatron_mtp.extensions.prove.command import main
 from megatron_mtp.extensions.prove.hypotheses import hypotheses
-from megatron_mtp.extensions.prove.proving import NOT_RUN, RIGHT, WRONG, Judge, Proof, Verdict
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, Judge, Proof, Verdict
 from megatron_mtp.extensions.prove.reference import PAPER, Microbatch, Model, Rule, Weights, expected
 from megatron_mtp.extensions.prove.report import as_json, as_page, as_text
 from megatron_mtp.extensions.prove.shrink import Tiny, shrink, words_of
@@ -82,6 +83,18 @@ def test_the_kind_of_model_is_kept() -> None:
     assert tiny.own_stage
 
 
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_a_hybrid_keeps_its_kinds_of_layers_and_its_depths(flag: str) -> None:
+    tiny = shrink([flag, "M-M-M*|-M-M*-/*-/*-"])
+    assert (tiny.model["pattern"], tiny.depths, tiny.config["mamba_num_heads"]) == ("M-*M/*-/*-", 2, 8)
+    assert "--hybrid-layer-pattern M-*M/*-/*- for M-M-M*|-M-M*-/*-/*-" in tiny.changed
+    cases, skipped = cases_of(tiny, everything=True)
+    assert {(case.batch, case.per_token) for case in cases if case.replicas == 2} == {
+        (batch, per_token) for batch in ("holes", "packed") for per_token in (False, True)
+    }
+    assert skipped["MTP stage of its own"] == "a hybrid has its MTP layers on the last stage"
+
+
 def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
     cases, skipped = cases_of(shrink([*FLAGS, "--context-parallel-size", "8"]), everything=False)
     assert {case.layout.name for case in cases} == {"1 process", "DP 2", "CP 2"}
@@ -91,6 +104,8 @@ def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
     assert [*skipped] == ["EP 2"]
     assert any(case.per_token for case in every)
     assert any(case.recompute for case in every)
+    _, skipped = cases_of(replace(TINY, attached=True), everything=True)
+    assert skipped["MTP stage of its own"] == "attached layers have no stage of their own"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,9 @@ def test_cases_are_those_of_the_launch_line_and_all_are_more() -> None:
         ("--mtp-num-layers", "--mtp-num-layers has no value"),
         ("--mtp-num-layers 1 --norm-epsilon small", "--norm-epsilon is 'small'; give a number"),
         ("--mtp-num-layers 1 --position-embedding-type alibi", "cannot shrink"),
-        ("--mtp-num-layers 1 --hybrid-layer-pattern M*M*/*", "--hybrid-layer-pattern cannot be shrunk"),
+        ("--hybrid-layer-pattern MG*-/*", "a hybrid with layers G cannot be shrunk; prove knows M * - E"),
+        ("--mtp-num-layers 1 --hybrid-layer-pattern M*M*", "M*M* has no MTP layers; give them behind /"),
+        ("--mtp-num-layers 1 --spec mine layers", "--spec cannot be shrunk: the layers are of a module of yours"),
         ("pretrain_gpt.py --mtp-num-layers 1", "'pretrain_gpt.py', which is not a flag"),
     ],
 )
@@ -124,6 +141,14 @@ def test_flags_of_a_yaml_file(tmp_path: Path) -> None:
     file.write_text("- a list")
     with pytest.raises(ValueError, match="no mapping"):
         words_of(file)
+
+
+def test_a_yaml_file_without_pyyaml_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["--config", str(tmp_path / "run.yaml")], "megatron-mtp prove") == 2
+    assert "--config needs PyYAML" in capsys.readouterr().err
 
 
 def test_no_launch_line_and_no_megatron_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,10 +254,7 @@ def test_ranks_hold_a_chunk_and_its_mirror_image() -> None:
 
 def told(tmp_path: Path, case: Case, weights: Weights, rule: Rule, **changes: Any) -> dict[str, Any]:
     """What ranks would tell whose Megatron follows a rule."""
-    batches = [
-        Microbatch.of(batch_of(case.batch, number), case.layout.context)
-        for number in range(MICROBATCHES * case.layout.data)
-    ]
+    batches = [Microbatch.of(batch_of(case.batch, number), case.layout.context) for number in range(case.microbatches)]
     model = Model(weights, TINY.config, TINY.model)
     found = expected(model, batches, case.per_token, rule)
     without = Model(weights, TINY.config | {"mtp_num_layers": 0}, TINY.model)
@@ -296,6 +318,13 @@ def test_a_loss_that_is_not_made_is_named(tmp_path: Path, proof: Proof) -> None:
     assert "no MTP loss is logged" in as_text(replace(proof, verdicts=[verdict]))
 
 
+def test_attached_layers_divide_a_per_token_loss_by_the_targets_of_the_main_loss(tmp_path: Path) -> None:
+    case, attached = Case(ONE, "holes", True), replace(TINY, attached=True)
+    event = told(tmp_path, case, weights_of(TINY), Rule(divisor="main"))
+    assert judged(event, case, attached).status == RIGHT
+    assert judged(told(tmp_path, case, weights_of(TINY), PAPER), case, attached).status == WRONG
+
+
 def test_numbers_of_no_known_cause_are_wrong_without_one(tmp_path: Path) -> None:
     case = Case(ONE, "holes", False)
     rule = Rule(masks="late", tokens="early", factor=0.7)
@@ -324,12 +353,21 @@ def test_a_model_that_the_equations_do_not_describe_is_compared_with_one_process
     weights, alone, two = weights_of(TINY), Case(ONE, "holes", False), Case(CP, "holes", False)
     judge = Judge(TINY)
     foreign = {"control": {"main": [1.0]}}
-    assert judge.verdict(alone, told(tmp_path, alone, weights, PAPER, **foreign)).convention == "1 process"
+    base = judge.verdict(alone, told(tmp_path, alone, weights, PAPER, **foreign))
+    assert (base.status, base.convention) == (BASE, "1 process")
     right = judge.verdict(two, told(tmp_path, two, weights, PAPER, **foreign))
     wrong = judge.verdict(two, told(tmp_path, two, weights, Rule(divisor="ranks", shown="ranks"), **foreign))
     replicas = replace(two, layout=DP)
     assert [right.status, wrong.status] == [RIGHT, WRONG]
     assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == NOT_RUN
+    of_two = replace(alone, replicas=2)
+    assert judge.verdict(of_two, told(tmp_path, of_two, weights, PAPER, **foreign)).status == BASE
+    assert judge.verdict(replicas, told(tmp_path, replicas, weights, PAPER, **foreign)).status == RIGHT
+    event = told(tmp_path, two, weights, PAPER, **foreign)
+    content = torch.load(event["file"])
+    content["control"]["gradients"]["decoder.final_layernorm.weight"] *= 1.5
+    torch.save(content, event["file"])
+    assert "without MTP layers too" in judge.verdict(two, event).words
 
 
 def test_every_cause_has_numbers_of_its_own() -> None:

@@ -1,15 +1,19 @@
 """`prove` with ranks: Megatron's own block, as it is and with planted faults."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 from mutants import CURES, MUTANTS, Mutant, planted, proof_of
 
-from megatron_mtp.extensions.prove.cases import ONE, Case
+from megatron_mtp.extensions.prove.cases import ONE, Case, cases_of
 from megatron_mtp.extensions.prove.command import main
-from megatron_mtp.extensions.prove.proving import RIGHT, WRONG, prove
+from megatron_mtp.extensions.prove.proving import BASE, NOT_RUN, RIGHT, WRONG, prove
 from megatron_mtp.extensions.prove.shrink import shrink
 
 FLAGS = (
@@ -50,6 +54,61 @@ def test_a_planted_fault_is_found_and_named(mutant: Mutant) -> None:
 @pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.name)
 def test_a_corrected_megatron_is_right(cure: Mutant, more: str) -> None:
     assert {verdict.status for verdict in proof_of(replace(cure, more=more)).verdicts} == {RIGHT}
+
+
+ATTACHED = {
+    "dense": "--position-embedding-type rope --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights",
+    "tied": "--position-embedding-type rope",
+    "experts": "--position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 64 "
+    "--moe-router-score-function sigmoid --moe-layer-freq ([0]*3+[1]*58) --disable-bias-linear",
+    "latent": "--position-embedding-type rope --multi-latent-attention --q-lora-rank 1536 --disable-bias-linear",
+}
+"""Models that MTP layers are attached to."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ATTACHED)
+def test_attached_layers_are_right_in_every_case(kind: str) -> None:
+    words = f"--num-layers 61 --num-attention-heads 128 --mtp-num-layers 2 {ATTACHED[kind]}"
+    tiny = replace(shrink(words.split()), attached=True)
+    verdicts = prove(tiny, *cases_of(tiny, everything=True), megatron=None, seconds=60).verdicts
+    left = {verdict.case.layout.name for verdict in verdicts if verdict.status != RIGHT}
+    refused = {"experts": {"TP 2"}, "latent": {"TP 2", "TP 2 with sequence parallelism", "TP 2 with CP 2"}}
+    assert left == refused.get(kind, set())  # by Megatron, or wrong in its own attention
+    assert {verdict.status for verdict in verdicts} <= {RIGHT, NOT_RUN}
+
+
+@pytest.mark.matrix
+def test_a_hybrid_is_right_by_one_process_where_a_gpt_is() -> None:
+    words = "--hybrid-layer-pattern MEM*EME/*E --num-experts 64 --position-embedding-type none --normalization RMSNorm"
+    sizes = " ".join(
+        f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "expert-model", "context")
+    )
+    tiny = shrink(f"{words} --disable-bias-linear --sequence-parallel {sizes}".split())
+    verdicts = prove(tiny, *cases_of(tiny, everything=False), megatron=None, seconds=60).verdicts
+    by_layout = {verdict.case.layout.name: set[str]() for verdict in verdicts}
+    for verdict in verdicts:
+        by_layout[verdict.case.layout.name].add(verdict.status)
+    wrong = {"CP 2", "TP 2 with CP 2"}
+    assert by_layout.pop("1 process") == {BASE}
+    assert by_layout == {name: {WRONG if name in wrong else RIGHT} for name in by_layout}
+    assert len(by_layout) == 6
+
+
+HIDDEN = "transformers tokenizers safetensors yaml psutil tqdm huggingface_hub sentencepiece tensorboard datasets"
+"""What this package or Megatron's training script needs, and prove does not."""
+
+
+@pytest.mark.matrix
+def test_torch_and_megatron_core_are_all_that_it_needs(tmp_path: Path) -> None:
+    hook = f"import sys\nfor name in {HIDDEN.split()}:\n    sys.modules[name] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    command = [sys.executable, "-m", "megatron_mtp", "prove", "--json", "--", *FLAGS.split()[:-4]]
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    found = {one["case"]: one["status"] for one in json.loads(ended.stdout)["cases"]}
+    assert found.pop("1 process, packed and padded documents") == "WRONG"
+    assert {*found.values()} == {"right"}
 
 
 @pytest.mark.matrix

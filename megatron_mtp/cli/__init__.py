@@ -19,11 +19,13 @@ audit.py       what is in a checkpoint, and what differs between two
 attach.py      MTP layers for a Hugging Face model, step by step
 attach_settings.py    what it was asked for, and the flags of other verbs among that
 attach_checks.py      what is refused before the first step
+attach_recipe.py      the settings of a recipe as its flags
 attach_record.py      what a folder RUN was begun with
 attach_steps.py       the steps: what each makes, when it is left to do, the verb that does it
 attach_training.py    what every training and evaluation is given
 attach_probe.py       the budget beside a training, and the probe of learning rates and losses
 attach_guard.py       layers that draft worse than before are not exported
+recipes.py     recipes by name
 preprocess.py  text to .bin and .idx
 doctor.py      check the environment for missing or slow components
 """

@@ -13,6 +13,7 @@ from megatron_mtp.checkpoint.families import trained_forms
 from megatron_mtp.checkpoint.hf.hub import local_folder
 from megatron_mtp.cli.attach_checks import check_flags_of_train, checked
 from megatron_mtp.cli.attach_probe import RATE, keep_table, left_trial
+from megatron_mtp.cli.attach_recipe import recipe_words
 from megatron_mtp.cli.attach_record import check_run, keep_settings
 from megatron_mtp.cli.attach_settings import AttachSettings, offered_losses, words_of_launch
 from megatron_mtp.cli.attach_steps import STEPS, Step, family_of
@@ -20,6 +21,7 @@ from megatron_mtp.cli.attach_training import PASSES
 from megatron_mtp.cli.verbs import PROGRAM, module_of
 from megatron_mtp.common.errors import INTERRUPTED, Parser, named, sentences
 from megatron_mtp.megatron.runtime import quieten
+from megatron_mtp.recipes.recipe import names
 from megatron_mtp.spec.kinds import DRAFTERS, fitted_kind
 
 EXAMPLES = """examples:
@@ -81,7 +83,10 @@ def main(arguments: list[str], program: str) -> int:
 
 def given_settings(arguments: list[str], program: str) -> AttachSettings:
     """The settings that a command line gives, unchecked."""
-    given, more = parser(program).parse_known_args(arguments)
+    own = parser(program)
+    given, more = own.parse_known_args(arguments)
+    if given.recipe is not None:
+        given, more = own.parse_known_args([*recipe_words(given.recipe, own, arguments), *arguments])
     given.model = local_folder(given.model)
     return AttachSettings(**vars(given), more=more)
 
@@ -120,6 +125,8 @@ def parser(program: str) -> Parser:
         "weights; default: fitted; for chats or other drafters: random"
     )
     add("--drafter-init", choices=("fitted", "random"), help=begins)
+    recipe = "settings that others train by: " + ", ".join(names()) + " (megatron-mtp recipes); other flags win"
+    add("--recipe", metavar="NAME", help=recipe)
     add("--steps", type=int, default=600, metavar="N", help="number of training steps; default: 600")
     add("--sequence", type=int, default=512, metavar="S", help="tokens per sequence; default: 512")
     add("--batch", type=int, default=4, metavar="B", help="sequences per step; default: 4")

@@ -11,7 +11,7 @@ from megatron_mtp.spec.config import flag_of
 
 RECORD = "attach.json"
 """In RUN: the settings of its first start, on which finished steps depend."""
-KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init loss self_generated".split()
+KEPT = "model corpus load mtp_layers unroll mtp_init donor drafter drafter_init recipe loss self_generated".split()
 """Names of these settings."""
 
 
@@ -29,7 +29,7 @@ def check_run(settings: AttachSettings) -> None:
     if settings.overwrite or not file.exists():
         return
     try:
-        kept = {"load": None, **json.loads(file.read_text())}  # older releases had no --load
+        kept = {"load": None, "recipe": None, **json.loads(file.read_text())}  # older releases had none of both
         begun = {name: kept[name] for name in KEPT}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error!r}); name another RUN, or give --overwrite.") from error

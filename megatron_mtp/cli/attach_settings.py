@@ -27,6 +27,7 @@ class AttachSettings:
     donor: Path | None
     drafter: str | None
     drafter_init: str | None
+    recipe: str | None
     steps: int
     sequence: int
     batch: int

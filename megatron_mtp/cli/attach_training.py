@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_mtp.cli.attach_settings import OF_CHATS, AttachSettings
+from megatron_mtp.cli.attach_settings import OF_CHATS, AttachSettings, names_of
 from megatron_mtp.data.chat import is_chat
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -27,12 +27,14 @@ def training_of(settings: AttachSettings, chosen: TrainingChoice, steps: int) ->
     trained = f"--mtp-num-layers {settings.mtp_layers or 1} {repeated}--mtp-train-only --mtp-loss-scaling-factor 1"
     if settings.drafter:
         trained = f"--drafter {settings.drafter}"
+    has_own = "--lr-warmup-fraction" in names_of(settings.more)
+    warmup = "" if has_own else f"--lr-warmup-iters {steps // 20 + 1} "
     flags = (
         f"--use-checkpoint-args {trained} {f'--mtp-loss {chosen.loss} ' if chosen.loss else ''}"
         f"--mtp-token-fraction {settings.token_fraction} "
         f"--seq-length {settings.sequence} --micro-batch-size {settings.batch} --global-batch-size {settings.batch} "
         f"--train-iters {steps} --lr {chosen.rate} --min-lr 1e-5 --lr-decay-style cosine "
-        f"--lr-warmup-iters {steps // 20 + 1} "
+        f"{warmup}"
         "--clip-grad 1.0 --weight-decay 0.01 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 "
         f"--split {SPLIT} --eval-iters {settings.evaluated_batches} --no-create-attention-mask-in-dataloader "
         "--tokenizer-type HuggingFaceTokenizer"

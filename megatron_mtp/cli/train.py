@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_mtp.common.errors import Parser, sentences
 from megatron_mtp.losses import listing
 from megatron_mtp.megatron.runtime import prepare
-from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, without_unset
+from megatron_mtp.recipes import recipe
+from megatron_mtp.training.flags import add_mtp_arguments, all_parser, flags_of, named_flags, without_unset
 from megatron_mtp.training.short_log import quiet, say
 
 DESCRIPTION = """Train a model with MTP layers or a drafter on Megatron's training loop.
@@ -114,6 +115,12 @@ def add_run_arguments(parser: ArgumentParser) -> ArgumentParser:
     add = parser.add_argument_group("the run (megatron-mtp)").add_argument
     verbose = "Print all of Megatron's output. Default: a short log, and megatron.log in --mtp-metrics-dir or --save."
     add("--verbose", action="store_true", help=verbose)
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="Flags that others train by: " + ", ".join(recipe.names()) + " (megatron-mtp "
+        "recipes). Flags of --config and of the command line win.",
+    )
     file = "YAML file of flags, such as 'num-layers: 4', optionally in sections. Flags on the command line win."
     add("--config", metavar="FILE", help=file)
     plan = "Print flags, layout, parameters, memory and tokens per step for RANKS ranks, and exit; needs no GPU. "
@@ -141,15 +148,26 @@ def parse_run(program: str, arguments: Sequence[str]) -> tuple[Namespace, list[s
 
 
 def with_file(program: str, given: Namespace, rest: list[str]) -> list[str]:
-    """`sys.argv`, which Megatron's parser reads: the flags of --config, then those of the command line, which win."""
+    """`sys.argv`, which Megatron's parser reads: flags of --recipe, --config, the command line; later ones win."""
     from megatron_mtp.training.startup import explained
 
     with explained(program):
         flags = full_parser(program)
         words = [] if given.config is None else flags_of(Path(given.config), flags)
+        if given.recipe is not None:
+            words = [*_of_recipe(given.recipe, named_flags([*words, *rest], flags)), *words]
         if any(word.split("=")[0] == "--yaml-cfg" for word in (*words, *rest)):
             raise ValueError("--yaml-cfg takes the place of all flags, those of the MTP layers too; give --config.")
         words, rest = without_unset(words, rest, flags)
         flags.parse_args([*words, *rest])  # Megatron's parser lacks the flags of the run, which may be meant
     sys.argv = [program, *words, *rest]
     return sys.argv
+
+
+def _of_recipe(name: str, given: set[str]) -> list[str]:
+    """The words that a recipe adds to a command line with these flags; prints them."""
+    chosen = recipe.read(name)
+    if os.environ.get("RANK", "0") == "0":
+        for line in chosen.lines(given):
+            say(f"> {line}")
+    return recipe.words_of(chosen.left(given))

@@ -52,6 +52,7 @@ VERBS: Registry[Verb] = Registry(
             "compare measured acceptance, local or from a server, with the recorded values",
             "megatron_mtp.cli.check",
         ),
+        "recipes": Verb("list recipes of MTP layers and drafters, for --recipe", "megatron_mtp.cli.recipes"),
         "preprocess": Verb("tokenize text for training", "megatron_mtp.cli.preprocess"),
         "doctor": Verb("check the environment for missing or slow components", "megatron_mtp.cli.doctor"),
     },

@@ -291,7 +291,8 @@ def scaling_factor(args: Namespace, settings: MTPConfig, step: int) -> float:
     first: float = args.mtp_loss_scaling_factor
     if settings.mtp_loss_schedule == "constant":
         return first
-    progress = min(step / settings.mtp_loss_schedule_steps, 1)
+    given = settings.mtp_loss_schedule_steps
+    progress = min(step / (given if given >= 1 else given * args.train_iters), 1)
     return SCHEDULES[settings.mtp_loss_schedule](first, settings.mtp_loss_final_factor, progress)
 
 

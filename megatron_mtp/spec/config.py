@@ -237,8 +237,11 @@ class MTPConfig:
     mtp_loss_final_factor: float = _flag(
         0.0, "Lambda at the end of its schedule. Default: 0.", allowed=FROM_0, metavar="X"
     )
-    mtp_loss_schedule_steps: int = _flag(
-        0, "Length of lambda's schedule in training steps. Default: 0.", allowed=("1 or more", FROM_0[1]), metavar="N"
+    mtp_loss_schedule_steps: float = _flag(
+        0.0,
+        "Length of lambda's schedule in training steps; below 1, a fraction of all steps. Default: 0.",
+        allowed=("a number of steps, or a fraction below 1", FROM_0[1]),
+        metavar="N",
     )
     mtp_token_fraction: float = _flag(
         1.0,
@@ -450,7 +453,7 @@ class MTPConfig:
             (
                 is_constant != (self.mtp_loss_schedule_steps == 0),
                 f"--mtp-loss-schedule is {self.mtp_loss_schedule} and --mtp-loss-schedule-steps "
-                f"{self.mtp_loss_schedule_steps}; all but 'constant' need a number of steps, and "
+                f"{self.mtp_loss_schedule_steps:g}; all but 'constant' need a number of steps, and "
                 "'constant' takes none.",
             ),
             (

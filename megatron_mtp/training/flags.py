@@ -146,7 +146,7 @@ def all_parser(program: str) -> ArgumentParser:
 
 # --- --config --------------------------------------------------------------------------------------------------------
 
-NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "verbose"}
+NOT_IN_A_FILE = {"config", "dry-run", "help", "help-megatron", "list-losses", "recipe", "verbose"}
 """Flags that act before the file is read."""
 
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -193,6 +193,16 @@ def flags_of(file: Path, parser: ArgumentParser) -> list[str]:
         elif not value.tag.endswith(":null"):
             words += [flag, value.value]
     return words
+
+
+def named_flags(words: list[str], parser: ArgumentParser) -> set[str]:
+    """Names of the arguments that these words give, with hyphens; flags may be abbreviated, as argparse allows."""
+    known = parser._option_string_actions
+    names = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    actions = [action for flag, action in known.items() if flag in names]
+    for short in names - known.keys():
+        actions += [action for flag, action in known.items() if flag.startswith(short)]
+    return {action.dest.replace("_", "-") for action in actions}
 
 
 def without_unset(words: list[str], typed: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:

@@ -64,7 +64,7 @@ def test_allowed_settings(settings: dict[str, Any]) -> None:
         ),
         (
             {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": -3},
-            "--mtp-loss-schedule-steps is -3; give 1 or more.",
+            "--mtp-loss-schedule-steps is -3; give a number of steps, or a fraction below 1.",
         ),
         (
             {"mtp_loss_final_factor": 0.5},

@@ -19,7 +19,7 @@ from megatron_mtp.training.metrics import Metrics
 
 def factors(steps: list[int], **settings: object) -> list[float]:
     config = MTPConfig(**settings)  # type: ignore[arg-type]
-    return [scaling_factor(Namespace(mtp_loss_scaling_factor=0.3), config, step) for step in steps]
+    return [scaling_factor(Namespace(mtp_loss_scaling_factor=0.3, train_iters=1000), config, step) for step in steps]
 
 
 def test_lambda_is_constant_by_default() -> None:
@@ -29,6 +29,11 @@ def test_lambda_is_constant_by_default() -> None:
 def test_a_step_comes_after_its_steps() -> None:
     settings = {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": 10, "mtp_loss_final_factor": 0.1}
     assert factors([0, 9, 10, 99], **settings) == [0.3, 0.3, 0.1, 0.1]
+
+
+def test_a_schedule_below_one_is_a_fraction_of_all_steps() -> None:
+    settings = {"mtp_loss_schedule": "step", "mtp_loss_schedule_steps": 0.676, "mtp_loss_final_factor": 0.1}
+    assert factors([0, 675, 676, 999], **settings) == [0.3, 0.3, 0.1, 0.1]
 
 
 def test_a_cosine_takes_its_steps() -> None:

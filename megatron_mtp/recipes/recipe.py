@@ -1,0 +1,93 @@
+"""A recipe: flags of `train` under a name that the field knows, with its sources and the figures that it reached.
+
+    purpose: a native MTP layer, improved on the frozen trunk
+    trunk: frozen                     # or trained: the trunk learns with the layers
+    source: [arXiv:2606.15007, section 3.4]
+    settings:                         # of `train`, without the dashes; true stands for a switch
+      mtp-loss: kd
+    differs: [what of the source no flag sets]
+    there: [what it reached there]
+    here: [what it reached here]
+
+Flags of the command line win.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+import yaml
+
+from megatron_mtp.common.errors import did_you_mean
+
+MEANINGLESS_WITHOUT = {
+    "mtp-loss-mix": "mtp-loss",
+    "mtp-loss-final-factor": "mtp-loss-schedule",
+    "mtp-loss-schedule-steps": "mtp-loss-schedule",
+}
+"""Settings that say more about another one: a command line that gives the latter leaves both out of the recipe."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the file of a recipe holds; `settings` are flags of `train`, without their dashes, in their order."""
+
+    name: str
+    purpose: str
+    trunk: str
+    source: list[str]
+    settings: Mapping[str, str]
+    differs: list[str]
+    there: list[str]
+    here: list[str]
+
+    def left(self, given: Collection[str]) -> dict[str, str]:
+        """The settings that a command line with these flags (without their dashes) leaves to the recipe.
+
+        Raises:
+            ValueError: the recipe is for a drafter, and the command line asks for MTP layers, or the reverse.
+        """
+        kind = self.settings.get("drafter")
+        if kind is None and "drafter" in given:
+            raise ValueError(f"--recipe {self.name} is for MTP layers, and was given with --drafter; drop one of them.")
+        if kind is not None and "mtp-num-layers" in given and "drafter" not in given:
+            raise ValueError(
+                f"--recipe {self.name} is for --drafter {kind}, and was given with MTP layers; drop one of them."
+            )
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name not in given and MEANINGLESS_WITHOUT.get(name) not in given
+        }
+
+    def lines(self, given: Collection[str]) -> list[str]:
+        """What the recipe sets beside such a command line, and what that overrides, a line each."""
+        left = self.left(given)
+        gone = [f"--{name}" for name in self.settings if name not in left]
+        made = [f"recipe {self.name} sets {shown(left) or 'nothing'}"]
+        return made + ([f"the command line overrides its {' '.join(gone)}"] if gone else [])
+
+
+def shown(settings: Mapping[str, str]) -> str:
+    """Settings as one types them."""
+    return " ".join(f"--{name}" if value == "true" else f"--{name} {value}" for name, value in settings.items())
+
+
+def words_of(settings: Mapping[str, str]) -> list[str]:
+    """Settings as words of a command line, one each: unknown flags with their values stay together."""
+    return [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in settings.items()]
+
+
+def names() -> list[str]:
+    """Names of the recipes, in alphabetical order."""
+    files = resources.files(__package__).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def read(name: str) -> Recipe:
+    """The recipe of a name. Raises ValueError where there is none."""
+    known = names()
+    if name not in known:
+        raise ValueError(f"--recipe is '{name}'; choose one of {', '.join(known)}{did_you_mean([name], known) or '.'}")
+    text = (resources.files(__package__) / f"{name}.yaml").read_text(encoding="utf-8")
+    return Recipe(name, **yaml.load(text, Loader=yaml.BaseLoader))

@@ -58,6 +58,18 @@ def fill_absent_layers(
     return filled
 
 
+def draw_anew(block: MultiTokenPredictionBlock, prefix: str, seed: int) -> None:
+    """Draw the weights of a new block as 'random' does: alike in every layout, and some that modules begin as zeros.
+
+    Args:
+        prefix: of the keys of its layers in checkpoints.
+        seed: of the draws.
+    """
+    weights = RandomWeights.of(block.config, block.config.num_layers, seed)
+    for layer in block.layers:
+        layer.load_state_dict(_drawn(prefix, layer, weights), strict=False)
+
+
 def _drawn(prefix: str, layer: Any, weights: "RandomWeights") -> dict[str, Tensor]:
     """This rank's part of a layer, by name relative to it.
 

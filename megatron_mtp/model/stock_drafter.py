@@ -9,10 +9,12 @@ import torch
 from megatron.core.tensor_parallel.random import _fork_rng
 from torch import Tensor
 
+from megatron_mtp.megatron.checkpoint import DRAFTER
 from megatron_mtp.megatron.patterns import symbols_of_a_layer
 from megatron_mtp.model.heads import BLOCKS, DraftHeads, HeadPlan
+from megatron_mtp.model.initialize import draw_anew
 from megatron_mtp.model.stages import PassedStates
-from megatron_mtp.model.stock import as_trunk, initializing
+from megatron_mtp.model.stock import as_trunk
 from megatron_mtp.spec.attention import AttentionSizes, LatentSizes
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.head import HeadSpec, TrunkSpec
@@ -53,8 +55,9 @@ def add_drafters(chunk: Any, drafters: Mapping[str, HeadSpec], drafted: Mapping[
         block = BLOCKS[drafter.kind]
         plan = HeadPlan(name, partial(block, drafter), block.submodules(drafter, chunk.config))
         heads = DraftHeads([plan], lacks_vocabulary=False)
-        with _fork_rng(), initializing(chunk.config):
+        with _fork_rng():
             heads.build(chunk, drafted.get(name))
+        draw_anew(getattr(chunk, name), DRAFTER, torch.initial_seed())
         as_trunk(*heads.blocks, chunk)
 
 

@@ -21,6 +21,7 @@ from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.drafter_form import read_drafter, trunk_of
 from megatron_mtp.checkpoint.convert.live_drafter import export_drafter
 from megatron_mtp.checkpoint.verify.drafters import REFERENCES
+from megatron_mtp.model.initialize import RandomWeights
 from megatron_mtp.spec.config import MTPConfig
 from megatron_mtp.spec.kinds import DRAFTERS
 
@@ -36,6 +37,29 @@ def batch_of(form: str) -> tuple[dict[str, Any], Any]:
 
 def given(batch: dict[str, Any]) -> tuple[Any, ...]:
     return batch["tokens"], batch["labels"], batch["loss_mask"]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_new_drafter_begins_as_in_train_and_all_of_it_learns(kind: str) -> None:
+    """Its weights are those of --mtp-init random with torch's seed; none stays without a gradient."""
+    torch.manual_seed(11)
+    batch, model = make_batch(STEPS), stock("dense", **LAYERS)
+    attached = attach(model, settings=settings_of(kind))
+    own = {name: each for name, each in model.named_parameters() if name.startswith("drafter_")}
+    weights = RandomWeights.of(model.config, model.config.num_layers, 11)
+    for name, each in own.items():
+        key = name.split(".layers.0.", 1)[1]
+        if key in ("fc.weight", "markov_w1", "mask_hidden", "gru_input"):
+            expected = weights.draw(f"drafter.{key}", each.shape)
+            assert expected is not None
+            torch.testing.assert_close(each.detach(), expected)
+    optimizer = torch.optim.SGD(own.values(), lr=0.1)
+    for _ in range(2):  # a factor that begins as zeros keeps the gradient from the other in the first step
+        optimizer.zero_grad()
+        model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
+        attached.loss(*given(batch)).loss.backward()
+        optimizer.step()
+    assert [name for name, each in own.items() if each.grad is None or not each.grad.any()] == []
 
 
 def test_every_kind_is_attached_here() -> None:

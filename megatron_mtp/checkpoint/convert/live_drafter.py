@@ -55,7 +55,7 @@ def export_drafter(model: torch.nn.Module, folder: Path, head: str | None = None
     keys = config_keys(_arguments(unwrap_model(model)), form)
     keys["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     with written_beside(folder) as made:
-        made.mkdir()
+        made.mkdir(parents=True)
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
         (made / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
 

@@ -40,7 +40,7 @@ from megatron_mtp.training.parameter_group import get_mtp_optimizer
 pytestmark = pytest.mark.usefixtures("megatron")
 
 NAMES = ["dspark", "mtp", "eagle3"]
-WITH_VOCABULARY = [kind for kind in SETTINGS if kind != "dflash2"]
+WITH_VOCABULARY = [kind for kind in SETTINGS if kind not in ("dflash2", "domino")]
 """Kinds that can have a draft vocabulary."""
 
 

@@ -1,22 +1,28 @@
-"""GRPO with rollouts drafted by MTP layers, in three arms: a frozen head, a stale head, and a head that follows.
+"""GRPO with drafted rollouts, in six arms: which draft head follows a policy best, and by which loss?
 
-    python examples/rl.py                                    three seeds of 60 steps; a run that was cut off goes on
+    python examples/rl.py                                    five seeds of 60 steps; a run that was cut off goes on
+    python examples/rl.py --arms frozen eagle3               some of the arms
     python examples/rl.py --quick                            does it run? (the figures mean little)
     python examples/rl.py --plot runs/rl/results.json        the plot again
 
 The task is to sort seven digits, and the reward the share of digits in their place. `megatron-mtp train` makes the
-policy that all arms start from, on answers of which a fourth is sorted. The trainer's model is Megatron's `GPTModel`
-with Megatron's MTP block, to which `attach` is attached, as in a framework. Every step samples answers with this
-package's engine, trains the policy with Megatron's optimizer, and gives the engine the new weights. The MTP layers
+policy that all arms start from, on answers of which a fourth is sorted, and a drafter of each kind behind it. The
+trainer's model is Megatron's `GPTModel`, to which `attach` attaches the head, as in a framework. Every step samples
+answers with this package's engine, trains the policy and its head with Megatron's optimizer, and gives the engine the
+new weights. The head's loss has no gradient into the policy. The arms differ in the head and what it learns:
 
-    frozen   stay as they are
-    stale    learn the policy's distribution (kd), without a gradient into it; the engine gets them every tenth step
-    trained  learn it too, and the engine gets them at every step
+    frozen   an MTP layer as it is
+    stale    an MTP layer that learns the policy's distribution (tv); the engine gets it every tenth step
+    mtp-ce   an MTP layer that learns the sampled tokens
+    mtp-tv   an MTP layer that learns the policy's distribution
+    eagle3   an EAGLE-3 drafter, by the loss of its kind
+    dspark   a DSpark drafter, by the loss of its kind
 
 Written to --out: results.json with the figures of every step, and rl.png. Arms and seeds of as many steps that are in
-results.json are not run again. The figures are the mean reward, the accepted length (tokens per forward of the target),
-tokens per second of CPU time, which other programs disturb less than the clock's, and the largest difference between
-the log-probabilities of the engine and of the trainer's forward, relative to their size where that is above 1.
+results.json are not run again. The figures are the mean reward, the policy's entropy in nats, the accepted length
+(tokens per forward of the target), tokens per second of CPU time, which other programs disturb less than the clock's,
+and the largest difference between the log-probabilities of the engine and of the trainer's forward, relative to their
+size where that is above 1.
 
 Letters in names: B rollouts, S positions, V vocabulary, P prompts, G rollouts of a prompt.
 """
@@ -30,6 +36,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +55,14 @@ from tqdm import tqdm
 
 from megatron_mtp.attach import attach
 from megatron_mtp.checkpoint.convert.live import export_hf_weights
+from megatron_mtp.checkpoint.convert.live_drafter import export_drafter_weights, load_drafter_weights
 from megatron_mtp.checkpoint.model import fill
 from megatron_mtp.common.files import written_beside
 from megatron_mtp.decoding.engine import Engine
 from megatron_mtp.decoding.load import load_runner
 from megatron_mtp.decoding.method import config_from
 from megatron_mtp.decoding.requests import Request
+from megatron_mtp.decoding.runner import Runner
 from megatron_mtp.decoding.sampling import Sampling
 from megatron_mtp.decoding.scheduler import EngineSettings
 from megatron_mtp.decoding.update_weights import update_weights
@@ -75,13 +85,51 @@ PROMPTS, GROUP = 16, 8
 RUNNING = 16
 """Answers that the engine writes at once."""
 
-SYNCED = {"frozen": 0, "stale": 10, "trained": 1}
-"""After how many steps an arm gives the engine its MTP layers; 0 for never, since they are not trained."""
-
-DRAFTS = 2
+DRAFTS = 3
 """Drafts a round."""
 
-POLICY_LR, MTP_LR, LAMBDA = 5e-4, 2e-3, 0.3
+SHOWN = ("reward", "entropy", "accepted length", "tokens per CPU second")
+"""Figures that are drawn and printed."""
+
+POLICY_LR, HEAD_LR, LAMBDA = 5e-4, 2e-3, 0.3
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A head and how it follows the policy.
+
+    Attributes:
+        method: by which the engine drafts.
+        loss: what the head learns; None for the loss of its kind.
+        synced: after how many steps the engine gets the head; 0 for never, since it is not trained.
+        drafter: its settings; none for an MTP layer.
+    """
+
+    method: str
+    loss: str | None
+    synced: int
+    drafter: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> MTPConfig:
+        """Of the attached head."""
+        loss = {} if self.loss is None else {"mtp_loss": self.loss}
+        return MTPConfig(mtp_train_only=not self.drafter, **loss, **self.drafter)
+
+    @property
+    def flags(self) -> list[str]:
+        """Those that train the drafter before the first step."""
+        return [part for name, value in self.drafter.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+ARMS = {
+    "frozen": Arm("mtp_eagle", None, 0),
+    "stale": Arm("mtp_eagle", "tv", 10),
+    "mtp-ce": Arm("mtp_eagle", "ce", 1),
+    "mtp-tv": Arm("mtp_eagle", "tv", 1),
+    "eagle3": Arm("eagle3", None, 1, {"drafter": "eagle3", "drafter_steps": DRAFTS}),
+    "dspark": Arm("dspark", None, 1, {"drafter": "dspark", "drafter_steps": DRAFTS, "drafter_num_layers": 1}),
+}
 
 
 def prompt_of(digits: list[int]) -> list[int]:
@@ -94,56 +142,73 @@ def reward(prompt: list[int], answer: list[int]) -> float:
     return sum(one == other for one, other in zip(answer[:DIGITS], right, strict=False)) / DIGITS
 
 
-def make_start(folder: Path, iterations: int) -> Path:
-    """A checkpoint of `megatron-mtp train`, made once: a fourth of its answers is sorted, others repeat or shuffle."""
-    if (folder / "latest_checkpointed_iteration.txt").is_file():
-        return folder
-    draw = random.Random(0)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    corpus = IndexedDatasetBuilder(f"{folder.parent}/digits.bin")
-    for _ in range(20_000):
-        digits = [draw.randrange(10) for _ in range(DIGITS)]
-        answer = draw.choice([sorted(digits), digits, digits[::-1], draw.sample(digits, DIGITS)])
-        row = torch.tensor([*prompt_of(digits), *answer, END])
-        corpus.add_document(row, [len(row)])
-    corpus.finalize(f"{folder.parent}/digits.idx")
-    flags = (
-        "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
-        "--attention-dropout 0 --untie-embeddings-and-output-weights --mtp-num-layers 1 --micro-batch-size 16 "
-        "--global-batch-size 16 --lr 2e-3 --lr-warmup-iters 20 --eval-interval 1000 --eval-iters 1 --split 95,5,0 "
-        f"--train-iters {iterations} --save-interval {iterations} --num-workers 0 --tokenizer-type NullTokenizer "
-        f"--vocab-size {VOCABULARY} --data-path {folder.parent / 'digits'} --save {folder}"
-    )
-    subprocess.run([sys.executable, ROOT / "pretrain_gpt.py", *flags.split()], check=True)
+TRAINING = (
+    "--seq-length 128 --micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --lr-warmup-iters 20 --split 95,5,0 "
+    "--eval-interval 1000 --eval-iters 1 --num-workers 0 --tokenizer-type NullTokenizer "
+    f"--vocab-size {VOCABULARY} "
+).split()
+POLICY = (
+    "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --max-position-embeddings 128 --position-embedding-type "
+    "rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 "
+    "--untie-embeddings-and-output-weights --mtp-num-layers 1"
+).split()
+
+
+def make_start(out: Path, iterations: int) -> Path:
+    """The policy with an MTP layer, made once: a fourth of its texts' answers is sorted, others repeat or shuffle."""
+    if not Path(f"{out}/digits.idx").is_file():
+        draw = random.Random(0)
+        out.mkdir(parents=True, exist_ok=True)
+        corpus = IndexedDatasetBuilder(f"{out}/digits.bin")
+        for _ in range(20_000):
+            digits = [draw.randrange(10) for _ in range(DIGITS)]
+            answer = draw.choice([sorted(digits), digits, digits[::-1], draw.sample(digits, DIGITS)])
+            row = torch.tensor([*prompt_of(digits), *answer, END])
+            corpus.add_document(row, [len(row)])
+        corpus.finalize(f"{out}/digits.idx")
+    return trained(out, out / "start", POLICY, iterations)
+
+
+def trained(out: Path, folder: Path, flags: list[str], iterations: int) -> Path:
+    """A checkpoint of `megatron-mtp train`, made once."""
+    if not (folder / "latest_checkpointed_iteration.txt").is_file():
+        length = ["--train-iters", iterations, "--save-interval", iterations, "--save", folder]
+        command = [sys.executable, ROOT / "pretrain_gpt.py", *flags, *TRAINING, *length, "--data-path", out / "digits"]
+        subprocess.run([*map(str, command)], check=True)
     return folder
 
 
-def megatrons_model(start: Path) -> Any:
-    """The checkpoint's model as Megatron builds it, with its MTP block."""
-    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
-        args = completed(DistReader(start).common()["args"])
-    config = gpt_config_from_args(args)
-    config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
-    config.transformer.persist_layer_norm = False  # of Apex
-    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    fill(model, DistReader(start))
-    return model
+def start_of(arm: Arm, out: Path, start: Path, iterations: int) -> Path:
+    """The checkpoint that an arm begins with: the policy, and its drafter in the place of the MTP layer."""
+    if not arm.drafter:
+        return start
+    flags = ["--use-checkpoint-args", "--load", str(start), *arm.flags]
+    return trained(out, out / f"start-{arm.method}", flags, iterations)
 
 
 class Trainer:
-    """The policy and its MTP layers in Megatron's wrappers, one step of GRPO at a time."""
+    """The policy and its head in Megatron's wrappers, one step of GRPO at a time."""
 
-    def __init__(self, start: Path) -> None:
-        self.args = DistReader(start).common()["args"]
-        model = megatrons_model(start).train()
-        self.attached = attach(model, settings=MTPConfig(mtp_train_only=True, mtp_loss="kd"))
+    def __init__(self, arm: Arm, start: Path, runner: Runner) -> None:
+        self.arm, reader = arm, DistReader(start)
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
+            self.args = completed(reader.common()["args"])
+        config = gpt_config_from_args(self.args)
+        config.transformer_layer_spec = with_portable_modules(default_layer_spec(config, None), config.transformer)
+        config.transformer.persist_layer_norm = False  # of Apex
+        if arm.drafter:
+            config.transformer.mtp_num_layers = None  # Megatron's builder knows no drafters
+        model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
+        fill(model, reader)
+        self.attached = attach(model, settings=arm.settings, true_vocab_size=VOCABULARY)
+        if arm.drafter:
+            load_drafter_weights(model, export_drafter_weights(runner.model))
         self.model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-        config = OptimizerConfig(optimizer="adam", lr=POLICY_LR, weight_decay=0.0, clip_grad=1.0)
-        self.optimizer = get_mtp_optimizer(config, [self.model], lr=MTP_LR, clip_grad=1.0)
+        optimizer = OptimizerConfig(optimizer="adam", lr=POLICY_LR, weight_decay=0.0, clip_grad=1.0)
+        self.optimizer = get_mtp_optimizer(optimizer, [self.model], lr=HEAD_LR, clip_grad=1.0)
 
-    def step(self, rollouts: list["Rollout"], trains_mtp: bool) -> float:
-        """Train on the rollouts; returns the largest difference of a log-probability from the engine's."""
+    def step(self, rollouts: list["Rollout"]) -> dict[str, float]:
+        """Train on the rollouts; returns the policy's entropy, and the largest difference from the engine's values."""
         length = max(len(one.tokens) for one in rollouts)
         tokens_BS = torch.tensor([one.tokens + [END] * (length - len(one.tokens)) for one in rollouts])
         start, end_B1 = DIGITS + 2, torch.tensor([[len(one.tokens)] for one in rollouts])
@@ -154,15 +219,29 @@ class Trainer:
         self.optimizer.zero_grad()
         logits_BSV = self.model(tokens_BS, positions_BS, None)
         logits_BSV = logits_BSV[:, :-1, :VOCABULARY]  # the rows behind pad the vocabulary, and stand for no token
-        logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, tokens_BS[:, 1:, None])[..., 0] * mask_BS[:, :-1]
+        every_BSV, counts_BS = logits_BSV.log_softmax(-1), mask_BS[:, :-1]
+        logprobs_BS = every_BSV.gather(-1, tokens_BS[:, 1:, None])[..., 0] * counts_BS
         loss = -(_advantages(rollouts) * logprobs_BS).sum() / mask_BS.sum()
-        if trains_mtp:
+        if self.arm.synced:
             loss = loss + LAMBDA * self.attached.loss(tokens_BS, None, mask_BS, normalizer=mask_BS.sum()).loss
         loss.backward()
         self.model.finish_grad_sync()
         self.optimizer.step()
         theirs = torch.tensor([value for one in rollouts for value in one.logprobs])
-        return float(((logprobs_BS[mask_BS[:, :-1] > 0].detach() - theirs) / theirs.abs().clamp(min=1)).abs().max())
+        apart = (logprobs_BS[counts_BS > 0].detach() - theirs) / theirs.abs().clamp(min=1)
+        entropy_BS = -(every_BSV.exp() * every_BSV).sum(-1) * counts_BS
+        return {
+            "entropy": float(entropy_BS.sum() / counts_BS.sum()),
+            "log-probabilities apart": float(apart.abs().max()),
+        }
+
+    def send_weights(self, engine: Engine, with_head: bool) -> None:
+        """Give the engine the policy's weights, and those of the head."""
+        layer = f"model.layers.{self.args.num_layers}."
+        pairs = export_hf_weights(self.model, self.args)
+        kept = ((name, value) for name, value in pairs if with_head or not name.startswith(layer))
+        drafter = export_drafter_weights(self.model) if self.arm.drafter and with_head else None
+        update_weights(engine, kept, drafter=drafter)
 
 
 class Rollout:
@@ -198,33 +277,30 @@ def sample(engine: Engine, prompts: list[list[int]], seed: int) -> list[Rollout]
     return list(rollouts.values())
 
 
-def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
+def run(arm: Arm, start: Path, steps: int, seed: int, name: str) -> list[dict[str, float]]:
     """The figures of every step of one arm."""
     torch.manual_seed(seed)
-    draw, every = random.Random(seed), SYNCED[arm]
-    runner, trainer = load_runner(start), Trainer(start)  # the runner's model joins the world of one process
-    method = {"method": "mtp_eagle", "num_speculative_tokens": DRAFTS}
-    head = f"model.layers.{trainer.args.num_layers}."
-    settings = EngineSettings(running=RUNNING, waiting=PROMPTS * GROUP)
-    engine = Engine(runner, settings, config_from(method))
+    draw = random.Random(seed)
+    method = config_from({"method": arm.method, "num_speculative_tokens": DRAFTS})
+    runner = load_runner(start, config=method)
+    trainer = Trainer(arm, start, runner)
+    engine = Engine(runner, EngineSettings(running=RUNNING, waiting=PROMPTS * GROUP), method)
     figures = []
-    for step in tqdm(range(steps), desc=f"{arm}, seed {seed}", file=sys.stderr):
+    for step in tqdm(range(steps), desc=f"{name}, seed {seed}", file=sys.stderr):
         prompts = [prompt_of([draw.randrange(10) for _ in range(DIGITS)]) for _ in range(PROMPTS)]
         before, began = engine.stats, time.process_time()
         rollouts = sample(engine, prompts, seed * steps + step)
         seconds = time.process_time() - began
         made = sum(len(one.tokens) - len(one.prompt) for one in rollouts)
         forwards = engine.stats.target_forwards - before.target_forwards
-        apart = trainer.step(rollouts, trains_mtp=every > 0)
-        with_head = every > 0 and (step + 1) % every == 0
-        pairs = export_hf_weights(trainer.model, trainer.args)
-        update_weights(engine, ((name, value) for name, value in pairs if with_head or not name.startswith(head)))
+        learned = trainer.step(rollouts)
+        trainer.send_weights(engine, with_head=arm.synced > 0 and (step + 1) % arm.synced == 0)
         figures.append(
             {
                 "reward": statistics.mean(one.reward for one in rollouts),
                 "accepted length": made / forwards,
                 "tokens per CPU second": made / seconds,
-                "log-probabilities apart": apart,
+                **learned,
             }
         )
     return figures
@@ -233,21 +309,22 @@ def run(arm: str, start: Path, steps: int, seed: int) -> list[dict[str, float]]:
 def kept(file: Path, steps: int) -> dict[str, dict[str, Any]]:
     """The seeds of every arm that an earlier run has finished with as many steps."""
     earlier = json.loads(file.read_text()) if file.is_file() else {}
-    return {arm: {seed: made for seed, made in earlier.get(arm, {}).items() if len(made) == steps} for arm in SYNCED}
+    return {arm: {seed: made for seed, made in earlier.get(arm, {}).items() if len(made) == steps} for arm in ARMS}
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Reward, accepted length and tokens per CPU second by step; a line is the mean over seeds, a band all of them."""
+    """The figures by step; a line is the mean over seeds, and a band its standard error."""
     import matplotlib.pyplot as plt
 
-    names = ["reward", "accepted length", "tokens per CPU second"]
-    figure, axes = plt.subplots(1, len(names), figsize=(13, 4))
-    for axis, name in zip(axes, names, strict=True):
+    figure, axes = plt.subplots(1, len(SHOWN), figsize=(16, 4))
+    for axis, name in zip(axes, SHOWN, strict=True):
         for arm, seeds in results.items():
             curves = [[step[name] for step in steps] for steps in seeds.values()]
             columns = list(zip(*curves, strict=True))
-            axis.plot([statistics.mean(column) for column in columns], label=arm)
-            axis.fill_between(range(len(columns)), *zip(*((min(c), max(c)) for c in columns), strict=True), alpha=0.2)
+            means, errors = [*map(statistics.mean, columns)], [*map(standard_error, columns)]
+            (line,) = axis.plot(means, label=arm)
+            low, high = zip(*((mean - e, mean + e) for mean, e in zip(means, errors, strict=True)), strict=True)
+            axis.fill_between(range(len(columns)), low, high, color=line.get_color(), alpha=0.2)
         axis.set(xlabel="step", title=name)
     axes[0].legend()
     figure.tight_layout()
@@ -255,24 +332,26 @@ def plot(results: dict[str, Any], file: Path) -> None:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """A line for every arm, of the first and last fifth of its steps."""
+    """A line for every arm: means of the first and last fifth of its steps, the last with its error over seeds."""
     lines = []
     for arm, seeds in results.items():
         told = []
-        for name in ("reward", "accepted length", "tokens per CPU second"):
-            ends = []
-            for part in (0, 1):
-                values = [
-                    step[name]
-                    for steps in seeds.values()
-                    for fifth in [max(1, len(steps) // 5)]
-                    for step in (steps[-fifth:] if part else steps[:fifth])
-                ]
-                ends.append(statistics.mean(values))
-            told.append(f"{name} {ends[0]:.3g} -> {ends[1]:.3g}")
+        for name in SHOWN:
+            fifth = max(1, len(next(iter(seeds.values()))) // 5)
+            first, last = (
+                [statistics.mean(step[name] for step in steps[part]) for steps in seeds.values()]
+                for part in (slice(fifth), slice(-fifth, None))
+            )
+            error = standard_error(last)
+            told.append(f"{name} {statistics.mean(first):.3g} -> {statistics.mean(last):.3g} +- {error:.1g}")
         apart = max(step["log-probabilities apart"] for steps in seeds.values() for step in steps)
         lines.append(f"{arm:7} {', '.join(told)}, log-probabilities at most {apart:.1e} apart")
     return lines
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean; 0 for a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def main() -> None:
@@ -281,7 +360,8 @@ def main() -> None:
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--quick", action="store_true", help="two steps of one seed, after a short pre-training")
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw these results, and run nothing")
@@ -291,14 +371,18 @@ def main() -> None:
     else:
         if given.quick:
             given.steps, given.seeds, given.out = 2, [0], given.out / "quick"
-        start, file = make_start(given.out / "start", iterations=60 if given.quick else 400), given.out / "results.json"
+        iterations, file = 60 if given.quick else 400, given.out / "results.json"
+        policy = make_start(given.out, iterations)
+        starts = {name: start_of(ARMS[name], given.out, policy, iterations) for name in given.arms}
         results = kept(file, given.steps)
         for seed in given.seeds:  # arm by arm, so that what else the machine does meets all of them
-            for arm, seeds in results.items():
+            for name, start in starts.items():
+                seeds = results[name]
                 if str(seed) not in seeds:
-                    seeds[str(seed)] = run(arm, start, given.steps, seed)
+                    seeds[str(seed)] = run(ARMS[name], start, given.steps, seed, name)
                     with written_beside(file) as beside:
                         beside.write_text(json.dumps(results))
+    results = {arm: seeds for arm, seeds in results.items() if seeds}
     plot(results, given.out / "rl.png")
     print("\n".join(summary(results)))
 

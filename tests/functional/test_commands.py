@@ -138,7 +138,7 @@ def test_the_examples_run_on_a_checkpoint(start: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_three_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Path) -> None:
+def test_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Path) -> None:
     """Two steps: what the engine says of its tokens' probabilities is what the trainer computes; all arms draft."""
     script = str(launch.ROOT / "examples" / "rl.py")
     code = (
@@ -147,7 +147,7 @@ def test_three_arms_of_reinforcement_learning(forked_python: Path, tmp_path: Pat
     launch.run([sys.executable, "-c", code, "--quick", "--out", str(tmp_path)], tmp_path / "log")
     out = tmp_path / "quick"
     steps = [step for seeds in json.loads((out / "results.json").read_text()).values() for step in seeds["0"]]
-    assert len(steps) == 6
+    assert len(steps) == 12
     assert all(step["log-probabilities apart"] < 3e-5 for step in steps)
     assert all(0.02 < step["reward"] < 0.9 for step in steps)
     assert all(step["accepted length"] > 1 for step in steps)
